@@ -1,0 +1,1 @@
+"""Replicas of the model that split the batch."""

@@ -1,0 +1,1 @@
+"""Data: the exact order of samples."""

@@ -1,0 +1,43 @@
+"""The two ways paragrad says no: at the door, before any rank starts; and while ranks run."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+
+class Refused(ValueError):
+    """Bad input, found before any rank started. The message holds the repair. The command exits with 2."""
+
+
+class RankFailed(RuntimeError):
+    """A rank failed while it ran. The command exits with 1.
+
+    rank: which one; step: the training step, or None before the first; tensor: the one to blame, or None;
+    traceback: the text of the failing rank's own traceback.
+    """
+
+    def __init__(self, message: str, *, rank: int, step: int | None = None, tensor: str | None = None,
+                 traceback: str = "") -> None:
+        super().__init__(message)
+        self.message, self.rank, self.step, self.tensor, self.traceback = message, rank, step, tensor, traceback
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(RankFailed, self.message, rank=self.rank, step=self.step, tensor=self.tensor,
+                       traceback=self.traceback), ()
+
+    def __str__(self) -> str:
+        where = f"rank {self.rank}"
+        if self.step is not None:
+            where += f", step {self.step}"
+        if self.tensor is not None:
+            where += f", tensor {self.tensor}"
+        return f"{where}: {self.message}"
+
+
+class StepFailed(RuntimeError):
+    """Raised inside a rank when a step cannot go on; the launcher turns it into RankFailed."""
+
+    def __init__(self, message: str, *, step: int | None = None, tensor: str | None = None) -> None:
+        super().__init__(message)
+        self.step, self.tensor = step, tensor

@@ -1,0 +1,195 @@
+"""Job: what to train, in serial words. Nothing in it speaks of ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset, default_collate
+
+from paragrad.datasets.order import Order
+from paragrad.errors import Refused
+from paragrad.loss import Loss, check_adds_up
+
+Dataset = Any           # map-style: __len__ and __getitem__(index) -> (input, target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One serial training. Callables, because every rank builds its own model and optimizer, under `seed`.
+
+    model: () -> nn.Module;  loss: the mean over samples (torch's ignore_index understood), or f(output, target) ->
+    (sum, weight);  optimizer: parameters -> torch.optim.Optimizer;  train, test: map-style datasets of (input, target),
+    or f(data folder) -> dataset;  batch: the global one, the only one;  scheduler: optimizer -> LRScheduler, which counts
+    steps of the global batch;  clip_norm: the largest norm of all gradients together;  metric: f(output, target) ->
+    (sum, weight), such as paragrad.accuracy;  dtype: float32 or float64.
+    """
+    model: Callable[[], nn.Module]
+    loss: Loss
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    train: Dataset | Callable[[Path | None], Dataset]
+    batch: int
+    epochs: int
+    test: Dataset | Callable[[Path | None], Dataset] | None = None
+    seed: int = 0
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    clip_norm: float | None = None
+    metric: Callable[[Any, Any], tuple[Any, Any]] | None = None
+    dtype: torch.dtype = torch.float32
+    name: str = "job"
+    arguments: tuple[tuple[str, Any], ...] = ()         # of a built-in job, for the record
+
+    def replace(self, **changes: Any) -> Job:
+        """The same job with some fields changed."""
+        return replace(self, **changes)
+
+    def built_model(self) -> nn.Module:
+        """The model as every rank builds it: under `seed`, then in `dtype`."""
+        seed_everything(self.seed)
+        return self.model().to(self.dtype)
+
+    def order(self, samples: int) -> Order:
+        return Order(samples, self.batch, self.seed)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch, numpy and random."""
+    torch.manual_seed(seed)
+    numpy.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def accuracy(output: Tensor, target: Tensor) -> tuple[float, int]:
+    """Per cent of targets that have the largest output (class dimension 1 or last of one): (sum, weight)."""
+    right = output.argmax(1 if output.dim() > 1 else 0) == target
+    return 100.0 * float(right.sum()), right.numel()
+
+
+def opened(dataset: Dataset | Callable[[Path | None], Dataset], data: Path | None) -> Dataset:
+    """The dataset itself, or what its function makes of the data folder."""
+    is_dataset = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    return dataset if is_dataset else dataset(data)
+
+
+def fetched(dataset: Dataset, indices: list[int], dtype: torch.dtype) -> tuple[Any, Any]:
+    """(inputs, target) of these samples, stacked; floating point numbers in dtype."""
+    if isinstance(dataset, TensorDataset):      # gives a whole batch at once
+        inputs, target = dataset[indices]
+    else:
+        inputs, target = default_collate([dataset[index] for index in indices])
+    return in_dtype(inputs, dtype), in_dtype(target, dtype)
+
+
+def in_dtype(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the door found out about a job."""
+    samples: int
+    test_samples: int
+    parameters: int
+    order: Order
+
+
+def examined(job: Job, data: Path | None = None) -> Facts:
+    """Check a job at the door: build its model once and run one batch in eval mode. Raises Refused."""
+    _check_fields(job)
+    train = _dataset(job, "train", data)
+    test = _dataset(job, "test", data) if job.test is not None else None
+    model = _called(job, "model", job.built_model)
+    if not isinstance(model, nn.Module):
+        raise Refused(f"job {job.name}: model() returned {type(model).__name__}; return a torch.nn.Module")
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trainable:
+        raise Refused(f"job {job.name}: the model has no trainable parameters; give it at least one with requires_grad")
+    _check_optimizer(job, model)
+    _check_loss(job, model.eval(), train)
+    return Facts(len(train), len(test) if test is not None else 0, sum(map(Tensor.numel, trainable)),
+                 job.order(len(train)))
+
+
+def _check_fields(job: Job) -> None:
+    for name, least in (("batch", 1), ("epochs", 0)):
+        value = getattr(job, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise Refused(f"job {job.name}: {name} must be a whole number from {least}, got {value!r}")
+    if not isinstance(job.seed, int):
+        raise Refused(f"job {job.name}: seed must be a whole number, got {job.seed!r}")
+    for name in ("model", "loss", "optimizer"):
+        if not callable(getattr(job, name)):
+            raise Refused(f"job {job.name}: {name} must be a function, because every rank builds its own; "
+                          f"write {name}=lambda ...: ...")
+    if isinstance(job.model, nn.Module):
+        raise Refused(f"job {job.name}: model must be a function that builds the model, because every rank builds its "
+                      "own; write model=lambda: Net()")
+    for name in ("scheduler", "metric"):
+        if getattr(job, name) is not None and not callable(getattr(job, name)):
+            raise Refused(f"job {job.name}: {name} must be a function or None")
+    if job.clip_norm is not None and not (isinstance(job.clip_norm, int | float) and job.clip_norm > 0):
+        raise Refused(f"job {job.name}: clip_norm must be above 0 or None, got {job.clip_norm!r}")
+    if job.dtype not in (torch.float32, torch.float64):
+        raise Refused(f"job {job.name}: dtype must be torch.float32 or torch.float64, got {job.dtype}")
+
+
+def _dataset(job: Job, which: str, data: Path | None) -> Dataset:
+    dataset = _called(job, which, lambda: opened(getattr(job, which), data))
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        raise Refused(f"job {job.name}: {which} must be a map-style dataset (with __len__ and __getitem__) or a function "
+                      f"that returns one, got {type(dataset).__name__}")
+    if len(dataset) == 0:
+        raise Refused(f"job {job.name}: {which} has no samples")
+    return dataset
+
+
+def _called(job: Job, name: str, function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except Refused:
+        raise
+    except Exception as error:
+        raise Refused(f"job {job.name}: {name} raised {type(error).__name__}: {error}") from error
+
+
+def _check_optimizer(job: Job, model: nn.Module) -> None:
+    optimizer = _called(job, "optimizer", lambda: job.optimizer(model.parameters()))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise Refused(f"job {job.name}: optimizer(parameters) returned {type(optimizer).__name__}; "
+                      "return a torch.optim.Optimizer")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise Refused(f"job {job.name}: LBFGS wants a closure, which runs the model again inside the update; "
+                      "use an optimizer whose step() takes none")
+    if job.scheduler is not None:
+        make = job.scheduler
+        scheduler = _called(job, "scheduler", lambda: make(optimizer))
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise Refused(f"job {job.name}: ReduceLROnPlateau wants a metric at every step; "
+                          "use a scheduler that counts steps")
+        if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+            raise Refused(f"job {job.name}: scheduler(optimizer) returned {type(scheduler).__name__}; "
+                          "return a torch.optim.lr_scheduler.LRScheduler")
+
+
+def _check_loss(job: Job, model: nn.Module, train: Dataset) -> None:
+    indices = list(range(min(job.batch, len(train), 256)))
+    middle = len(indices) // 2
+
+    def run(part: list[int]) -> tuple[Any, Any, int]:
+        batch = fetched(train, part, job.dtype)
+        if not isinstance(batch, tuple) or len(batch) != 2:
+            raise Refused(f"job {job.name}: a sample of train must be a pair (input, target)")
+        return model(batch[0]), batch[1], len(part)
+
+    with torch.no_grad():
+        whole = _called(job, "one batch through the model", lambda: run(indices))
+        halves = [whole] if middle == 0 else [run(indices[:middle]), run(indices[middle:])]
+        wrong = _called(job, "loss", lambda: check_adds_up(job.loss, whole[:2], halves))
+    if wrong:
+        raise Refused(f"job {job.name}: {wrong}")

@@ -1,0 +1,98 @@
+"""A job by what the user wrote: a built-in name, path/file.py, or module:attribute."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+
+from paragrad.errors import Refused
+from paragrad.job import Job
+from paragrad.jobs.digits import digits
+from paragrad.notation import unknown
+
+JOBS: dict[str, Callable[..., Job]] = {"digits": digits}
+
+
+def job(name: str, **arguments: Any) -> Job:
+    """A built-in job; arguments as its function takes them. Raises Refused with the nearest name."""
+    if name not in JOBS:
+        raise Refused(unknown("job", name, JOBS))
+    known = inspect.signature(JOBS[name]).parameters
+    for argument, value in arguments.items():
+        if argument not in known:
+            raise Refused(f"job {name}: " + unknown("argument", argument, known))
+        default = known[argument].default
+        if type(value) is not type(default):
+            raise Refused(f"job {name}: {argument} must be like {default!r}, got {value!r}")
+    return JOBS[name](**arguments)
+
+
+def find(text: str, settings: Mapping[str, str] | None = None) -> Job:
+    """The job that `text` names. settings: `--set name=value` for a built-in job. Raises Refused."""
+    settings = settings or {}
+    if text in JOBS:
+        return job(text, **{name: _literal(value) for name, value in settings.items()})
+    if settings:
+        raise Refused(f"--set is for the arguments of built-in jobs ({', '.join(JOBS)}); {text} is none of them")
+    if text.endswith(".py"):
+        return _only_job(_loaded(Path(text)), text)
+    if ":" in text:
+        module, _, attribute = text.partition(":")
+        found = _guarded(text, lambda: getattr(importlib.import_module(module), attribute))
+        return _as_job(found, text)
+    raise Refused(unknown("job", text, JOBS) + "; or give path/file.py or module:attribute")
+
+
+def _loaded(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise Refused(f"there is no job file {path}; give the path of a Python file that holds a paragrad.Job")
+    spec = importlib.util.spec_from_file_location(f"paragrad_job_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module
+    _guarded(str(path), lambda: spec.loader.exec_module(module))        # type: ignore[union-attr]
+    cloudpickle.register_pickle_by_value(module)                        # no rank can import a file by path
+    return module
+
+
+def _only_job(module: ModuleType, where: str) -> Job:
+    if "job" in vars(module):
+        return _as_job(vars(module)["job"], f"{where}: job")
+    jobs = {name: value for name, value in vars(module).items() if isinstance(value, Job)}
+    if len(jobs) != 1:
+        held = f"holds {len(jobs)} jobs ({', '.join(jobs)})" if jobs else "holds no Job"
+        raise Refused(f"{where} {held}; write `job = paragrad.Job(...)` at its top level")
+    return next(iter(jobs.values()))
+
+
+def _as_job(found: Any, where: str) -> Job:
+    made = _guarded(where, found) if callable(found) and not isinstance(found, Job) else found
+    if not isinstance(made, Job):
+        raise Refused(f"{where} is a {type(made).__name__}, not a Job; make it a paragrad.Job(...)")
+    return made
+
+
+def _guarded(where: str, function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except Refused:
+        raise
+    except Exception as error:
+        raise Refused(f"{where} raised {type(error).__name__}: {error}") from error
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

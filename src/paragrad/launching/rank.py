@@ -1,0 +1,65 @@
+"""A rank's own process: wait for a task, join the world, run it, answer; end when the launcher is gone.
+
+Started by `ranks.py` as `python -m paragrad.launching.rank FD STACK_FILE`; the socket FD carries pickled tasks and answers.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+
+from paragrad.errors import RankFailed
+from paragrad.launching.messages import Failure, Task
+from paragrad.world import joined
+
+
+def main() -> None:
+    """Serve tasks until the launcher closes its end of the socket."""
+    launcher = Connection(int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)        # Ctrl-C reaches the launcher, which ends its ranks
+    with Path(sys.argv[2]).open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks)
+        tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        threading.Thread(target=_listen, args=(launcher, tasks), daemon=True).start()
+        while True:
+            launcher.send(_answer(tasks.get(), launcher))
+
+
+def _listen(launcher: Connection, tasks: queue.SimpleQueue[Task]) -> None:
+    """Hand tasks over; when the launcher is gone, end this process whatever it is doing."""
+    try:
+        while True:
+            tasks.put(launcher.recv())
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def _answer(task: Task, launcher: Connection) -> tuple[str, Any]:
+    torch.set_num_threads(task.threads)
+    try:
+        function, arguments = cloudpickle.loads(task.call)
+        more = {"report": lambda value: launcher.send(("report", value))} if task.reports else {}
+        with joined(task.rank, task.size, task.store, task.backend, task.timeout) as world:
+            result = function(world, *arguments, **more)
+        return "done", cloudpickle.dumps(result)
+    except BaseException as error:                      # also SystemExit: a task never ends its rank
+        when = time.monotonic()
+        failed = RankFailed(f"{type(error).__name__}: {error}", rank=task.rank, step=getattr(error, "step", None),
+                            tensor=getattr(error, "tensor", None), traceback=traceback.format_exc())
+        return "failed", Failure(failed, when)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""The launcher: processes of this host that serve as ranks, one after another task, until closed.
+
+When one rank fails all are stopped, and what is raised is the failure that came first. A rank notices the end of its
+launcher by the end of their socket, so nobody outlives it, whatever kills it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from paragrad.errors import RankFailed
+from paragrad.launching.messages import Failure, Task
+from paragrad.world import TIMEOUT
+
+GRACE = 0.5             # seconds in which a killed rank must show, before a peer's complaint counts as the cause
+
+
+def cores() -> int:
+    """The cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass
+class Process:
+    """A rank's process and this end of its socket."""
+    popen: subprocess.Popen[bytes]
+    socket: Connection
+    stacks: Path
+
+
+class Ranks:
+    """Up to `size` ranks of this host; `run` plays a function on them. A context manager that leaves no process."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.processes: list[Process] = []
+        self.folder = tempfile.TemporaryDirectory(prefix="paragrad-")
+        self.tasks = 0
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, function: Callable[..., Any], *arguments: Any, size: int | None = None, backend: str = "gloo",
+            threads: int | None = None, timeout: float = TIMEOUT, deadline: float | None = None,
+            on_report: Callable[[int, Any], None] | None = None) -> list[Any]:
+        """function(world, *arguments) on ranks 0..size-1; their results. Raises RankFailed.
+
+        threads: of each rank, otherwise the cores are divided; timeout: seconds a rank waits for another; deadline:
+        seconds for everything; on_report: called with (rank, value) whenever the function calls report(value).
+        """
+        size = size or self.size
+        self._start(size)
+        self.tasks += 1
+        store = Path(self.folder.name) / f"meeting-{self.tasks}"
+        call = cloudpickle.dumps((function, arguments))
+        each = threads or max(1, cores() // size)
+        try:
+            for rank, process in enumerate(self.processes[:size]):
+                task = Task(rank, size, store, backend, each, timeout, call, on_report is not None)
+                with contextlib.suppress(BrokenPipeError):      # it died: collecting will say how
+                    process.socket.send(task)
+            return Collection(self.processes[:size], deadline, on_report).results()
+        except BaseException:
+            self.stop()
+            raise
+        finally:
+            store.unlink(missing_ok=True)
+
+    def _start(self, size: int) -> None:
+        while len(self.processes) < size:
+            self.processes.append(_started(Path(self.folder.name) / f"stacks-{len(self.processes)}"))
+
+    def stop(self) -> None:
+        """Kill every rank; the next `run` starts fresh ones."""
+        for process in self.processes:
+            process.popen.kill()
+        for process in self.processes:
+            process.popen.wait()
+            process.socket.close()
+        self.processes = []
+
+    def close(self) -> None:
+        """End the ranks and forget their folder."""
+        self.stop()
+        self.folder.cleanup()
+
+
+def _started(stacks: Path) -> Process:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        paths = [path or os.getcwd() for path in sys.path]          # so that what is importable here is there
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        popen = subprocess.Popen(
+            [sys.executable, "-m", "paragrad.launching.rank", str(theirs.fileno()), str(stacks)],
+            pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2, env=environment, process_group=0)
+    return Process(popen, Connection(ours.detach()), stacks)
+
+
+@dataclass
+class Collection:
+    """The answers of the ranks to one task, as they come."""
+    processes: list[Process]
+    deadline: float | None
+    on_report: Callable[[int, Any], None] | None
+    answers: dict[int, Any] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    dead: set[int] = field(default_factory=set)
+
+    def results(self) -> list[Any]:
+        end = time.monotonic() + self.deadline if self.deadline else None
+        while len(self.answers) < len(self.processes) and not self.failures:
+            if not self.take(None if end is None else max(0.0, end - time.monotonic())):
+                raise self.silence()
+        if self.failures:
+            raise self.cause()
+        return [self.answers[rank] for rank in range(len(self.processes))]
+
+    def take(self, seconds: float | None) -> bool:
+        """Take what ranks have sent within some seconds; False if none did."""
+        silent = {process.socket: rank for rank, process in enumerate(self.processes)
+                  if rank not in self.answers and rank not in self.dead}
+        ready = wait(list(silent), seconds)
+        for connection in ready:
+            rank = silent[connection]           # type: ignore[index]
+            try:
+                kind, value = connection.recv()         # type: ignore[union-attr]
+            except (EOFError, OSError):
+                self.dead.add(rank)
+                self.failures.append(Failure(self.death(rank), 0.0))        # a death is the cause of what others say
+                continue
+            if kind == "report":
+                if self.on_report:
+                    self.on_report(rank, value)
+            elif kind == "failed":
+                self.dead.add(rank)
+                self.failures.append(value)
+            else:
+                self.answers[rank] = cloudpickle.loads(value)
+        return bool(ready)
+
+    def cause(self) -> RankFailed:
+        """The failure that came first, having waited a moment for one that was slower to show."""
+        end = time.monotonic() + GRACE
+        while (left := end - time.monotonic()) > 0 and len(self.dead) + len(self.answers) < len(self.processes):
+            self.take(left)
+        return min(self.failures, key=lambda failure: failure.when).error
+
+    def death(self, rank: int) -> RankFailed:
+        code = self.processes[rank].popen.wait(timeout=10)
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        return RankFailed(f"the process of rank {rank} {how}", rank=rank)
+
+    def silence(self) -> RankFailed:
+        """Nobody answered in time: name the first silent rank, with the stacks of all of them."""
+        silent = [rank for rank in range(len(self.processes)) if rank not in self.answers]
+        for rank in silent:
+            self.processes[rank].popen.send_signal(signal.SIGUSR1)
+        wait([self.processes[rank].socket for rank in silent], GRACE)       # time to write their stacks
+        stacks = "\n".join(f"rank {rank} stands at:\n{self.processes[rank].stacks.read_text()}" for rank in silent)
+        return RankFailed(f"no answer from rank(s) {', '.join(map(str, silent))} within {self.deadline:g} s",
+                          rank=silent[0], traceback=stacks)

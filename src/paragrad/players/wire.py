@@ -1,0 +1,101 @@
+"""The wire: play one rank's program over torch.distributed.
+
+A Send is an isend whose Work is kept until its slot is written again or the walk ends. A Recv that adds receives into
+scratch, waits for the slot's sends, then adds. While one message is waited for and added, the next one's receive is
+already posted (the player's liberty: order between a pair of ranks stays what the program says).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paragrad.errors import StepFailed
+from paragrad.schedules.actions import Action, AllReduce, Recv, Send, evenly
+from paragrad.world import World
+
+
+def all_reduce(schedule: AllReduce, vector: Tensor, world: World) -> int:
+    """Sum a contiguous one-dimensional vector over all ranks, in place, along a schedule; the bytes this rank sent."""
+    parts = evenly(vector.numel(), schedule.parts(world.size))
+    slots = [vector[part.start:part.stop] for part in parts]
+    return Play(list(schedule.program(world.rank, world.size)), slots, world).run()
+
+
+class Play:
+    """One walk of one program over the slots of this rank."""
+
+    def __init__(self, actions: Sequence[Action], slots: Sequence[Tensor], world: World) -> None:
+        self.actions, self.slots, self.world = actions, slots, world
+        self.open: dict[int, list[Any]] = {}                        # slot -> Works of its sends
+        self.posted: dict[int, tuple[Any, Tensor]] = {}             # place in the program -> receive under way
+        self.receives = [place for place, action in enumerate(actions) if isinstance(action, Recv)]
+        self.sent = 0
+
+    def run(self) -> int:
+        """Play to the end; the bytes sent. Raises StepFailed that shows the schedule around the failure."""
+        place = -1
+        try:
+            for place, action in enumerate(self.actions):
+                if isinstance(action, Send):
+                    self.send(action)
+                elif isinstance(action, Recv):
+                    self.recv(place, action)
+            for slot in list(self.open):
+                self.close(slot)
+        except RuntimeError as error:
+            raise StepFailed(f"{error}\n{self.picture(place)}") from error
+        return self.sent
+
+    def send(self, action: Send) -> None:
+        tensor = self.slots[action.slot]  # type: ignore[call-overload]
+        work = dist.isend(tensor, group=self.world.group, group_dst=action.to)
+        self.open.setdefault(action.slot, []).append(work)  # type: ignore[arg-type]
+        self.sent += tensor.numel() * tensor.element_size()
+        if action.wait:
+            work.wait()  # type: ignore[union-attr]
+
+    def recv(self, place: int, action: Recv) -> None:
+        if place not in self.posted:
+            self.close_before(action)
+            self.post(place, action)
+        work, buffer = self.posted.pop(place)
+        self.post_next(place)
+        work.wait()
+        if action.add:
+            self.close(action.slot)  # type: ignore[arg-type]
+            self.slots[action.slot].add_(buffer)  # type: ignore[call-overload]
+
+    def post(self, place: int, action: Recv) -> None:
+        slot = self.slots[action.slot]  # type: ignore[call-overload]
+        buffer = torch.empty_like(slot) if action.add else slot
+        self.posted[place] = dist.irecv(buffer, group=self.world.group, group_src=action.frm), buffer
+
+    def post_next(self, place: int) -> None:
+        """Post the receive after this one early, where nothing on the way to it touches what it writes."""
+        following = next((later for later in self.receives if later > place), None)
+        if following is None:
+            return
+        action = self.actions[following]
+        assert isinstance(action, Recv)
+        between = [self.actions[place], *self.actions[place + 1:following]]
+        untouched = action.slot not in self.open and all(action.slot != each.slot for each in between)  # type: ignore[union-attr]
+        if action.add or untouched:
+            self.post(following, action)
+
+    def close_before(self, action: Recv) -> None:
+        if not action.add:
+            self.close(action.slot)  # type: ignore[arg-type]
+
+    def close(self, slot: int) -> None:
+        """Wait until the sends of a slot are over."""
+        for work in self.open.pop(slot, []):
+            work.wait()
+
+    def picture(self, place: int) -> str:
+        around = [f"[{action}]" if at == place else str(action) for at, action in enumerate(self.actions)]
+        return f"   {self.world.rank} | " + " ".join(around[max(0, place - 3): place + 4])

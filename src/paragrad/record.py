@@ -1,0 +1,171 @@
+"""The record: one folder per run, JSON lines, each process appends to its own file; nothing derivable is stored.
+
+| kind       | fields                                                                                                   |
+|------------|----------------------------------------------------------------------------------------------------------|
+| run        | schema, id, job {name, arguments, batch, epochs, samples, parameters, dtype}, strategy, resolved, seed,   |
+|            | workers, servers, backend, device, threads, machine {cpu, cores, torch, python}, prediction               |
+| step       | epoch, step, start, seconds, loss [sum, weight], order [first, stop], sent {kind: {bytes, computed}}, lr  |
+| epoch      | epoch, test {value, weight} or null, seconds                                                              |
+| span       | step, name, lane (compute, send, receive, wait, update, data), start, seconds, bytes, peer                |
+| choice     | what, bytes, picked, because                                                                              |
+| memory     | parameters, gradients, optimizer, activations, exchange, resident (bytes)                                 |
+| event      | name, numbers                                                                                             |
+| end        | status (finished, failed, stopped), seconds, error {rank, step, tensor, message} or null                  |
+| difference | baseline, run, value, tensor                                                                              |
+
+`start` counts seconds from the run's beginning on the host's monotonic clock. `sent` is the payload handed to the wire;
+`computed` marks bytes that come from the closed form because a backend's own collective moved them. Without an `end`
+line the run died.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import Any
+
+from paragrad.datasets.order import permutation
+from paragrad.errors import Refused
+
+SCHEMA = 1
+Line = dict[str, Any]
+
+
+class Recorder:
+    """Appends lines to a file, each whole and at once, so that it survives the end of its process."""
+
+    def __init__(self, path: Path, origin: float | None = None) -> None:
+        self.origin = time.monotonic() if origin is None else origin
+        self.file = path.open("a", encoding="utf-8")
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.file.close()
+
+    def now(self) -> float:
+        """Seconds since the run began."""
+        return time.monotonic() - self.origin
+
+    def write(self, kind: str, **fields: Any) -> None:
+        self.write_all([{"kind": kind, **fields}])
+
+    def write_all(self, lines: list[Line]) -> None:
+        """Several lines in one go."""
+        self.file.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+        self.file.flush()
+
+
+def new_folder(parent: Path, name: str) -> Path:
+    """A fresh folder below parent; Refused where it cannot be made."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for count in range(1000):
+        folder = parent / (f"{stamp}-{name}" + (f"-{count}" if count else ""))
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            if not parent.is_dir():
+                raise Refused(f"cannot write runs to {parent}: it is not a folder; give another with --runs") from None
+            continue
+        except OSError as error:
+            raise Refused(f"cannot write runs to {parent}: {error.strerror}; give another folder with --runs") from None
+        return folder
+    raise Refused(f"{parent} is full of runs of this second; give another folder with --runs")
+
+
+def lines_of(path: Path) -> Iterator[Line]:
+    """The lines of a file; a last one that was cut off by the end of its process is left out."""
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                return
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Which samples a run's epochs used, by its own record."""
+    epochs: int
+    samples: int                # of the dataset
+    seen: int                   # different ones, in the epoch that saw fewest
+    twice: int                  # used more than once in an epoch, over all epochs
+    missed: int                 # not used in an epoch, over all epochs
+
+    def __str__(self) -> str:
+        return (f"{self.seen} of {self.samples} samples seen in each of {self.epochs} epoch(s), "
+                f"{self.twice} twice, {self.missed} missed")
+
+
+class Record:
+    """What a run's folder says, read back."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        own = list(lines_of(folder / "run.jsonl"))
+        self.header: Line = next((line for line in own if line["kind"] == "run"), {})
+        self.end: Line | None = next((line for line in own if line["kind"] == "end"), None)
+        files = sorted(folder.glob("rank-*.jsonl"), key=lambda path: int(path.stem.split("-")[1]))
+        self.ranks: list[list[Line]] = [list(lines_of(path)) for path in files]
+        self.choices = [line for line in own if line["kind"] == "choice"]
+
+    def of(self, kind: str, rank: int = 0) -> list[Line]:
+        return [line for line in self.ranks[rank] if line["kind"] == kind] if rank < len(self.ranks) else []
+
+    def steps(self) -> list[list[Line]]:
+        """For each step that every rank finished, the line of every rank."""
+        return [list(lines) for lines in zip(*(self.of("step", rank) for rank in range(len(self.ranks))), strict=False)]
+
+    @property
+    def losses(self) -> list[float]:
+        """The mean loss of every global batch: sums over ranks, divided once."""
+        return [sum(line["loss"][0] for line in lines) / sum(line["loss"][1] for line in lines)
+                for lines in self.steps()]
+
+    @property
+    def test(self) -> float | None:
+        """The test metric after the last epoch that has one."""
+        values = [line["test"]["value"] for line in self.of("epoch") if line["test"]]
+        return values[-1] if values else None
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """The median step of the slowest rank (without the first step, which warms up, where there are more)."""
+        medians = [median(seconds[1:] or seconds) for rank in range(len(self.ranks))
+                   if (seconds := [line["seconds"] for line in self.of("step", rank)])]
+        return max(medians) if medians else None
+
+    @property
+    def sent_per_step(self) -> dict[str, Line]:
+        """Bytes by kind of the rank and step that sent most: {kind: {bytes, computed}}."""
+        most: dict[str, Line] = {}
+        for lines in self.steps():
+            for line in lines:
+                for kind, sent in line["sent"].items():
+                    if sent["bytes"] >= most.get(kind, sent)["bytes"]:
+                        most[kind] = sent
+        return most
+
+    @property
+    def audit(self) -> Audit:
+        """Count every sample of every finished epoch, by the positions in the order that the ranks recorded."""
+        samples, seed = self.header["job"]["samples"], self.header["seed"]
+        epochs = [line["epoch"] for line in self.of("epoch")]
+        seen, twice, missed = samples, 0, 0
+        for epoch in epochs:
+            order = permutation(samples, seed, epoch)
+            counts = Counter(order[position] for lines in self.ranks for line in lines
+                             if line["kind"] == "step" and line["epoch"] == epoch
+                             for position in range(*line["order"]))
+            seen = min(seen, len(counts))
+            twice += sum(count > 1 for count in counts.values())
+            missed += samples - len(counts)
+        return Audit(len(epochs), samples, seen if epochs else 0, twice, missed)

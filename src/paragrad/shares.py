@@ -1,0 +1,33 @@
+"""Who computes what of a batch: shares of ranks, micro-batches of a share.
+
+A batch is positions start..stop of the epoch's order. Every rank gets a contiguous part of it, in rank order, by
+largest remainder; the part is cut into micro-batches. All ranks run the same number of micro-batches, so that
+collectives inside a model (batch norm) and hooks meet; where a rank has none left, its part is empty (it then runs one
+sample with weight 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paragrad.schedules.actions import evenly
+
+
+def divide(samples: int, weights: Sequence[int]) -> list[int]:
+    """`samples` in proportion to `weights`: largest remainder, lowest rank first; sums to `samples`."""
+    whole = sum(weights)
+    counts = [samples * weight // whole for weight in weights]
+    by_remainder = sorted(range(len(weights)), key=lambda rank: (-(samples * weights[rank] % whole), rank))
+    for rank in by_remainder[: samples - sum(counts)]:
+        counts[rank] += 1
+    return counts
+
+
+def micro_batches(batch: range, weights: Sequence[int], micro: int) -> list[list[range]]:
+    """For every micro-batch, the part of every rank: `[micro][rank] -> range of positions`; parts may be empty."""
+    counts = divide(len(batch), weights)
+    starts = [sum(counts[:rank]) for rank in range(len(counts))]
+    number = max(min(micro, count) for count in counts)
+    cut = [[batch[start + part.start: start + part.stop] for part in evenly(count, min(micro, count) or 1)]
+           for start, count in zip(starts, counts, strict=True)]
+    return [[parts[k] if k < len(parts) else parts[-1][:0] for parts in cut] for k in range(number)]
