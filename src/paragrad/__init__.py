@@ -1,5 +1,6 @@
 """paragrad: train one plain PyTorch model on many workers, any way the field knows, and see that it was the same training."""
 
+from paragrad.comparison import Table, compare
 from paragrad.errors import RankFailed, Refused
 from paragrad.job import Job, accuracy
 from paragrad.jobs import job
@@ -9,5 +10,5 @@ from paragrad.schedules.tree import Tree
 from paragrad.strategy import Data, Native, Serial, strategy
 from paragrad.training import Run, train
 
-__all__ = ["Butterfly", "Data", "Job", "Native", "RankFailed", "Refused", "Ring", "RingAsync", "Run", "Serial", "Tree",
-           "accuracy", "job", "strategy", "train"]
+__all__ = ["Butterfly", "Data", "Job", "Native", "RankFailed", "Refused", "Ring", "RingAsync", "Run", "Serial", "Table",
+           "Tree", "accuracy", "compare", "job", "strategy", "train"]

@@ -115,6 +115,7 @@ class Record:
         self.end: Line | None = next((line for line in own if line["kind"] == "end"), None)
         files = sorted(folder.glob("rank-*.jsonl"), key=lambda path: int(path.stem.split("-")[1]))
         self.ranks: list[list[Line]] = [list(lines_of(path)) for path in files]
+        self.difference: Line | None = next((line for line in own if line["kind"] == "difference"), None)
         self.choices = [line for line in own if line["kind"] == "choice"]
 
     def of(self, kind: str, rank: int = 0) -> list[Line]:

@@ -288,3 +288,12 @@ def resolve(chosen: Strategy, *, cores: int, workers: int | None = None) -> Stra
         raise Refused(f"{chosen} wants {found.workers} worker(s) and the launcher started {workers}; "
                       f"start {found.workers}, or write data(auto)")
     return found
+
+
+def share_weights(resolved: Strategy) -> tuple[list[int], int]:
+    """(relative shares of the batch by rank, micro-batches within each share) of a resolved strategy."""
+    if isinstance(resolved, Data):
+        assert isinstance(resolved.workers, int)
+        return list(resolved.shares) if isinstance(resolved.shares, tuple) else [1] * resolved.workers, resolved.micro
+    assert isinstance(resolved, Serial)
+    return [1], resolved.micro

@@ -20,13 +20,14 @@ from torch import Tensor, nn
 
 from paragrad.data_parallel.all_reduce import Exchange, computed_bytes
 from paragrad.data_parallel.batch_norm import Part, batch_norms, make_own, make_whole
+from paragrad.dropout import Keyed, Watch
 from paragrad.errors import StepFailed
 from paragrad.job import Job, fetched, opened, seed_everything
 from paragrad.loss import Summed
 from paragrad.record import Line, Recorder
 from paragrad.schedules.actions import evenly
 from paragrad.shares import micro_batches
-from paragrad.strategy import Data, Serial, Strategy
+from paragrad.strategy import Data, Strategy, share_weights
 from paragrad.world import World
 
 
@@ -78,6 +79,7 @@ class Trainer:
         self.spans: list[Line] = []
         self.steps = 0
         self.activations = 0
+        self.has_dropout = False
         if world.size > 1 and batch_norms(self.model):
             self._join_batch_norms(strategy)
         seed_everything(job.seed + 1 + world.rank)          # what is drawn from here on differs by rank
@@ -111,7 +113,7 @@ class Trainer:
             global_weight = self._update()
         except Exception as error:
             raise self._failed(error) from error
-        mine = [position for piece in pieces for position in chain(*(piece[rank] for rank in self.parts))]
+        mine = [position for piece in pieces for position in self._positions(piece)]
         self._record(epoch, start, loss, weight, mine)
         self.steps += 1
         return Result(loss, weight, global_weight)
@@ -122,7 +124,7 @@ class Trainer:
         assert self.exchange is not None
         self.part.samples = samples
         with self.exchange.micro_batch(last):
-            with self.span(f"F{number}", "compute"):
+            with self.span(f"F{number}", "compute"), self._dropout(batch, piece):
                 total, weight = self.exchange.module(inputs, target, samples)
             value = float(total.detach())
             if not math.isfinite(value):
@@ -147,22 +149,45 @@ class Trainer:
                 self.scheduler.step()
         return weight
 
+    def _dropout(self, batch: range, piece: list[range]) -> contextlib.AbstractContextManager[Any]:
+        """Around a forward: masks keyed by each sample's place in the global batch, if the model has dropout at all."""
+        if not self.has_dropout:
+            return contextlib.nullcontext()
+        return Keyed(self.job.seed, self.steps, [position - batch.start for position in self._positions(piece)])
+
+    def _positions(self, piece: list[range]) -> list[int]:
+        """The places in the epoch's order of the samples of a micro-batch that this rank runs."""
+        positions = list(chain(*(piece[rank] for rank in self.parts)))
+        return positions[::-1] if self.reverse else positions
+
     def _load(self, epoch: int, batch: range, piece: list[range]) -> tuple[Any, Any, int]:
         """This rank's part of a micro-batch: inputs, target, number of samples; one sample and 0 where it is empty."""
-        positions = list(chain(*(piece[rank] for rank in self.parts)))
-        if self.reverse:
-            positions.reverse()
+        positions = self._positions(piece)
         order = self.order.indices(epoch, batch)
         indices = [order[position - batch.start] for position in positions] or order[:1]
         inputs, target = fetched(self.train, indices, self.job.dtype)
         return inputs, target, len(positions)
+
+    # ---- what others look at -------------------------------------------------------------------------------------------
+    def gradients(self) -> dict[str, Tensor | None]:
+        """The gradient of every parameter as the last update used it (mean, clipped)."""
+        return {name: parameter.grad for name, parameter in self.parameters.items()}
+
+    def state(self) -> dict[str, Tensor]:
+        """Parameters, and buffers unless the strategy lets them differ by rank."""
+        buffers = dict(self.model.named_buffers()) if self.strategy.exact else {}
+        return {**{name: parameter.detach() for name, parameter in self.parameters.items()}, **buffers}
 
     # ---- before the first step ---------------------------------------------------------------------------------------
     def _prepared(self, epoch: int, batch: range, piece: list[range]) -> Alone | Exchange:
         """Look at one backward of a copy: which parameters go unused, and the bytes of activations. Then wire up."""
         inputs, target, samples = self._load(epoch, batch, piece)
         self.part.samples = samples
-        unused, self.activations = probed(self.module, inputs, target, samples)
+        unused, self.activations, random_draws = probed(self.module, inputs, target, samples)
+        self.has_dropout = random_draws.dropout
+        if random_draws.others and self.world.size > 1 and self.recorder:
+            self.recorder.write("choice", what="random", bytes=None, picked="by rank", because=(
+                f"{', '.join(sorted(random_draws.others))} draw(s) by the layout: not the numbers of serial"))
         if self.world.size == 1:
             return Alone(self.module)
         some_unused = bool(self.world.all_reduced(torch.tensor([float(unused)]), "MAX"))
@@ -257,16 +282,12 @@ class Trainer:
 
 def _split(world: World, strategy: Strategy, everything: bool) -> tuple[list[int], int, list[int]]:
     """(shares of the ranks, micro-batches, whose parts this rank runs)."""
-    if isinstance(strategy, Serial):
-        return [1], strategy.micro, [0]
-    assert isinstance(strategy, Data)
-    assert isinstance(strategy.workers, int)
-    shares = list(strategy.shares) if isinstance(strategy.shares, tuple) else [1] * strategy.workers
-    return shares, strategy.micro, list(range(len(shares))) if everything else [world.rank]
+    weights, micro = share_weights(strategy)
+    return weights, micro, list(range(len(weights))) if everything else [world.rank]
 
 
-def probed(module: Summed, inputs: Any, target: Any, samples: int) -> tuple[bool, int]:
-    """On a copy of the module: does a parameter get no gradient; bytes that backward keeps besides parameters."""
+def probed(module: Summed, inputs: Any, target: Any, samples: int) -> tuple[bool, int, Watch]:
+    """On a copy: does a parameter get no gradient; bytes that backward keeps besides parameters; random draws."""
     twin = copy.deepcopy(module)
     own = {parameter.data_ptr() for parameter in twin.parameters()}
     kept: dict[int, int] = {}
@@ -277,10 +298,11 @@ def probed(module: Summed, inputs: Any, target: Any, samples: int) -> tuple[bool
         return tensor
 
     with torch.random.fork_rng(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        total, _ = twin(inputs, target, samples)
+        with Watch() as watch:
+            total, _ = twin(inputs, target, samples)
         trainable = [parameter for parameter in twin.parameters() if parameter.requires_grad]
         gradients = torch.autograd.grad(total, trainable, allow_unused=True)
-    return any(gradient is None for gradient in gradients), sum(kept.values())
+    return any(gradient is None for gradient in gradients), sum(kept.values()), watch
 
 
 def _bytes(tensors: Any) -> int:

@@ -18,6 +18,7 @@ from paragrad.launching import Ranks, cores
 from paragrad.record import SCHEMA, Record, Recorder, new_folder
 from paragrad.strategy import Data, Serial, Strategy, refuse_unbuilt, resolve, strategy
 from paragrad.trainer import Trainer
+from paragrad.verification import difference
 from paragrad.world import World, joined_from_environment, launched_rank, launched_size
 
 Progress = Callable[[dict[str, Any]], None]         # told {"epoch", "step", "steps", "loss"} some times a second
@@ -43,19 +44,25 @@ class Run(Record):
 
 
 def train(job: Job, strategy: str | Strategy = "serial", *, runs: str | Path = "runs", data: str | Path | None = None,
-          overlap: bool = True, progress: Progress | None = None) -> Run:
+          overlap: bool = True, check: bool = False, progress: Progress | None = None) -> Run:
     """Train a job under a strategy; returns when it is done.
 
     runs: the folder in which the run's own folder is made; data: handed to the job's dataset functions; overlap: exchange
-    gradients while backward still runs. Raises Refused (at the door) or RankFailed.
+    gradients while backward still runs; check: afterwards compare 20 steps with serial in float64 (`run.difference`; not
+    under torchrun). Raises Refused (at the door) or RankFailed.
     """
     data = Path(data) if data else None
     checked = admitted(job, strategy, data)
     if launched_size() is not None:
         return _under_launcher(checked, Path(runs), data, overlap, progress)
-    folder = new_folder(Path(runs), f"{job.name}-{_plain(checked.asked)}")
+    folder = new_folder(Path(runs), f"{job.name}-{folder_name(checked.asked)}")
     with Ranks(checked.size) as ranks:
-        return run(ranks, checked, folder, data=data, overlap=overlap, progress=progress)
+        finished = run(ranks, checked, folder, data=data, overlap=overlap, progress=progress)
+        if not check or isinstance(checked.resolved, Serial):
+            return finished
+        with Recorder(folder / "run.jsonl") as record:
+            check_same(ranks, checked, finished.header["id"], data, record)
+    return Run(job, folder)
 
 
 class Admitted:
@@ -111,12 +118,18 @@ def run(ranks: Ranks, checked: Admitted, folder: Path, *, data: Path | None = No
     return Run(checked.job, folder)
 
 
+def check_same(ranks: Ranks, checked: Admitted, run: str, data: Path | None, record: Recorder) -> None:
+    """Compare a strategy with serial (`verification.difference`) and record the answer."""
+    found = ranks.run(difference, checked.job, checked.resolved, data, size=checked.size, threads=checked.threads)[0]
+    record.write("difference", baseline="serial", run=run, value=found.value, tensor=found.tensor)
+
+
 def _under_launcher(checked: Admitted, runs: Path, data: Path | None, overlap: bool, progress: Progress | None) -> Run:
     """This process is a rank that torchrun started: join, let rank 0 make the folder and the run's own lines."""
     leads = launched_rank() == 0
     torch.set_num_threads(checked.threads)
     with joined_from_environment() as world:
-        folder = world.agreed(new_folder(runs, f"{checked.job.name}-{_plain(checked.asked)}") if leads else None)
+        folder = world.agreed(new_folder(runs, f"{checked.job.name}-{folder_name(checked.asked)}") if leads else None)
         with Recorder(folder / "run.jsonl") if leads else Recorder(Path("/dev/null")) as record:
             _write_header(record, checked, folder, overlap)
             try:
@@ -182,7 +195,7 @@ def _write_end(record: Recorder, status: str, error: RankFailed | None = None) -
     record.write("end", status=status, seconds=round(record.now(), 6), error=told)
 
 
-def _plain(chosen: Strategy) -> str:
+def folder_name(chosen: Strategy) -> str:
     """A strategy as part of a folder's name."""
     kept = "".join(sign if sign.isalnum() or sign in "_." else "-" for sign in str(chosen))
     return "-".join(part for part in kept.split("-") if part)

@@ -1,0 +1,3 @@
+from paragrad.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""What a user sees: tables and progress."""

@@ -1,0 +1,113 @@
+"""What single verbs print: a run's summary, a dry run, drawings, lists of jobs and strategies."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from paragrad.errors import Refused
+from paragrad.notation import Choice
+from paragrad.players.draw import draw as drawn
+from paragrad.report.table import sent
+from paragrad.shares import micro_batches
+from paragrad.strategy import ALGORITHMS, STRATEGIES, Data, Native, Strategy, refuse_unbuilt, resolve, share_weights
+from paragrad.training import Admitted, Run
+
+
+def run(finished: Run, as_json: bool) -> None:
+    """The summary of one run."""
+    header, difference = finished.header, finished.difference
+    facts = {"strategy": header["strategy"], "resolved": header["resolved"], "test": finished.test,
+             "loss": finished.losses[-1] if finished.losses else None, "seconds per step": finished.seconds_per_step,
+             "sent per step": finished.sent_per_step, "audit": asdict(finished.audit),
+             "difference from serial": difference and difference["value"],
+             "where largest": difference and difference["tensor"], "record": str(finished.folder)}
+    if as_json:
+        print(json.dumps(facts))
+    else:
+        shown = {**facts, "sent per step": sent(finished.sent_per_step), "audit": str(finished.audit)}
+        _facts((name, value) for name, value in shown.items() if value is not None)
+
+
+def dry_run(checked: Admitted, as_json: bool) -> None:
+    """What a run would do: shares, steps, resolved choices."""
+    order, job = checked.facts.order, checked.job
+    weights, micro = share_weights(checked.resolved)
+    batches = list(order.batches())
+    facts: dict[str, Any] = {
+        "job": job.name, "resolved": str(checked.resolved), "workers": checked.size, "threads per rank": checked.threads,
+        "samples": order.samples, "batch": job.batch, "steps per epoch": order.steps, "epochs": job.epochs,
+        "steps": order.steps * job.epochs, "shares": _shares(batches[0], weights, micro)}
+    if len(batches[-1]) < len(batches[0]):
+        facts["shares of the short last batch"] = _shares(batches[-1], weights, micro)
+    if as_json:
+        print(json.dumps(facts))
+        return
+    _facts(facts.items())
+
+
+def _shares(batch: range, weights: list[int], micro: int) -> list[list[int]]:
+    """For each rank, the samples of its micro-batches."""
+    pieces = micro_batches(batch, weights, micro)
+    return [[len(piece[rank]) for piece in pieces] for rank in range(len(weights))]
+
+
+def draw(chosen: Strategy) -> None:
+    """The drawing of a data strategy's all-reduce."""
+    refuse_unbuilt(chosen)
+    if not isinstance(chosen, Data):
+        raise Refused(f"{chosen} has no exchange to draw; try data(4, reduce=ring)")
+    if chosen.workers == "auto" or chosen.reduce == "auto":
+        raise Refused(f"{chosen}: say how many workers and which algorithm, for example data(4, reduce=ring)")
+    resolved = resolve(chosen, cores=1)
+    assert isinstance(resolved, Data)
+    if isinstance(resolved.reduce, Native):
+        raise Refused("native is the backend's own all-reduce, of which there is no schedule; draw ring, ring_async, tree "
+                      "or butterfly")
+    print(f"{resolved.reduce}, {resolved.workers} ranks; a line is a rank, a column a round. "
+          ">1:0 sends slot 0 to rank 1, <3:2+ receives slot 2 from rank 3 and adds it, ! waits")
+    print(drawn(resolved.reduce, resolved.workers))       # type: ignore[arg-type]
+
+
+def jobs(known: dict[str, Callable[..., Any]], as_json: bool) -> None:
+    """Every built-in job: name, arguments, one line."""
+    rows = [(name, ", ".join(f"{argument.name}={argument.default}" for argument in inspect.signature(make).parameters.values()),
+             _line(make)) for name, make in known.items()]
+    _rows(("job", "arguments", "what it trains"), rows, as_json)
+
+
+def strategies(as_json: bool) -> None:
+    """Every strategy and algorithm: how it is written, whether it is built, one line with its source."""
+    rows = [(kind, cls.name, "yes" if cls.built else "not yet", _line(cls))
+            for kind, classes in (("strategy", STRATEGIES.values()), ("reduce", ALGORITHMS)) for cls in classes
+            if issubclass(cls, Choice)]
+    _rows(("kind", "name", "built", "what it is, and its source"), rows, as_json)
+
+
+def _line(thing: Any) -> str:
+    return (inspect.getdoc(thing) or "").splitlines()[0]
+
+
+def _facts(facts: Iterable[tuple[str, Any]]) -> None:
+    for name, value in facts:
+        Console(soft_wrap=True).print(f"{name}: {value}", highlight=False, markup=False)
+
+
+def _rows(columns: tuple[str, ...], rows: list[tuple[str, ...]], as_json: bool) -> None:
+    console = Console()
+    if as_json:
+        print(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], indent=1))
+    elif not console.is_terminal:
+        for row in rows:
+            print("\t".join(row))
+    else:
+        table = Table(*columns)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)

@@ -1,0 +1,47 @@
+"""Progress of runs: a bar at a terminal, now and then a plain line elsewhere."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+EVERY = 5.0             # seconds between plain lines
+
+
+class Shown:
+    """Shows the runs of one command, one after another; a context manager."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.bars = Progress(TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
+                             TextColumn("loss {task.fields[loss]}"), TimeElapsedColumn(), console=console)
+
+    def __enter__(self) -> Shown:
+        if self.console.is_terminal:
+            self.bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bars.stop()
+
+    def run(self, name: str) -> Any:
+        """What to tell of the run of that name: a function of {"epoch", "step", "steps", "loss"}."""
+        return self._bar(name) if self.console.is_terminal else self._lines(name)
+
+    def _bar(self, name: str) -> Any:
+        task = self.bars.add_task(name, total=None, loss="-")
+        return lambda told: self.bars.update(task, completed=told["step"], total=told["steps"], loss=f"{told['loss']:.4f}")
+
+    def _lines(self, name: str) -> Any:
+        last = time.monotonic()
+
+        def tell(told: dict[str, Any]) -> None:
+            nonlocal last
+            if told["step"] == told["steps"] or time.monotonic() - last > EVERY:
+                last = time.monotonic()
+                self.console.print(f"{name}: step {told['step']} of {told['steps']}, loss {told['loss']:.4f}",
+                                   highlight=False, soft_wrap=True, markup=False)
+        return tell

@@ -1,0 +1,66 @@
+"""The table of a comparison: drawn at a terminal, tab-separated lines in a pipe."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table as Drawn
+
+from paragrad.comparison import Row, Table
+from paragrad.record import Line
+
+TOO_SHORT = 5e-3        # seconds of a serial step below which one exchange costs more than a second worker saves
+
+COLUMNS = ("strategy", "test", "ms/step", "speed-up", "over 1 thread", "sent/rank/step", "difference", "where largest",
+           "parameters")
+
+
+def show(table: Table, console: Console) -> None:
+    """Print the table and the lines that explain it."""
+    if not console.is_terminal:
+        print("\t".join(COLUMNS))
+        for row in table.rows:
+            print("\t".join(cells(row)))
+        print("\n".join(f"# {note}" for note in notes(table)))
+    else:
+        drawn = Drawn(*COLUMNS, title=f"{table.job}: {len(table.rows)} strategies", title_justify="left")
+        for row in table.rows:
+            drawn.add_row(*cells(row))
+        console.print(drawn)
+        for note in notes(table):
+            console.print(note, highlight=False, soft_wrap=True, markup=False)
+
+
+def cells(row: Row) -> list[str]:
+    """A row as text."""
+    if row.seconds_per_step is None:
+        return [row.strategy, f"failed: {row.failure}", *[""] * (len(COLUMNS) - 2)]
+    serial = row.resolved.startswith("serial")
+    difference = "reference" if serial else "-" if row.difference is None else f"{row.difference:.1e}"
+    return [row.strategy, "-" if row.test is None else f"{row.test:.2f}", f"{1e3 * row.seconds_per_step:.2f}",
+            _times(row.speed_up), _times(row.speed_up_one_thread), sent(row.sent),
+            f"failed: {row.failure}" if row.failure else difference, row.tensor or "", row.digest or ""]
+
+
+def sent(kinds: dict[str, Line]) -> str:
+    """Bytes by kind; * marks what was computed from the closed form of the backend's own collective."""
+    return ", ".join(f"{kind} {number['bytes']:,}{'*' if number['computed'] else ''}" for kind, number in kinds.items()) or "0"
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}x"
+
+
+def notes(table: Table) -> list[str]:
+    """The lines under the table."""
+    machine = table.machine
+    lines = [f"machine: {machine['cores']} cores, {machine['cpu']}, torch {machine['torch']}, Python {machine['python']}",
+             f"speed-up: over serial with all {machine['cores']} threads; difference: from serial in float64 over 20 steps; "
+             "parameters: digest of the final ones"]
+    if any(number["computed"] for row in table.rows for number in row.sent.values()):
+        lines.append("*: computed from the closed form of the backend's own collective; the rest was counted on the wire")
+    serial = next((row.seconds_per_step for row in table.rows if row.resolved.startswith("serial")), None)
+    if serial is not None and serial < TOO_SHORT:
+        lines.append(f"No speed-up is promised on {table.job}: a serial step takes {1e3 * serial:.2f} ms, "
+                     "too short for an exchange to pay; it shows that the training is the same")
+    lines.append(f"record: {table.folder}")
+    return lines

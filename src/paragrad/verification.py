@@ -1,0 +1,149 @@
+"""Is it the same training? A strategy's gradients and parameters beside serial's, step by step, from the same start.
+
+Difference of a tensor = max|a - b| / max(max|b|, 1e-6 x the largest of its kind (gradients, parameters) in that step);
+of a run: the largest over tensors and steps, with the tensor's name. Rank 0 runs the reference in lockstep: serial with the
+same micro-batches (each the union of all ranks' parts). The replicas must be equal to the bit, or that is the difference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paragrad.data_parallel.batch_norm import batch_norms
+from paragrad.errors import StepFailed
+from paragrad.job import Job
+from paragrad.strategy import Serial, Strategy
+from paragrad.trainer import Trainer
+from paragrad.world import World
+
+STEPS = 20
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference, the tensor and the step where it is."""
+    value: float
+    tensor: str | None = None
+    step: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.value:.1e}" + (f" at {self.tensor}, step {self.step}" if self.tensor else "")
+
+
+def difference(world: World, job: Job, strategy: Strategy, data: Path | None = None, *, steps: int = STEPS,
+               dtype: torch.dtype = torch.float64) -> Difference:
+    """Train `steps` steps of a resolved strategy beside serial. Collective; every rank gets the answer."""
+    job = job.replace(dtype=dtype)
+    trainer = Trainer(world, job, strategy, data)
+    comparison = None
+    if world.rank == 0:
+        comparison = Comparison(trainer, Trainer(World(), job, Serial(), data, like=strategy))
+    try:
+        for epoch, batch in first_batches(trainer, steps):
+            trainer.step(epoch, batch)
+            check_replicas(world, trainer)
+            if comparison is not None:
+                comparison.reference.step(epoch, batch)
+                comparison.take()
+    finally:
+        trainer.close()
+    found: Difference = world.agreed(comparison and comparison.worst)
+    return found
+
+
+def first_batches(trainer: Trainer, steps: int) -> list[tuple[int, range]]:
+    """(epoch, batch) of the steps that are compared: the first ones, and for the last the epoch's last, short batch."""
+    per_epoch = list(trainer.order.batches())
+    chosen = [(step // len(per_epoch), per_epoch[step % len(per_epoch)]) for step in range(steps)]
+    if steps < len(per_epoch):
+        chosen[-1] = (0, per_epoch[-1])
+    return chosen
+
+
+class Comparison:
+    """The largest difference so far of a trainer's gradients, parameters and buffers from the reference's.
+
+    In a model with batch norm, a bias before it has a gradient of exactly zero, of which only rounding noise is computed:
+    a gradient is noise where it is below 1e3 eps of the step's largest on both sides, and two such tensors are equal.
+    Where the optimizer moreover divides by a gradient's own size, the noise is scaled up to whole updates (which reach
+    the running mean, not the loss), so parameters are compared only where gradients stayed above that, and no buffers.
+    """
+
+    def __init__(self, trainer: Trainer, reference: Trainer) -> None:
+        self.trainer, self.reference = trainer, reference
+        self.worst = Difference(0.0)
+        self.noise = 1e3 * torch.finfo(reference.job.dtype).eps if batch_norms(reference.model) else 0.0
+        self.masks: dict[str, Tensor] | None = None
+        if self.noise and not isinstance(reference.optimizer, torch.optim.SGD):
+            self.masks = {name: torch.ones_like(tensor, dtype=torch.bool) for name, tensor in reference.parameters.items()}
+
+    def take(self) -> None:
+        """Compare after both made the same step."""
+        gradients, expected = self.trainer.gradients(), self.reference.gradients()
+        self._kind("gradient of ", gradients, expected, self.noise)
+        self._narrow(expected)
+        self._kind("", self._seen(self.trainer.state()), self._seen(self.reference.state()))
+
+    def _kind(self, kind: str, ours: Mapping[str, Tensor | None], theirs: Mapping[str, Tensor | None],
+              noise: float = 0.0) -> None:
+        for name, value in differences(ours, theirs, noise).items():
+            if value > self.worst.value:
+                self.worst = Difference(value, kind + name, self.reference.steps - 1)
+
+    def _narrow(self, gradients: Mapping[str, Tensor | None]) -> None:
+        if self.masks is None:
+            return
+        present = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+        largest = max(float(gradient.abs().max()) for gradient in present.values())
+        for name, gradient in present.items():
+            self.masks[name] &= gradient.abs() > self.noise * largest
+
+    def _seen(self, state: dict[str, Tensor]) -> dict[str, Tensor | None]:
+        if self.masks is None:
+            return dict(state)
+        return {name: state[name][mask] for name, mask in self.masks.items()}
+
+
+def differences(ours: Mapping[str, Tensor | None], theirs: Mapping[str, Tensor | None],
+                noise: float = 0.0) -> dict[str, float]:
+    """The difference of every tensor of a kind; infinite where one side has none, or is not finite.
+
+    noise: the share of the largest of the kind below which both sides count as zero.
+    """
+    largest = max((_most(tensor) for tensor in theirs.values() if tensor is not None), default=0.0)
+    return {name: _difference(ours[name], reference, 1e-6 * largest, noise * largest)
+            for name, reference in theirs.items()}
+
+
+def _difference(ours: Tensor | None, reference: Tensor | None, floor: float, noise: float) -> float:
+    if ours is None or reference is None:
+        return 0.0 if ours is reference else math.inf
+    if torch.equal(ours, reference) or max(_most(ours), _most(reference)) < noise:
+        return 0.0
+    scale = max(_most(reference), floor)
+    value = _most(ours - reference) / scale if scale else math.inf
+    return math.inf if math.isnan(value) else value
+
+
+def _most(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def check_replicas(world: World, trainer: Trainer) -> None:
+    """All ranks hold the same bits, or StepFailed names the first tensor that differs. Collective."""
+    state = trainer.state()
+    digests = [hashlib.sha256(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()).digest()
+               for tensor in state.values()]
+    mine = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).view(len(digests), -1)
+    for rank, theirs in enumerate(world.gathered(mine)):
+        unequal = (mine != theirs).any(dim=1)
+        if unequal.any():
+            raise StepFailed(f"the replicas of rank {world.rank} and rank {rank} are not equal bit for bit",
+                             step=trainer.steps - 1, tensor=list(state)[int(unequal.nonzero()[0])])

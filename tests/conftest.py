@@ -1,0 +1,26 @@
+"""What all tests share: a pool of ranks, started once per session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from paragrad.launching import Ranks
+
+# a test never takes its data, or its world, from the shell that runs it
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(name, None)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Ranks]:
+    """Four ranks that serve every test of the session; `pool.run(function, *arguments, size=3)`.
+
+    A rank that waits 20 s for another, or a run that takes 60 s, fails the test and names the rank.
+    """
+    with Ranks(4) as ranks:
+        run = ranks.run
+        ranks.run = lambda *args, **kwargs: run(*args, **{"timeout": 20.0, "deadline": 60.0, **kwargs})
+        yield ranks

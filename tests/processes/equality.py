@@ -1,0 +1,155 @@
+"""The equality table: strategy x model x workers, each the same training as serial.
+
+A row is a strategy as a function of its number of workers; a column a job. `NOT_EXACT` are the pairs that do not apply, with
+the reason. `make test` runs a covering sample, `make table` everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from paragrad import Job
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+
+def numbers(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def whole(high: int, *shape: int, seed: int) -> Tensor:
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+# 29 samples in batches of 12: the last batch has 5, fewer than some shares have workers' micro-batches
+VECTORS = TensorDataset(numbers(29, 10, seed=1), whole(4, 29, seed=2))
+IMAGES = TensorDataset(numbers(29, 2, 8, 8, seed=3), whole(4, 29, seed=4))
+TEXT = TensorDataset(whole(11, 29, 7, seed=5), whole(11, 29, 7, seed=6).masked_fill(whole(4, 29, 7, seed=7) == 0, -100))
+
+
+def momentum(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)            # type: ignore[arg-type]
+
+
+def job(name: str, model: Callable[[], nn.Module], data: TensorDataset, **changes: object) -> Job:
+    settings = {"loss": functional.cross_entropy, "optimizer": momentum, "batch": 12, "epochs": 2, "seed": 5}
+    return Job(name=name, model=model, train=data, **{**settings, **changes})      # type: ignore[arg-type]
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 4))
+
+
+def normed_cnn() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 6),
+                         nn.BatchNorm1d(6, affine=False, momentum=None), nn.ReLU(), nn.Linear(6, 4))
+
+
+class TiedLstm(nn.Module):
+    """A language model whose output layer is its embedding; -100 in the targets is padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.out = nn.Linear(8, 11)
+        self.out.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden, _ = self.lstm(self.embedding(tokens))
+        return self.out(hidden).transpose(1, 2)
+
+
+class PartlyUsed(nn.Module):
+    """A frozen layer, a layer that is never used, and one that only samples with a large first input use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(10, 10)
+        self.frozen.requires_grad_(False)
+        self.unused = nn.Linear(10, 3)
+        self.sometimes = nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.frozen(x)) * self.scale
+        large = x[:, :1] > 1.5
+        if large.any():                     # three of 29 samples: on most ranks, in most steps, none
+            hidden = hidden + large * self.sometimes(x)
+        return self.out(hidden)
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 4))
+
+
+def adam(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-2)                        # type: ignore[arg-type]
+
+
+def stepped(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+
+def token_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """A loss as (sum, weight): tokens, padding not counted."""
+    return functional.cross_entropy(output, target, reduction="sum"), (target != -100).sum()
+
+
+JOBS: dict[str, Job] = {each.name: each for each in (
+    job("mlp", mlp, VECTORS),
+    job("mlp, adam, clipped, scheduled", mlp, VECTORS, optimizer=adam, clip_norm=0.05, scheduler=stepped),
+    job("cnn", cnn, IMAGES),
+    job("cnn with batch norm", normed_cnn, IMAGES),
+    job("cnn with batch norm, adam", normed_cnn, IMAGES, optimizer=adam),
+    job("lstm, tied", TiedLstm, TEXT),
+    job("lstm, tied, loss as a pair", TiedLstm, TEXT, loss=token_loss, clip_norm=0.5),
+    job("frozen and unused", PartlyUsed, VECTORS),
+    job("dropout", dropping, VECTORS),
+)}
+
+ROWS: dict[str, Callable[[int], str]] = {
+    "native": lambda n: f"data({n}, reduce=native)",
+    "ring": lambda n: f"data({n}, reduce=ring)",
+    "ring, blocking": lambda n: f"data({n}, reduce=ring(blocking=true))",
+    "ring_async": lambda n: f"data({n}, reduce=ring_async(segments=3))",
+    "tree": lambda n: f"data({n}, reduce=tree)",
+    "butterfly": lambda n: f"data({n}, reduce=butterfly)",
+    "auto": lambda n: f"data({n})",
+    "uneven shares": lambda n: f"data({n}, reduce=ring, shares={[5, 2, 1, 1][:n]})",
+    "micro-batches": lambda n: f"data({n}, reduce=tree, micro=2)",
+    "uneven shares and micro-batches": lambda n: f"data({n}, reduce=butterfly, shares={[1, 6, 1, 2][:n]}, micro=3)",
+    "own batch norm": lambda n: f"data({n}, batch_norm=share)",
+}
+SERIAL = {"serial": "serial", "serial, micro-batches": "serial(micro=3)", "serial, threads": "serial(threads=2)"}
+
+WORKERS = (1, 2, 3, 4)
+
+NOT_EXACT: dict[tuple[str, str], str] = {
+    ("own batch norm", column): "statistics of a share are not those of the batch" for column in
+    ("cnn with batch norm", "cnn with batch norm, adam")}
+
+CELLS = [(row, column, workers) for row in ROWS for column in JOBS for workers in WORKERS
+         if (row, column) not in NOT_EXACT]
+
+
+def covering() -> list[tuple[str, str, int]]:
+    """A fixed sample in which every row meets every number of workers, and every column every number of workers."""
+    cells = []
+    columns = list(JOBS)
+    for place, row in enumerate(ROWS):
+        for workers in WORKERS:
+            column = next(column for shift in range(len(columns))
+                          if (row, column := columns[(place + 2 * workers + shift) % len(columns)]) not in NOT_EXACT)
+            cells.append((row, column, workers))
+    missing = [(column, workers) for column in columns for workers in WORKERS
+               if not any(cell[1:] == (column, workers) for cell in cells)]
+    cells += [(list(ROWS)[(columns.index(column) + workers) % 6], column, workers) for column, workers in missing]
+    return cells

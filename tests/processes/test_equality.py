@@ -1,0 +1,205 @@
+"""The same training as serial, by the definitions of docs/architecture.md."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import pytest
+import torch
+from equality import CELLS, JOBS, NOT_EXACT, ROWS, SERIAL, VECTORS, WORKERS, covering, mlp
+from equality import job as make_job
+from paragrad.job import Job
+from paragrad.launching import Ranks
+from paragrad.strategy import Serial, Strategy, resolve, strategy
+from paragrad.trainer import Trainer
+from paragrad.verification import Difference, difference, differences
+from paragrad.world import World
+from torch import Tensor, nn
+
+BOUND = 1e-10       # float64, 20 steps
+
+
+def resolved(text: str) -> Strategy:
+    return resolve(strategy(text), cores=2)
+
+
+def checked(pool: Ranks, text: str, job: Job) -> Difference:
+    chosen = resolved(text)
+    answers = pool.run(difference, job, chosen, size=chosen.workers)
+    assert all(answer == answers[0] for answer in answers)
+    return answers[0]
+
+
+@pytest.mark.parametrize(("row", "column", "workers"), covering(), ids=str)
+def test_covering_sample_in_float64(pool: Ranks, row: str, column: str, workers: int) -> None:
+    assert checked(pool, ROWS[row](workers), JOBS[column]).value <= BOUND
+
+
+@pytest.mark.table
+@pytest.mark.parametrize(("row", "column", "workers"), CELLS, ids=str)
+def test_the_whole_table_in_float64(pool: Ranks, row: str, column: str, workers: int) -> None:
+    assert checked(pool, ROWS[row](workers), JOBS[column]).value <= BOUND
+
+
+@pytest.mark.parametrize(("row", "column"), NOT_EXACT, ids=str)
+def test_pairs_that_do_not_apply_say_so(pool: Ranks, row: str, column: str) -> None:
+    """Not exact by its own word, and the difference is there: the check can see it."""
+    text = ROWS[row](2)
+    assert not strategy(text).exact
+    assert checked(pool, text, JOBS[column]).value > 1e-6
+
+
+@pytest.mark.parametrize("column", JOBS)
+@pytest.mark.parametrize("row", SERIAL)
+def test_serial_is_plain_pytorch(row: str, column: str) -> None:
+    """Serial itself against a loop anyone would write: mean loss, backward, clip, step, per whole batch."""
+    if column == "dropout":                         # draws its own masks; what it draws is tested in test_dropout.py
+        pytest.skip("plain torch draws other masks")
+    if "batch norm" in column and "micro" in row:   # micro-batches change what batch norm sees, in plain torch as here
+        pytest.skip("not the same statistics")
+    job = JOBS[column].replace(dtype=torch.float64)
+    trainer = Trainer(World(), job, resolved(SERIAL[row]))
+    model = job.built_model()
+    optimizer = job.optimizer(model.parameters())
+    scheduler = job.scheduler(optimizer) if job.scheduler else None
+    for step in range(6):
+        epoch, batch = divmod(step, 3)
+        positions = list(trainer.order.batches())[batch]
+        trainer.step(epoch, positions)
+        inputs, target = trainer.train[trainer.order.indices(epoch, positions)]
+        inputs = inputs.double() if inputs.is_floating_point() else inputs
+        optimizer.zero_grad()
+        loss = job.loss(model(inputs), target)
+        (loss if isinstance(loss, Tensor) else loss[0] / loss[1]).backward()
+        if job.clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+    noise = 1e3 * torch.finfo(torch.float64).eps if "batch norm" in column else 0.0
+    plain = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert max(differences(trainer.gradients(), plain, noise).values()) <= BOUND
+    if "batch norm, adam" not in column:
+        assert max(differences(trainer.state(), trainer_state(model)).values()) <= BOUND
+
+
+def trainer_state(model: nn.Module) -> dict[str, Tensor]:
+    return {**{name: parameter.detach() for name, parameter in model.named_parameters()}, **dict(model.named_buffers())}
+
+
+def one_step(world: World, job: Job, chosen: Strategy, reverse: bool = False) -> Mapping[str, Tensor | None]:
+    """The gradients and parameters after one step, by name."""
+    trainer = Trainer(world, job, chosen, reverse=reverse)
+    try:
+        trainer.step(0, next(trainer.order.batches()))
+        gradients = {f"gradient of {name}": value for name, value in trainer.gradients().items()}
+        return {name: None if value is None else value.clone() for name, value in {**gradients, **trainer.state()}.items()}
+    finally:
+        trainer.close()
+
+
+@pytest.mark.parametrize("column", [column for column in JOBS if "adam" not in column])
+@pytest.mark.parametrize("row", ROWS)
+def test_float32_errs_no_more_than_serial_does(pool: Ranks, row: str, column: str) -> None:
+    """One step from the same state: error against float64 at most 4 times serial's or the rounding twin's."""
+    if (row, column) in NOT_EXACT:
+        pytest.skip(NOT_EXACT[row, column])
+    workers = 2 + (list(ROWS).index(row) + list(JOBS).index(column)) % 3
+    job, chosen = JOBS[column], resolved(ROWS[row](workers))
+    like = Serial(threads=1)
+    exact = one_step(World(), job.replace(dtype=torch.float64), like)
+    serial, twin = one_step(World(), job, like), one_step(World(), job, like, reverse=True)
+    ours = pool.run(one_step, job, chosen, size=workers)[0]
+    if "batch norm" in column:              # the whole batch at once, as serial; micro-batches have statistics of their own
+        if "micro" in row:
+            pytest.skip("the reference of micro-batches with batch norm is not one serial batch")
+    floor = 8 * torch.finfo(torch.float32).eps
+    allowed = 4 * max(largest(serial, exact), largest(twin, exact))
+    assert largest(ours, exact) <= max(allowed, floor)
+
+
+def largest(ours: Mapping[str, Tensor | None], exact: Mapping[str, Tensor | None]) -> float:
+    in64 = {name: None if value is None else value.double() for name, value in ours.items()}
+    noise = 1e3 * torch.finfo(torch.float32).eps
+    gradients = [name for name in exact if name.startswith("gradient")]
+    others = [name for name in exact if name not in gradients]
+    return max(max(differences({name: in64[name] for name in names}, {name: exact[name] for name in names}, noise).values())
+               for names in (gradients, others))
+
+
+def whole_model() -> nn.Module:
+    """Whole weights: with whole inputs and a loss that is linear, every gradient is a whole number."""
+    model = nn.Linear(10, 4)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(40.0).view(4, 10) - 20)
+        model.bias.zero_()
+    return model
+
+
+def whole_loss(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+    """Linear in the output; its weight is a power of two, so that the mean stays exact."""
+    return (output * (target.view(-1, 1) - 1)).sum(), len(output)
+
+
+WHOLE = make_job("whole numbers", whole_model, torch.utils.data.TensorDataset(
+    (VECTORS.tensors[0] * 3).round(), VECTORS.tensors[1]), loss=whole_loss, batch=16,
+    optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5))
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("row", ROWS)
+def test_whole_numbers_bit_for_bit(pool: Ranks, row: str, workers: int) -> None:
+    expected = one_step(World(), WHOLE, Serial(threads=1))
+    for result in pool.run(one_step, WHOLE, resolved(ROWS[row](workers)), size=workers):
+        assert all(torch.equal(result[name], expected[name]) for name in expected)      # type: ignore[arg-type]
+
+
+def many_steps(world: World, job: Job, chosen: Strategy) -> dict[str, Tensor]:
+    trainer = Trainer(world, job, chosen)
+    for epoch in range(4):
+        for batch in trainer.order.batches():
+            trainer.step(epoch, batch)
+    trainer.close()
+    return trainer.state()
+
+
+def test_two_workers_are_bit_identical_whatever_the_algorithm(pool: Ranks) -> None:
+    """A sum of two floats commutes; in float32, over several epochs."""
+    job = make_job("mlp", mlp, VECTORS)
+    results = [result for row in ("native", "ring", "ring, blocking", "ring_async", "tree", "butterfly")
+               for result in pool.run(many_steps, job, resolved(ROWS[row](2)), size=2)]
+    for result in results:
+        assert all(torch.equal(result[name], results[0][name]) for name in result)
+
+
+def test_the_difference_is_what_the_document_says() -> None:
+    ours = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([1e-9]), "c": None}
+    theirs = {"a": torch.tensor([1.0, 4.0]), "b": torch.tensor([0.0]), "c": None}
+    assert differences(ours, theirs) == {"a": 0.5, "b": pytest.approx(1e-9 / 4e-6), "c": 0.0}
+    assert differences({"a": None}, {"a": torch.ones(1)}) == {"a": math.inf}
+    assert differences({"a": torch.tensor([math.nan])}, {"a": torch.ones(1)}) == {"a": math.inf}
+
+
+def test_a_mean_taken_twice_is_seen_and_named(pool: Ranks) -> None:
+    """Sabotage of the update: divide by the weight once more on every rank."""
+    found = pool.run(mean_twice, JOBS["mlp"], resolved("data(2, reduce=ring)"), size=2)[0]
+    assert found.value > 0.5
+    assert found.tensor.startswith("gradient of")
+
+
+def mean_twice(world: World, job: Job, chosen: Strategy) -> Difference:
+    Trainer._update, honest = sabotaged_update(Trainer._update), Trainer._update      # type: ignore[method-assign]
+    try:
+        return difference(world, job, chosen, steps=2)
+    finally:
+        Trainer._update = honest                    # type: ignore[method-assign]
+
+
+def sabotaged_update(update: object) -> object:
+    def twice(trainer: Trainer) -> float:
+        if trainer.world.size > 1:
+            for parameter in trainer.parameters.values():
+                parameter.grad /= 2
+        return update(trainer)                      # type: ignore[operator]
+    return twice

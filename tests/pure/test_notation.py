@@ -1,0 +1,160 @@
+"""The notation: everything in the table parses, prints, and parses back to an equal value."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from paragrad import planned
+from paragrad.errors import Refused
+from paragrad.notation import Choice, Decimal, Flag, Integer, Integers, One, Word, options_of
+from paragrad.schedules.ring import Ring, RingAsync
+from paragrad.strategy import (
+    ALGORITHMS,
+    STRATEGIES,
+    Data,
+    Native,
+    Pipeline,
+    Product,
+    Serial,
+    Strategy,
+    Tensor,
+    refuse_unbuilt,
+    resolve,
+    strategies,
+    strategy,
+)
+
+
+def values(kind: object) -> st.SearchStrategy[Any]:
+    """Values of one kind of option."""
+    if isinstance(kind, Integer):
+        return st.integers(kind.least, 5000)
+    if isinstance(kind, Decimal):
+        return st.floats(max(kind.above, 0.0), min(kind.most, 1e6), exclude_min=True)
+    if isinstance(kind, Flag):
+        return st.booleans()
+    if isinstance(kind, Word):
+        return st.sampled_from([None if name == "none" else name for name in kind.names])
+    if isinstance(kind, Integers):
+        return st.lists(st.integers(max(kind.least, 1), 9), min_size=1, max_size=5).map(tuple)
+    assert isinstance(kind, One)
+    return st.sampled_from(kind.classes).flatmap(choices)
+
+
+@st.composite
+def choices(draw: st.DrawFn, cls: type[Choice]) -> Choice:
+    """Any valid choice of a class: each option at its default or at some value."""
+    arguments = {spec.name: draw(st.one_of(*map(values, spec.metadata["kinds"]))) for spec in options_of(cls)
+                 if spec.default is MISSING or draw(st.booleans())}
+    if cls is Data:                         # options that must fit together
+        if isinstance(arguments.get("shares"), tuple):
+            arguments["workers"] = len(arguments["shares"])
+        if "reduce" in arguments:
+            arguments.pop("state", None)
+    return cls(**arguments)
+
+
+@given(st.sampled_from(list(STRATEGIES.values())).flatmap(choices))
+def test_round_trip(chosen: Strategy) -> None:
+    assert strategy(str(chosen)) == chosen
+    assert str(strategy(str(chosen))) == str(chosen)
+    assert hash(strategy(str(chosen))) == hash(chosen)
+
+
+@given(st.sampled_from(list(STRATEGIES.values())).flatmap(choices))
+def test_the_python_form_makes_the_same_value(chosen: Strategy) -> None:
+    names: dict[str, Any] = {cls.__name__: cls for cls in (*STRATEGIES.values(), *ALGORITHMS)}
+    names |= {cls.__name__: cls for cls in vars(planned).values() if isinstance(cls, type)}
+    assert eval(repr(chosen), names) == chosen
+
+
+@given(st.lists(st.sampled_from([Tensor(2), Pipeline(4), Tensor("auto")]), min_size=1, max_size=3), st.booleans())
+def test_products_round_trip(inner: list[Strategy], replicas: bool) -> None:
+    product = Product(((Data(2, reduce=Ring()), *inner) if replicas else (Tensor(3), *inner)))
+    assert strategy(str(product)) == product
+
+
+def test_forms() -> None:
+    assert strategy("data(2, reduce=ring)") == Data(2, reduce=Ring())
+    assert strategy(" data ( workers = 2,reduce=ring( ) ) ") == Data(2, reduce=Ring())
+    assert str(Data(2, reduce=Ring(blocking=True), shares=[3, 1])) == (
+        "data(2, reduce=ring(blocking=true), shares=[3, 1])")
+    assert repr(Data(2, reduce="ring")) == "Data(2, reduce=Ring())"
+    assert str(Serial()) == "serial"
+    assert strategies("serial; data(auto);") == (Serial(), Data("auto"))
+    assert strategy("data(2) * tensor(2)") == Data(2) * Tensor(2)
+    assert (Data(2) * Tensor(2) * Pipeline(4)).workers == 16
+    assert strategy("data(2, compress=dgc(0.001, clip=none))").exact is False
+    assert [str(each) for each in strategies("local(4, every=end); server(8, 2, sync=ssp(3)); spatial(2, columns=2)")] == [
+        "local(4, every=end)", "server(8, servers=2, sync=ssp(3))", "spatial(2, columns=2)"]
+
+
+REFUSED = {
+    "dat(2)": "did you mean data?",
+    "data(2, reduse=ring)": "no option 'reduse'; did you mean reduce?",
+    "data(2, reduce=rong)": "did you mean ring?",
+    "data(0)": "a whole number from 1",
+    "data(-1)": "a whole number from 1",
+    "data(2.5)": "a whole number from 1",
+    "data(true)": "a whole number from 1",
+    "data()": "data needs workers",
+    "data": "data needs workers",
+    "data(2, workers=2)": "given twice",
+    "data(2, reduce=ring(2))": "ring(blocking=...) takes true or false; got 2",
+    "data(2, reduce=native(reproducible=true))": "no option 'reproducible'",
+    "data(2, reduce=native(true))": "native takes no arguments",
+    "data(reduce=ring, 2)": "positional arguments come first",
+    "data(2, shares=[3])": "2 workers and 1 shares",
+    "data(2, shares=[3, 0])": "a share of at least 1",
+    "data(2, reduce=ring, state=shared_memory)": "leave out one of them",
+    "data(2, reduce=ring": "expected ','",
+    "data(2)) ": "nothing more was expected",
+    "data(2) $": "cannot read '$'",
+    "": "no strategy was given",
+    "3": "expected a name",
+    "serial * data(2)": "serial is one worker",
+    "tensor(2) * data(2)": "leftmost",
+    "data(2, micro=2) * pipeline(2)": "pipeline(micro=...)",
+    "data(2, compress=top_k(2))": "at most 1",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_refused_with_the_repair(text: str) -> None:
+    with pytest.raises(Refused) as caught:
+        strategy(text)
+    assert REFUSED[text] in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [
+    "tensor(2)", "spatial(2)", "branch(2)", "place(2)", "pipeline(2)", "server(2)", "local(2)", "federated(2)",
+    "data(2) * tensor(2)", "data(2, reduce=star)", "data(2, reduce=two_level)", "data(2, compress=top_k(0.01))",
+    "data(2, state=shared_memory)", "data(2, state=fully_sharded)", "data(2, shares=auto)", "data(2, dense=tensor)",
+    "data(2, reduce=ring(reproducible=true))"])
+def test_known_by_name_and_refused_as_not_built(text: str) -> None:
+    with pytest.raises(Refused, match="known and not built yet"):
+        refuse_unbuilt(strategy(text))
+
+
+def test_built_ones_pass() -> None:
+    for text in ("serial(threads=1, micro=3)", "data(auto)", "data(2, reduce=ring_async(4), micro=2, batch_norm=share)"):
+        refuse_unbuilt(strategy(text))
+
+
+def test_auto_is_resolved() -> None:
+    assert resolve(Serial(), cores=8) == Serial(threads=8)
+    assert resolve(Data("auto"), cores=8) == Data(8, reduce=Native(), state="replicated")
+    assert resolve(Data("auto"), cores=8, workers=3).workers == 3
+    assert resolve(Data(2, reduce=RingAsync()), cores=8) == Data(2, reduce=RingAsync(2), state="replicated")
+    with pytest.raises(Refused, match="wants 2 worker"):
+        resolve(Data(2), cores=8, workers=3)
+
+
+def test_strategies_are_values() -> None:
+    assert len({Data(2), strategy("data(2)"), Data(3)}) == 2
+    with pytest.raises(AttributeError):
+        Data(2).workers = 3                     # type: ignore[misc]

@@ -1,0 +1,63 @@
+"""The record is read back as it was written, also when its process died; the audit counts what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from paragrad.datasets.order import Order
+from paragrad.errors import Refused
+from paragrad.record import Record, Recorder, lines_of, new_folder
+
+
+def written(folder: Path, shares: list[list[range]], samples: int = 10) -> Record:
+    """A run of one epoch in which each rank recorded these ranges of positions."""
+    with Recorder(folder / "run.jsonl") as record:
+        record.write("run", job={"samples": samples}, seed=3)
+    for rank, ranges in enumerate(shares):
+        with Recorder(folder / f"rank-{rank}.jsonl") as record:
+            for step, positions in enumerate(ranges):
+                record.write("step", epoch=0, step=step, seconds=0.1 * (rank + 1), loss=[2.0 * len(positions), len(positions)],
+                             order=[positions.start, positions.stop],
+                             sent={"gradients": {"bytes": 100 * rank, "computed": False}})
+            record.write("epoch", epoch=0, test={"value": 50.0, "weight": 4}, seconds=1.0)
+    return Record(folder)
+
+
+def test_read_back(tmp_path: Path) -> None:
+    record = written(tmp_path, [[range(0, 3), range(6, 8)], [range(3, 6), range(8, 10)]])
+    assert record.losses == [2.0, 2.0]
+    assert record.seconds_per_step == 0.2                       # the slowest rank is the time
+    assert record.sent_per_step == {"gradients": {"bytes": 100, "computed": False}}
+    assert record.test == 50.0
+    assert str(record.audit) == "10 of 10 samples seen in each of 1 epoch(s), 0 twice, 0 missed"
+
+
+def test_the_audit_finds_what_was_seen_twice_and_what_was_missed(tmp_path: Path) -> None:
+    audit = written(tmp_path, [[range(0, 3), range(6, 8)], [range(2, 6), range(8, 9)]]).audit
+    assert (audit.seen, audit.twice, audit.missed) == (9, 1, 1)
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.jsonl"
+    with Recorder(path) as record:
+        record.write("event", name="one", numbers={})
+    with path.open("a") as file:
+        file.write('{"kind":"event","na')
+    assert [line["name"] for line in lines_of(path)] == ["one"]
+
+
+def test_folders_of_the_same_second_differ(tmp_path: Path) -> None:
+    assert len({new_folder(tmp_path, "run") for _ in range(5)}) == 5
+
+
+def test_an_unwritable_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for parent in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(Refused, match="--runs"):
+            new_folder(parent, "run")
+
+
+def test_the_order_recorded_is_the_order_trained_on() -> None:
+    order = Order(10, 4, 3)
+    assert [len(batch) for batch in order.batches()] == [4, 4, 2]
