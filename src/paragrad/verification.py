@@ -89,7 +89,8 @@ class Comparison:
         gradients, expected = self.trainer.gradients(), self.reference.gradients()
         self._kind("gradient of ", gradients, expected, self.noise)
         self._narrow(expected)
-        self._kind("", self._seen(self.trainer.state()), self._seen(self.reference.state()))
+        ours, theirs = self.trainer.state(), self.reference.state()
+        self._kind("", self._seen(ours), self._seen({name: theirs[name] for name in ours}))
 
     def _kind(self, kind: str, ours: Mapping[str, Tensor | None], theirs: Mapping[str, Tensor | None],
               noise: float = 0.0) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ class World:
     rank: int = 0
     size: int = 1
     backend: str | None = None
+    timeout: float = TIMEOUT                    # seconds to wait for another rank
     group: Any = field(default=None, repr=False, compare=False)
 
     def all_reduced(self, tensor: Tensor, operation: str = "SUM") -> Tensor:
@@ -57,7 +58,7 @@ class World:
         """The same ranks over a process group of its own, so that its messages meet no others. Collective."""
         if self.size == 1:
             return self
-        return World(self.rank, self.size, self.backend, dist.new_group())
+        return replace(self, group=dist.new_group(timeout=timedelta(seconds=self.timeout)))
 
     def prove(self) -> None:
         """Run every kind of collective this library uses on known whole numbers; raise if one answers wrong."""
@@ -119,7 +120,7 @@ def launched_rank() -> int:
 def _group(backend: str, timeout: float, **meeting: Any) -> Iterator[World]:
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **meeting)
     try:
-        world = World(dist.get_rank(), dist.get_world_size(), backend, dist.group.WORLD)
+        world = World(dist.get_rank(), dist.get_world_size(), backend, timeout, dist.group.WORLD)
         world.prove()
         yield world
         world.barrier()         # who leaves early appears to a peer as a closed connection

@@ -123,7 +123,7 @@ def largest(ours: Mapping[str, Tensor | None], exact: Mapping[str, Tensor | None
     in64 = {name: None if value is None else value.double() for name, value in ours.items()}
     noise = 1e3 * torch.finfo(torch.float32).eps
     gradients = [name for name in exact if name.startswith("gradient")]
-    others = [name for name in exact if name not in gradients]
+    others = [name for name in ours if name not in gradients]
     return max(max(differences({name: in64[name] for name in names}, {name: exact[name] for name in names}, noise).values())
                for names in (gradients, others))
 

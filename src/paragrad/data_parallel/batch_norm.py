@@ -71,6 +71,8 @@ class Whole:
         if not norm.training:
             return type(norm).forward(norm, x)
         number, mean, m2 = merged(self.gathered(_moments(x.detach(), counted=self.part.samples > 0)))
+        if number == 1:                 # over all ranks: what torch says to a batch of one
+            raise ValueError("Expected more than 1 value per channel when training, got 1 over all ranks")
         if norm.track_running_stats and norm.running_mean is not None:
             self.update_running(number, mean, m2)
         inverse = (m2 / number + norm.eps).rsqrt()

@@ -174,5 +174,5 @@ class Collection:
             self.processes[rank].popen.send_signal(signal.SIGUSR1)
         wait([self.processes[rank].socket for rank in silent], GRACE)       # time to write their stacks
         stacks = "\n".join(f"rank {rank} stands at:\n{self.processes[rank].stacks.read_text()}" for rank in silent)
-        return RankFailed(f"no answer from rank(s) {', '.join(map(str, silent))} within {self.deadline:g} s",
+        return RankFailed(f"no answer from rank(s) {', '.join(map(str, silent))} within {self.deadline:g} s\n{stacks}",
                           rank=silent[0], traceback=stacks)

@@ -8,6 +8,8 @@ already posted (the player's liberty: order between a pair of ranks stays what t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,7 +35,8 @@ class Play:
         self.actions, self.slots, self.world = actions, slots, world
         self.open: dict[int, list[Any]] = {}                        # slot -> Works of its sends
         self.posted: dict[int, tuple[Any, Tensor]] = {}             # place in the program -> receive under way
-        self.receives = [place for place, action in enumerate(actions) if isinstance(action, Recv)]
+        receives = [place for place, action in enumerate(actions) if isinstance(action, Recv)]
+        self.following = dict(pairwise(receives))                   # the receive after a receive
         self.sent = 0
 
     def run(self) -> int:
@@ -54,10 +57,11 @@ class Play:
     def send(self, action: Send) -> None:
         tensor = self.slots[action.slot]  # type: ignore[call-overload]
         work = dist.isend(tensor, group=self.world.group, group_dst=action.to)
-        self.open.setdefault(action.slot, []).append(work)  # type: ignore[arg-type]
         self.sent += tensor.numel() * tensor.element_size()
         if action.wait:
-            work.wait()  # type: ignore[union-attr]
+            self.wait(work)
+        else:
+            self.open.setdefault(action.slot, []).append(work)  # type: ignore[arg-type]
 
     def recv(self, place: int, action: Recv) -> None:
         if place not in self.posted:
@@ -65,7 +69,7 @@ class Play:
             self.post(place, action)
         work, buffer = self.posted.pop(place)
         self.post_next(place)
-        work.wait()
+        self.wait(work)
         if action.add:
             self.close(action.slot)  # type: ignore[arg-type]
             self.slots[action.slot].add_(buffer)  # type: ignore[call-overload]
@@ -77,7 +81,7 @@ class Play:
 
     def post_next(self, place: int) -> None:
         """Post the receive after this one early, where nothing on the way to it touches what it writes."""
-        following = next((later for later in self.receives if later > place), None)
+        following = self.following.get(place)
         if following is None:
             return
         action = self.actions[following]
@@ -94,7 +98,11 @@ class Play:
     def close(self, slot: int) -> None:
         """Wait until the sends of a slot are over."""
         for work in self.open.pop(slot, []):
-            work.wait()
+            self.wait(work)
+
+    def wait(self, work: Any) -> None:
+        """Wait for a message, once (gloo waits for ever on a send that was waited for before), and not without end."""
+        work.wait(timedelta(seconds=self.world.timeout))
 
     def picture(self, place: int) -> str:
         around = [f"[{action}]" if at == place else str(action) for at, action in enumerate(self.actions)]
