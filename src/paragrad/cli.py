@@ -52,7 +52,8 @@ def train(job: JobName, strategy: Annotated[str, typer.Option(help="such as 'dat
         chosen = _job(job, set_, batch, epochs, seed)
         checked = admitted(chosen, strategy, data)
         if dry_run:
-            return listing.dry_run(checked, as_json)
+            listing.dry_run(checked, as_json)
+            raise typer.Exit
         with Shown(Console(stderr=True)) as shown:
             run = trained(chosen, strategy, runs=runs, data=data, overlap=overlap, check=check and launched_size() is None,
                           progress=shown.run(strategy))

@@ -52,7 +52,10 @@ class Job:
     def built_model(self) -> nn.Module:
         """The model as every rank builds it: under `seed`, then in `dtype`."""
         seed_everything(self.seed)
-        return self.model().to(self.dtype)
+        model = self.model()
+        if not isinstance(model, nn.Module):
+            raise Refused(f"job {self.name}: model() returned {type(model).__name__}; return a torch.nn.Module")
+        return model.to(self.dtype)
 
     def order(self, samples: int) -> Order:
         return Order(samples, self.batch, self.seed)
@@ -105,8 +108,6 @@ def examined(job: Job, data: Path | None = None) -> Facts:
     train = _dataset(job, "train", data)
     test = _dataset(job, "test", data) if job.test is not None else None
     model = _called(job, "model", job.built_model)
-    if not isinstance(model, nn.Module):
-        raise Refused(f"job {job.name}: model() returned {type(model).__name__}; return a torch.nn.Module")
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
         raise Refused(f"job {job.name}: the model has no trainable parameters; give it at least one with requires_grad")

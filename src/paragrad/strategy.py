@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from paragrad import planned
 from paragrad.errors import Refused
+from paragrad.grammar import parse_products
 from paragrad.notation import (
     Choice,
     Decimal,
@@ -23,7 +24,6 @@ from paragrad.notation import (
     build,
     choice,
     option,
-    parse_products,
     parts_of,
 )
 from paragrad.schedules.butterfly import Butterfly

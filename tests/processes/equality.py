@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from paragrad import Job
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
+
+from paragrad import Job
 
 
 def numbers(*shape: int, seed: int) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from paragrad import planned
 from paragrad.errors import Refused
 from paragrad.notation import Choice, Decimal, Flag, Integer, Integers, One, Word, options_of
@@ -74,7 +75,7 @@ def test_the_python_form_makes_the_same_value(chosen: Strategy) -> None:
 
 @given(st.lists(st.sampled_from([Tensor(2), Pipeline(4), Tensor("auto")]), min_size=1, max_size=3), st.booleans())
 def test_products_round_trip(inner: list[Strategy], replicas: bool) -> None:
-    product = Product(((Data(2, reduce=Ring()), *inner) if replicas else (Tensor(3), *inner)))
+    product = Product((Data(2, reduce=Ring()), *inner) if replicas else (Tensor(3), *inner))
     assert strategy(str(product)) == product
 
 

@@ -6,6 +6,7 @@ from itertools import chain
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from paragrad.datasets.order import Order, permutation
 from paragrad.schedules.actions import evenly
 from paragrad.shares import divide, micro_batches

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import pytest
+
 from paragrad.players.proof import prove
 from paragrad.players.walk import Deadlock
 from paragrad.schedules.actions import Action, AllReduce, Compute, Program, Recv, ScheduleError, Send

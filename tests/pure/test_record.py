@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from paragrad.datasets.order import Order
 from paragrad.errors import Refused
 from paragrad.record import Record, Recorder, lines_of, new_folder
@@ -25,7 +26,7 @@ def written(folder: Path, shares: list[list[range]], samples: int = 10) -> Recor
 
 
 def test_read_back(tmp_path: Path) -> None:
-    record = written(tmp_path, [[range(0, 3), range(6, 8)], [range(3, 6), range(8, 10)]])
+    record = written(tmp_path, [[range(3), range(6, 8)], [range(3, 6), range(8, 10)]])
     assert record.losses == [2.0, 2.0]
     assert record.seconds_per_step == 0.2                       # the slowest rank is the time
     assert record.sent_per_step == {"gradients": {"bytes": 100, "computed": False}}
@@ -34,7 +35,7 @@ def test_read_back(tmp_path: Path) -> None:
 
 
 def test_the_audit_finds_what_was_seen_twice_and_what_was_missed(tmp_path: Path) -> None:
-    audit = written(tmp_path, [[range(0, 3), range(6, 8)], [range(2, 6), range(8, 9)]]).audit
+    audit = written(tmp_path, [[range(3), range(6, 8)], [range(2, 6), range(8, 9)]]).audit
     assert (audit.seen, audit.twice, audit.missed) == (9, 1, 1)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from itertools import chain
 from math import ceil, log2
 from textwrap import dedent
 
 import pytest
+
 from paragrad.players.draw import draw
 from paragrad.players.proof import prove
 from paragrad.players.walk import walk
@@ -114,7 +116,7 @@ def test_numbers_add_up_and_replicas_are_bit_equal(schedule: AllReduce, size: in
     for vectors in (whole, real):
         numbers = Numbers(vectors, schedule.parts(size))
         walk(schedule.program, size, numbers)
-        results = [sum(slots, []) for slots in numbers.held]
+        results = [list(chain(*slots)) for slots in numbers.held]
         assert all(result == results[0] for result in results)
         if vectors is whole:
             assert results[0] == [sum(column) for column in zip(*whole, strict=True)]

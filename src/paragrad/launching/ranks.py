@@ -134,13 +134,14 @@ class Collection:
 
     def take(self, seconds: float | None) -> bool:
         """Take what ranks have sent within some seconds; False if none did."""
-        silent = {process.socket: rank for rank, process in enumerate(self.processes)
+        silent = {rank: process.socket for rank, process in enumerate(self.processes)
                   if rank not in self.answers and rank not in self.dead}
-        ready = wait(list(silent), seconds)
-        for connection in ready:
-            rank = silent[connection]           # type: ignore[index]
+        ready = wait(list(silent.values()), seconds)
+        for rank, connection in silent.items():
+            if connection not in ready:
+                continue
             try:
-                kind, value = connection.recv()         # type: ignore[union-attr]
+                kind, value = connection.recv()
             except (EOFError, OSError):
                 self.dead.add(rank)
                 self.failures.append(Failure(self.death(rank), 0.0))        # a death is the cause of what others say

@@ -7,7 +7,7 @@ already posted (the player's liberty: order between a pair of ranks stays what t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -17,23 +17,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paragrad.errors import StepFailed
-from paragrad.schedules.actions import Action, AllReduce, Recv, Send, evenly
+from paragrad.schedules.actions import Action, AllReduce, Compute, Recv, Send, Slot, evenly
 from paragrad.world import World
 
 
 def all_reduce(schedule: AllReduce, vector: Tensor, world: World) -> int:
     """Sum a contiguous one-dimensional vector over all ranks, in place, along a schedule; the bytes this rank sent."""
     parts = evenly(vector.numel(), schedule.parts(world.size))
-    slots = [vector[part.start:part.stop] for part in parts]
+    slots: dict[Slot, Tensor] = {slot: vector[part.start:part.stop] for slot, part in enumerate(parts)}
     return Play(list(schedule.program(world.rank, world.size)), slots, world).run()
 
 
 class Play:
     """One walk of one program over the slots of this rank."""
 
-    def __init__(self, actions: Sequence[Action], slots: Sequence[Tensor], world: World) -> None:
+    def __init__(self, actions: Sequence[Action], slots: Mapping[Slot, Tensor], world: World) -> None:
         self.actions, self.slots, self.world = actions, slots, world
-        self.open: dict[int, list[Any]] = {}                        # slot -> Works of its sends
+        self.open: dict[Slot, list[Any]] = {}                        # slot -> Works of its sends
         self.posted: dict[int, tuple[Any, Tensor]] = {}             # place in the program -> receive under way
         receives = [place for place, action in enumerate(actions) if isinstance(action, Recv)]
         self.following = dict(pairwise(receives))                   # the receive after a receive
@@ -55,13 +55,13 @@ class Play:
         return self.sent
 
     def send(self, action: Send) -> None:
-        tensor = self.slots[action.slot]  # type: ignore[call-overload]
+        tensor = self.slots[action.slot]
         work = dist.isend(tensor, group=self.world.group, group_dst=action.to)
         self.sent += tensor.numel() * tensor.element_size()
         if action.wait:
             self.wait(work)
         else:
-            self.open.setdefault(action.slot, []).append(work)  # type: ignore[arg-type]
+            self.open.setdefault(action.slot, []).append(work)
 
     def recv(self, place: int, action: Recv) -> None:
         if place not in self.posted:
@@ -71,11 +71,11 @@ class Play:
         self.post_next(place)
         self.wait(work)
         if action.add:
-            self.close(action.slot)  # type: ignore[arg-type]
-            self.slots[action.slot].add_(buffer)  # type: ignore[call-overload]
+            self.close(action.slot)
+            self.slots[action.slot].add_(buffer)
 
     def post(self, place: int, action: Recv) -> None:
-        slot = self.slots[action.slot]  # type: ignore[call-overload]
+        slot = self.slots[action.slot]
         buffer = torch.empty_like(slot) if action.add else slot
         self.posted[place] = dist.irecv(buffer, group=self.world.group, group_src=action.frm), buffer
 
@@ -86,16 +86,16 @@ class Play:
             return
         action = self.actions[following]
         assert isinstance(action, Recv)
-        between = [self.actions[place], *self.actions[place + 1:following]]
-        untouched = action.slot not in self.open and all(action.slot != each.slot for each in between)  # type: ignore[union-attr]
+        touched = {each.at if isinstance(each, Compute) else each.slot for each in self.actions[place:following]}
+        untouched = action.slot not in self.open and action.slot not in touched
         if action.add or untouched:
             self.post(following, action)
 
     def close_before(self, action: Recv) -> None:
         if not action.add:
-            self.close(action.slot)  # type: ignore[arg-type]
+            self.close(action.slot)
 
-    def close(self, slot: int) -> None:
+    def close(self, slot: Slot) -> None:
         """Wait until the sends of a slot are over."""
         for work in self.open.pop(slot, []):
             self.wait(work)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -99,7 +99,7 @@ def _facts(facts: Iterable[tuple[str, Any]]) -> None:
         Console(soft_wrap=True).print(f"{name}: {value}", highlight=False, markup=False)
 
 
-def _rows(columns: tuple[str, ...], rows: list[tuple[str, ...]], as_json: bool) -> None:
+def _rows(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], as_json: bool) -> None:
     console = Console()
     if as_json:
         print(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], indent=1))

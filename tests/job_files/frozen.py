@@ -1,0 +1,3 @@
+from good import *
+
+job = job.replace(model=lambda: Net().requires_grad_(False))

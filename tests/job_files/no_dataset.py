@@ -1,0 +1,3 @@
+from good import *
+
+job = job.replace(train=lambda folder: iter([]))

@@ -1,0 +1,3 @@
+from good import *
+
+job = job.replace(loss=lambda output, target: (nn.functional.cross_entropy(output, target), len(target)))

@@ -1,0 +1,3 @@
+from good import *
+
+job = job.replace(loss=nn.CrossEntropyLoss(reduction="none"))

@@ -1,0 +1,177 @@
+"""Ranks: started, watched, and gone at the end, whatever ended them."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from paragrad.errors import RankFailed, StepFailed
+from paragrad.launching import Ranks, cores
+from paragrad.launching.ranks import Process
+from paragrad.world import World
+
+
+@pytest.fixture
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+def gone(processes: list[Process]) -> bool:
+    return all(process.popen.poll() is not None for process in processes)
+
+
+def who(world: World, name: str) -> tuple[int, int, str, int]:
+    return world.rank, world.size, name, torch.get_num_threads()
+
+
+def test_results_come_in_rank_order_and_the_cores_are_divided(pool: Ranks) -> None:
+    for size in (1, 2, 3, 4):
+        assert pool.run(who, "x", size=size) == [(rank, size, "x", max(1, cores() // size)) for rank in range(size)]
+    assert pool.run(who, "x", size=2, threads=3)[0][3] == 3
+
+
+def test_functions_need_not_be_importable(pool: Ranks) -> None:
+    offset = 5
+    assert pool.run(lambda world: world.rank + offset, size=3) == [5, 6, 7]
+
+
+def test_reports_arrive(pool: Ranks) -> None:
+    told: list[tuple[int, str]] = []
+
+    def tell(world: World, report) -> None:                 # type: ignore[no-untyped-def]
+        report(f"hello from {world.rank}")
+
+    pool.run(tell, size=2, on_report=lambda rank, value: told.append((rank, value)))
+    assert sorted(told) == [(0, "hello from 0"), (1, "hello from 1")]
+
+
+def fail_on_one(world: World) -> None:
+    if world.rank == 1:
+        raise StepFailed("it broke", step=7, tensor="fc.weight")
+    world.barrier()
+
+
+def test_the_first_failure_is_raised_with_rank_step_and_tensor(two: Ranks) -> None:
+    two._start(2)
+    processes = list(two.processes)
+    with pytest.raises(RankFailed) as caught:
+        two.run(fail_on_one)
+    error = caught.value
+    assert (error.rank, error.step, error.tensor) == (1, 7, "fc.weight")
+    assert str(error) == "rank 1, step 7, tensor fc.weight: StepFailed: it broke"
+    assert "fail_on_one" in error.traceback
+    assert gone(processes)
+    assert two.run(who, "again")[1][0] == 1                 # the next run starts fresh ranks
+
+
+def die(world: World, how: signal.Signals) -> None:
+    if world.rank == 1:
+        os.kill(os.getpid(), how)
+    world.barrier()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_rank_is_named_and_not_the_peer_that_complains(two: Ranks, how: signal.Signals) -> None:
+    with pytest.raises(RankFailed) as caught:
+        two.run(die, how)
+    assert caught.value.rank == 1
+    assert f"killed by {how.name}" in str(caught.value)
+
+
+def hang(world: World) -> None:
+    if world.rank == 1:
+        signal.pause()
+
+
+def test_a_hang_is_ended_by_the_deadline_and_names_the_rank(two: Ranks) -> None:
+    with pytest.raises(RankFailed) as caught:
+        two.run(hang, deadline=10.0, timeout=60.0)
+    assert "rank(s) 0, 1" in str(caught.value)              # rank 0 waits for rank 1 at the end of the world
+    assert "in hang" in caught.value.traceback
+    assert gone(two.processes)
+
+
+def exits(world: World) -> None:
+    sys.exit(3)
+
+
+def test_sys_exit_in_a_task_is_a_failure(two: Ranks) -> None:
+    with pytest.raises(RankFailed, match="SystemExit: 3"):
+        two.run(exits)
+
+
+SCRIPT = textwrap.dedent("""
+    import signal, sys
+    from paragrad.launching import Ranks
+
+    def wait(world, report):
+        report(None)
+        signal.pause()
+
+    started = []
+
+    def told(rank, value):
+        started.append(rank)
+        if len(started) == 2:
+            print(*(process.popen.pid for process in ranks.processes), flush=True)
+
+    with Ranks(2) as ranks:
+        ranks.run(wait, on_report=told)
+""")
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_rank_outlives_its_launcher(tmp_path: Path, how: signal.Signals) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as launcher:
+        assert launcher.stdout is not None
+        watched = [os.pidfd_open(int(pid)) for pid in launcher.stdout.readline().split()]
+        assert len(watched) == 2
+        launcher.send_signal(how)
+        launcher.wait(timeout=20)
+    poll = select.poll()
+    for rank in watched:
+        poll.register(rank, select.POLLIN)
+    ended: set[int] = set()
+    while len(ended) < 2:
+        events = poll.poll(10_000)
+        assert events, "a rank is still there 10 s after its launcher"
+        for descriptor, _ in events:
+            ended.add(descriptor)
+            poll.unregister(descriptor)
+    for rank in watched:
+        os.close(rank)
+
+
+def proved(world: World) -> bool:
+    world.prove()
+    return True
+
+
+def test_the_world_proves_its_collectives(pool: Ranks) -> None:
+    assert all(pool.run(proved, size=3))
+
+
+def broken_sum(world: World) -> None:
+    class Broken(World):
+        def all_reduced(self, tensor: torch.Tensor, operation: str = "SUM") -> torch.Tensor:
+            result = super().all_reduced(tensor, operation)
+            return result / self.size if operation == "SUM" else result
+
+    Broken(world.rank, world.size, world.backend, world.timeout, world.group).prove()
+
+
+def test_a_backend_that_averages_instead_of_summing_is_found(two: Ranks) -> None:
+    with pytest.raises(RankFailed, match=r"gives a wrong all_reduce\(SUM\)"):
+        two.run(broken_sum)

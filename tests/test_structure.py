@@ -1,0 +1,95 @@
+"""The shape of the house: who may import what, and that nothing is without its row, its page and its name."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from equality import CELLS, JOBS, ROWS, SERIAL, WORKERS, covering
+
+import paragrad
+from paragrad.strategy import ALGORITHMS, STRATEGIES, strategy
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "paragrad"
+MODULES = {".".join(path.relative_to(SOURCE.parent).with_suffix("").parts): path for path in SOURCE.rglob("*.py")}
+
+# who speaks to torch.distributed itself; everybody else speaks to World, Exchange or the wire
+DISTRIBUTED = {"paragrad.world", "paragrad.players.wire"}
+# rooms without torch: what a rank does is a value there, not an act
+PURE = ("paragrad.errors", "paragrad.grammar", "paragrad.notation", "paragrad.planned", "paragrad.strategy", "paragrad.shares",
+        "paragrad.schedules", "paragrad.players.walk", "paragrad.players.proof", "paragrad.players.draw",
+        "paragrad.datasets.order", "paragrad.record")
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: write imports in full"
+            found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def test_who_imports_torch_distributed() -> None:
+    users = {name for name, path in MODULES.items() if any(found.startswith("torch.distributed") for found in imports(path))}
+    assert users == DISTRIBUTED
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith(PURE)])
+def test_pure_rooms_know_the_standard_library_only(name: str) -> None:
+    for found in imports(MODULES[name]):
+        top = found.split(".")[0]
+        assert top in sys.stdlib_module_names or found.startswith(PURE) or found in ("paragrad", "__future__"), found
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("paragrad.schedules")])
+def test_schedules_know_nothing_of_time_files_or_players(name: str) -> None:
+    used = {found.split(".")[0] for found in imports(MODULES[name])}
+    assert not used & {"time", "os", "pathlib", "random", "threading"}
+    assert not any(found.startswith("paragrad.players") for found in imports(MODULES[name]))
+
+
+def test_rank_variables_are_read_in_world_alone() -> None:
+    readers = {name for name, path in MODULES.items() if re.search(r"[\"'](RANK|WORLD_SIZE|LOCAL_RANK)[\"']", path.read_text())}
+    assert readers == {"paragrad.world"}
+
+
+def test_all_is_what_is_exported() -> None:
+    exported = {name for name, value in vars(paragrad).items()
+                if not name.startswith("_") and not (hasattr(value, "__file__") and name not in paragrad.__all__)}
+    assert set(paragrad.__all__) == exported
+    assert paragrad.__all__ == sorted(paragrad.__all__, key=lambda name: (name[0].islower(), name))
+
+
+def test_every_built_strategy_and_algorithm_has_rows_in_the_equality_table() -> None:
+    texts = [row(2) for row in ROWS.values()] + list(SERIAL.values())
+    named = {strategy(text).name for text in texts} | {name for text in texts for name in re.findall(r"reduce=(\w+)", text)}
+    assert named == {cls.name for cls in (*STRATEGIES.values(), *ALGORITHMS) if cls.built}
+
+
+def test_the_covering_sample_covers() -> None:
+    sample = covering()
+    assert set(sample) <= set(CELLS)
+    assert {(row, workers) for row, _, workers in sample} == {(row, workers) for row in ROWS for workers in WORKERS}
+    assert {(column, workers) for _, column, workers in sample} == {(column, workers) for column in JOBS for workers in WORKERS}
+
+
+def test_every_built_technique_has_its_page() -> None:
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
+    built = {cls.name for cls in (*STRATEGIES.values(), *ALGORITHMS) if cls.built}
+    assert built - pages == set()
+
+
+def test_files_and_functions_stay_small() -> None:
+    for name, path in MODULES.items():
+        text = path.read_text()
+        assert len(text.splitlines()) <= 320, f"{name} holds two subjects"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                assert (node.end_lineno or 0) - node.lineno < 50, f"{name}.{node.name} does two things"
