@@ -85,7 +85,10 @@ def fetched(dataset: Dataset, indices: list[int], dtype: torch.dtype) -> tuple[A
     if isinstance(dataset, TensorDataset):      # gives a whole batch at once
         inputs, target = dataset[indices]
     else:
-        inputs, target = default_collate([dataset[index] for index in indices])
+        pair = default_collate([dataset[index] for index in indices])
+        if len(pair) != 2:
+            raise Refused(f"a sample must be a pair (input, target); this one has {len(pair)} part(s)")
+        inputs, target = pair
     return in_dtype(inputs, dtype), in_dtype(target, dtype)
 
 
@@ -180,17 +183,23 @@ def _check_optimizer(job: Job, model: nn.Module) -> None:
 
 def _check_loss(job: Job, model: nn.Module, train: Dataset) -> None:
     indices = list(range(min(job.batch, len(train), 256)))
-    middle = len(indices) // 2
-
-    def run(part: list[int]) -> tuple[Any, Any, int]:
-        batch = fetched(train, part, job.dtype)
-        if not isinstance(batch, tuple) or len(batch) != 2:
-            raise Refused(f"job {job.name}: a sample of train must be a pair (input, target)")
-        return model(batch[0]), batch[1], len(part)
-
+    batch = _called(job, "fetching a batch of train", lambda: fetched(train, indices, job.dtype))
     with torch.no_grad():
-        whole = _called(job, "one batch through the model", lambda: run(indices))
-        halves = [whole] if middle == 0 else [run(indices[:middle]), run(indices[middle:])]
-        wrong = _called(job, "loss", lambda: check_adds_up(job.loss, whole[:2], halves))
+        output = _called(job, "one batch through the model", lambda: model(batch[0]))
+        halves = _halves(model, batch, output, len(indices))
+        wrong = _called(job, "loss", lambda: check_adds_up(job.loss, (output, batch[1]), halves))
     if wrong:
         raise Refused(f"job {job.name}: {wrong}")
+
+
+def _halves(model: nn.Module, batch: tuple[Any, Any], output: Any, samples: int) -> list[tuple[Any, Any, int]]:
+    """(output, target, samples) of the two halves of a batch, or of the whole where it is one sample."""
+    middle = samples // 2
+    if middle == 0:
+        return [(output, batch[1], samples)]
+    parts = [slice(0, middle), slice(middle, samples)]
+    if isinstance(output, Tensor) and output.dim() and len(output) == samples:
+        outputs = [output[part] for part in parts]
+    else:                                       # its first dimension is not the batch: ask the model again
+        outputs = [model(batch[0][part]) for part in parts]
+    return [(half, batch[1][part], len(range(samples)[part])) for half, part in zip(outputs, parts, strict=True)]

@@ -134,7 +134,8 @@ SCRIPT = textwrap.dedent("""
 def test_no_rank_outlives_its_launcher(tmp_path: Path, how: signal.Signals) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as launcher:
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                          text=True) as launcher:
         assert launcher.stdout is not None
         watched = [os.pidfd_open(int(pid)) for pid in launcher.stdout.readline().split()]
         assert len(watched) == 2

@@ -1,0 +1,40 @@
+# make demo    set everything up and run the main job          make check   style, types and pure tests, under a minute
+# make test    set everything up and pass all tests            make table   the whole equality table
+# make system  Debian packages that some tests use             make clean   remove what make made
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test check table system clean
+.DEFAULT_GOAL := test
+
+demo: .venv/ready
+	$(BIN)/paragrad compare digits
+
+check: .venv/ready
+	$(BIN)/ruff check src tests
+	$(BIN)/mypy
+	$(BIN)/pytest tests/pure
+
+test: .venv/ready
+	$(BIN)/ruff check src tests
+	$(BIN)/mypy
+	$(BIN)/pytest -m "not table"
+
+table: .venv/ready
+	$(BIN)/pytest tests/processes/test_equality.py
+
+# no test needs any yet; each that will says what is missing and skips
+system:
+	@echo "no Debian packages are needed yet"
+
+# torch alone first: with it in place nothing else asks for another build of it
+.venv/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || (echo "paragrad needs Python 3.11 or later; make PYTHON=/path/to/python3" >&2; exit 1)
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -1,0 +1,148 @@
+"""The command as typed: compare, train, lists, drawings, under torchrun, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from paragrad.cli import app
+from paragrad.comparison import read
+from typer.testing import CliRunner
+
+JOB_FILES = Path(__file__).parents[1] / "job_files"
+SIX = ("serial; data(2, reduce=native); data(2, reduce=ring); data(2, reduce=ring_async); data(2, reduce=tree); "
+       "data(2, reduce=butterfly)")
+
+
+def paragrad(*words: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, list(words))
+    assert result.exit_code == code, result.output
+    return result.stdout
+
+
+def command(*words: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, timeout=100, check=False,
+                          env={**os.environ, **settings})
+
+
+def test_compare_digits_as_json(tmp_path: Path) -> None:
+    """The main job, one epoch: six rows, every data row the same training, one digest for all algorithms."""
+    table = json.loads(paragrad("compare", "digits", "--epochs", "1", "--runs", str(tmp_path), "--json"))
+    rows = {row["strategy"]: row for row in table["rows"]}
+    assert list(rows) == SIX.split("; ")
+    assert rows["serial"]["difference"] is None
+    assert rows["serial"]["speed_up"] == 1.0
+    digests = set()
+    for name, row in rows.items():
+        assert row["failure"] is None
+        assert row["test"] > 50
+        assert row["seconds_per_step"] > 0
+        assert row["speed_up_one_thread"] > 0
+        if name != "serial":
+            assert row["difference"] <= 1e-10
+            assert row["tensor"]
+            assert row["sent"]["gradients"] == {"bytes": 19244, "computed": "native" in name}
+            digests.add(row["digest"])
+    assert len(digests) == 1
+    assert [path.name for path in sorted(Path(table["folder"]).iterdir())][0] == "01-serial"
+
+
+def test_compare_in_a_pipe_is_one_line_a_row_and_a_failure_is_a_row(tmp_path: Path) -> None:
+    """A strategy that fails while it runs does not stop the others; the exit code says that one did."""
+    text = paragrad("compare", str(JOB_FILES / "fails_on_two.py"), "--strategies", "serial; data(2, reduce=tree); data(3)",
+                    "--runs", str(tmp_path), code=1)
+    lines = [line.split("\t") for line in text.splitlines() if not line.startswith("#")]
+    assert [line[0] for line in lines] == ["strategy", "serial", "data(2, reduce=tree)", "data(3)"]
+    assert len({len(line) for line in lines}) == 1
+    assert lines[2][1] == "failed: rank 1, step 0: StepFailed: RuntimeError: two is one too many"
+    assert float(lines[3][6]) <= 1e-10
+    folder = next(tmp_path.iterdir())
+    assert [row.failure is None for row in read(folder).rows] == [True, False, True]
+    assert {path.name for path in folder.iterdir()} == {
+        "01-serial", "02-data-2-reduce-tree", "03-data-3", "baseline-serial-threads-1", "compare.jsonl"}
+
+
+def test_train_a_job_file(tmp_path: Path) -> None:
+    text = paragrad("train", str(JOB_FILES / "good.py"), "--strategy", "data(2, reduce=ring, shares=[3, 1])", "--runs",
+                    str(tmp_path))
+    facts = dict(line.split(": ", 1) for line in text.splitlines())
+    assert facts["audit"] == "150 of 150 samples seen in each of 2 epoch(s), 0 twice, 0 missed"
+    assert float(facts["difference from serial"]) <= 1e-10
+
+
+def test_train_a_module_attribute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(JOB_FILES))
+    facts = json.loads(paragrad("train", "good:job", "--strategy", "data(2)", "--runs", str(tmp_path), "--epochs", "1", "--json"))
+    assert facts["audit"]["missed"] == 0
+    assert facts["difference from serial"] <= 1e-10
+
+
+def test_dry_run_prints_shares_and_steps_and_starts_nothing(tmp_path: Path) -> None:
+    text = paragrad("train", "digits", "--strategy", "data(3, shares=[5, 2, 1], micro=2)", "--dry-run", "--json", "--runs",
+                    str(tmp_path))
+    facts = json.loads(text)
+    assert facts["resolved"] == "data(3, reduce=native, state=replicated, shares=[5, 2, 1], micro=2)"
+    assert facts["shares"] == [[20, 20], [8, 8], [4, 4]]
+    assert facts["shares of the short last batch"] == [[9, 9], [4, 3], [2, 2]]
+    assert (facts["steps per epoch"], facts["steps"]) == (23, 460)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failing_run_shows_the_first_traceback_and_the_message_last(tmp_path: Path) -> None:
+    done = command("paragrad", "train", str(JOB_FILES / "fails_on_two.py"), "--strategy", "data(2)", "--runs", str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback (most recent call last)") == 2          # the error and what raised it; of one rank
+    assert done.stderr.rstrip().splitlines()[-1] == (
+        "paragrad: rank 1, step 0: StepFailed: RuntimeError: two is one too many")
+
+
+def test_stopped_by_the_user(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "paragrad", "train", "digits", "--epochs", "100000", "--strategy", "data(2)", "--runs",
+             str(tmp_path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr is not None
+        assert "step" in running.stderr.readline()                  # the first line of progress: the ranks are at work
+        running.send_signal(signal.SIGINT)
+        _, rest = running.communicate(timeout=30)
+    assert running.returncode == 130
+    assert rest.rstrip().endswith("paragrad: stopped")
+    end = json.loads((next(tmp_path.iterdir()) / "run.jsonl").read_text().splitlines()[-1])
+    assert (end["kind"], end["status"]) == ("end", "stopped")
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    done = command("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paragrad", "train", "digits",
+                   "--strategy", "data(auto, reduce=ring)", "--epochs", "1", "--runs", str(tmp_path), "--json",
+                   OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    (answer,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    facts = json.loads(answer)
+    assert facts["resolved"] == "data(2, reduce=ring, state=replicated)"
+    assert facts["audit"] == {"epochs": 1, "samples": 1437, "seen": 1437, "twice": 0, "missed": 0}
+    assert {path.name for path in next(tmp_path.iterdir()).iterdir()} == {
+        "run.jsonl", "rank-0.jsonl", "rank-1.jsonl", "model.safetensors"}
+
+
+def test_lists() -> None:
+    assert [row["job"] for row in json.loads(paragrad("jobs", "--json"))] == ["digits"]
+    listed = {row["name"]: row for row in json.loads(paragrad("strategies", "--json"))}
+    assert listed["ring"]["built"] == "yes"
+    assert listed["pipeline"]["built"] == "not yet"
+    for row in listed.values():
+        assert row["what it is, and its source"]
+    assert "ring\tyes\tRing: reduce-scatter" in paragrad("strategies")
+
+
+def test_draw() -> None:
+    assert paragrad("draw", "data(2, reduce=butterfly)").splitlines()[1:] == ["0 | >1:0 <1:0+", "1 | >0:0 <0:0+"]
+
+
+def test_help_names_every_verb() -> None:
+    text = paragrad("--help")
+    for verb in ("train", "compare", "draw", "jobs", "strategies"):
+        assert verb in text

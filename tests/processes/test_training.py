@@ -1,0 +1,248 @@
+"""Trainings from beginning to end: what they record, what they give back, how they fail."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import paragrad as pg
+import pytest
+import torch
+from equality import JOBS, VECTORS, whole
+from equality import job as make_job
+from paragrad.data_parallel.all_reduce import Exchange
+from paragrad.launching import Ranks
+from paragrad.record import Record, lines_of
+from paragrad.strategy import resolve, strategy
+from paragrad.trainer import Trainer
+from paragrad.training import admitted, run
+from paragrad.world import World
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+DIGITS = pg.job("digits").replace(epochs=2)
+
+
+def trained(pool: Ranks, folder: Path, job: pg.Job, text: str, **more: object) -> pg.Run:
+    return run(pool, admitted(job, text), folder, **more)           # type: ignore[arg-type]
+
+
+def test_digits_is_the_same_whoever_trains_it(pool: Ranks, tmp_path: Path) -> None:
+    """All samples, none twice, none missed; the four algorithms bit-identical at two workers; serial's accuracy."""
+    runs = {}
+    for text in ("serial", "data(2, reduce=ring)", "data(2, reduce=ring_async)", "data(2, reduce=tree)",
+                 "data(2, reduce=butterfly)", "data(3, shares=[5, 2, 1])", "data(4)"):
+        folder = tmp_path / str(len(runs))
+        folder.mkdir()
+        runs[text] = trained(pool, folder, DIGITS, text)
+    for finished in runs.values():
+        audit = finished.audit
+        assert (audit.epochs, audit.samples, audit.seen, audit.twice, audit.missed) == (2, 1437, 1437, 0, 0)
+        assert finished.end["status"] == "finished"                  # type: ignore[index]
+        assert finished.test == pytest.approx(runs["serial"].test, abs=0.6)         # two of 360 digits
+        assert finished.losses == pytest.approx(runs["serial"].losses, rel=1e-3)
+    two = [(finished.folder / "model.safetensors").read_bytes() for text, finished in runs.items() if "data(2" in text]
+    assert len(two) == 4
+    assert len(set(two)) == 1
+
+
+def test_the_model_comes_back_under_its_serial_names(pool: Ranks, tmp_path: Path) -> None:
+    finished = trained(pool, tmp_path, DIGITS, "data(2)")
+    names = set(load_file(tmp_path / "model.safetensors"))
+    assert names == set(DIGITS.model().state_dict())
+    model = finished.model()
+    inputs, target = DIGITS.test[:]
+    assert finished.test == pytest.approx(100 * float((model(inputs).argmax(1) == target).double().mean()))
+    assert finished.test > 85
+
+
+def test_every_kind_of_line_has_its_fields(pool: Ranks, tmp_path: Path) -> None:
+    trained(pool, tmp_path, DIGITS, "data(2, reduce=ring)")
+    fields = {
+        "run": {"schema", "id", "job", "strategy", "resolved", "seed", "workers", "servers", "backend", "device", "threads",
+                "machine", "prediction"},
+        "step": {"epoch", "step", "start", "seconds", "loss", "order", "sent", "lr"},
+        "epoch": {"epoch", "test", "seconds"},
+        "span": {"step", "name", "lane", "start", "seconds", "bytes", "peer"},
+        "choice": {"what", "bytes", "picked", "because"},
+        "memory": {"parameters", "gradients", "optimizer", "activations", "exchange", "resident"},
+        "end": {"status", "seconds", "error"}}
+    seen = set()
+    for path in tmp_path.glob("*.jsonl"):
+        for line in lines_of(path):
+            kind = line.pop("kind")
+            assert set(line) == fields[kind]
+            seen.add(kind)
+    assert seen == set(fields)
+    memory = Record(tmp_path).of("memory", rank=1)[0]
+    parameters = 4 * (64 * 64 + 64 + 64 * 10 + 10)
+    assert memory["parameters"] == memory["gradients"] == memory["optimizer"] == parameters
+    assert memory["exchange"] == parameters + 4                     # and the weight, which travels as one more gradient
+
+
+def wide() -> nn.Module:
+    """More than the first bucket of DDP holds (1 MB), so that there are several."""
+    return nn.Sequential(nn.Linear(10, 700), nn.ReLU(), nn.Linear(700, 700), nn.ReLU(), nn.Linear(700, 700), nn.ReLU(),
+                         nn.Linear(700, 4))
+
+
+def test_overlap_can_be_switched_off_and_the_record_shows_it(pool: Ranks, tmp_path: Path) -> None:
+    """The first layer's backward comes last. With overlap it sees the first bucket leave; without, none leaves before it."""
+    for overlap in (True, False):
+        folder = tmp_path / str(overlap)
+        folder.mkdir()
+        finished = trained(pool, folder, make_job("wide", wide, VECTORS, epochs=1), "data(2, reduce=tree)", overlap=overlap)
+        assert [choice["picked"] for choice in finished.choices if choice["what"] == "overlap"] == ["on" if overlap else "off"]
+        names = {span["name"] for span in finished.of("span")}
+        assert {"load 0", "F0", "B0", "reduce 0", "reduce 1", "update"} <= names
+    assert pool.run(leaves_during_backward, True, size=2) == [True, True]
+    assert pool.run(leaves_during_backward, False, size=2) == [False, False]
+
+
+def leaves_during_backward(world: World, overlap: bool) -> bool:
+    """Whether a bucket's exchange begins while backward waits in the first layer."""
+    left, seen = threading.Event(), []
+
+    class Gate(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):                        # type: ignore[no-untyped-def]
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):                # type: ignore[no-untyped-def]
+            if world_ready:
+                seen.append(left.wait(10.0 if overlap else 0.2))
+            return gradient
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.rest = nn.Linear(10, 700), nn.Sequential(nn.Linear(700, 700), nn.Linear(700, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.rest(Gate.apply(self.first(x)))
+
+    def leaving(exchange: Exchange, vector: Tensor) -> int:
+        left.set()
+        return play(exchange, vector)
+
+    world_ready = False
+    play, Exchange._play = Exchange._play, leaving                  # type: ignore[method-assign]
+    try:
+        trainer = Trainer(world, make_job("gated", Gated, VECTORS), resolve(strategy("data(2, reduce=tree)"), cores=2),
+                          overlap=overlap)
+        batches = list(trainer.order.batches())
+        trainer.step(0, batches[0])                 # DDP settles its buckets in the first step
+        left.clear()
+        world_ready = True
+        trainer.step(0, batches[1])
+        trainer.close()
+    finally:
+        Exchange._play = play                       # type: ignore[method-assign]
+    return seen == [True]
+
+
+class Breaks(nn.Module):
+    """Divides by zero in its middle layer from the fourth call in training on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(10, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        scale = float("inf") if self.calls > 3 else 1.0
+        return self.last(self.middle(self.first(x) * scale))
+
+
+def test_a_loss_that_is_not_finite_names_rank_step_and_tensor(pool: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(pg.RankFailed) as caught:
+        trained(pool, tmp_path, make_job("breaks", Breaks, VECTORS), "data(2, reduce=ring)")
+    error = caught.value
+    assert error.step == 3
+    assert error.tensor == "output of middle"
+    assert "the loss is not finite" in str(error)
+    record = Record(tmp_path)
+    assert len(record.steps()) == 3                                 # readable up to there
+    assert record.end["status"] == "failed"                         # type: ignore[index]
+    assert record.end["error"] == {"rank": error.rank, "step": 3, "tensor": "output of middle",     # type: ignore[index]
+                                   "message": error.message}
+
+
+def test_a_sample_that_is_not_finite_is_named_as_inputs(pool: Ranks, tmp_path: Path) -> None:
+    inputs = VECTORS.tensors[0].clone()
+    inputs[7, 3] = float("nan")
+    job = JOBS["mlp"].replace(train=TensorDataset(inputs, VECTORS.tensors[1]))
+    with pytest.raises(pg.RankFailed) as caught:
+        trained(pool, tmp_path, job, "data(3, reduce=tree)")
+    assert caught.value.tensor == "inputs"
+
+
+class Forgets(nn.Module):
+    """Uses its side layer in the first step alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side, self.out = nn.Linear(10, 4), nn.Linear(10, 4)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        return self.out(x) + (self.side(x) if self.calls < 2 else 0)
+
+
+def test_a_parameter_that_stops_being_used_is_named_and_nobody_hangs(pool: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(pg.RankFailed) as caught:
+        trained(pool, tmp_path, make_job("forgets", Forgets, VECTORS), "data(2, reduce=butterfly)")
+    assert caught.value.step == 1
+    assert caught.value.tensor == "side.weight, side.bias"
+
+
+def test_a_batch_in_which_nothing_counts_is_refused_while_it_runs(pool: Ranks, tmp_path: Path) -> None:
+    nothing = TensorDataset(VECTORS.tensors[0], torch.full((29,), -100))
+    with pytest.raises(pg.RankFailed, match="its weight is 0"):
+        trained(pool, tmp_path, JOBS["mlp"].replace(train=nothing), "data(2)")
+
+
+def test_targets_to_ignore_weigh_nothing_wherever_they_fall(pool: Ranks, tmp_path: Path) -> None:
+    """Half of the targets of the first share are ignored: a mean of means would be another training."""
+    targets = whole(4, 29, seed=9)
+    targets[::3] = -100
+    losses = {}
+    for text in ("serial", "data(4, reduce=ring)"):
+        folder = tmp_path / text[:4]
+        folder.mkdir()
+        job = make_job("ignoring", lambda: nn.Linear(10, 4), TensorDataset(VECTORS.tensors[0], targets))
+        losses[text] = trained(pool, folder, job.replace(dtype=torch.float64), text).losses
+    assert losses["serial"] == pytest.approx(losses["data(4, reduce=ring)"], rel=1e-12)
+
+
+def test_random_draws_that_depend_on_the_layout_are_recorded(pool: Ranks, tmp_path: Path) -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(10, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(x + torch.randn_like(x) * 0.01)
+
+    trained(pool, tmp_path, make_job("noisy", Noisy, VECTORS), "data(2)")
+    random = [line for line in Record(tmp_path).of("choice") if line["what"] == "random"]
+    assert len(random) == 1
+    assert "randn_like" in random[0]["because"]
+
+
+def test_train_from_python_checks_and_compares(tmp_path: Path) -> None:
+    finished = pg.train(DIGITS.replace(epochs=1), "data(2, reduce=tree)", runs=tmp_path, check=True)
+    assert str(finished.resolved) == "data(2, reduce=tree, state=replicated)"
+    assert finished.difference["value"] <= 1e-10                    # type: ignore[index]
+    assert finished.sent_per_step == {"gradients": {"bytes": 4 * (64 * 64 + 64 + 64 * 10 + 10 + 1), "computed": False}}
+    assert json.loads((finished.folder / "run.jsonl").read_text().splitlines()[0])["kind"] == "run"
+
+
+def test_data_under_torchrun_is_refused_without_it() -> None:
+    with pytest.raises(pg.Refused, match="at least 13"):
+        pg.train(JOBS["mlp"], "data(13)")
