@@ -82,13 +82,11 @@ def opened(dataset: Dataset | Callable[[Path | None], Dataset], data: Path | Non
 
 def fetched(dataset: Dataset, indices: list[int], dtype: torch.dtype) -> tuple[Any, Any]:
     """(inputs, target) of these samples, stacked; floating point numbers in dtype."""
-    if isinstance(dataset, TensorDataset):      # gives a whole batch at once
-        inputs, target = dataset[indices]
-    else:
-        pair = default_collate([dataset[index] for index in indices])
-        if len(pair) != 2:
-            raise Refused(f"a sample must be a pair (input, target); this one has {len(pair)} part(s)")
-        inputs, target = pair
+    whole_batch = isinstance(dataset, TensorDataset)            # gives a whole batch at once
+    pair = dataset[indices] if whole_batch else default_collate([dataset[index] for index in indices])
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise Refused("a sample of a dataset must be a pair (input, target)")
+    inputs, target = pair
     return in_dtype(inputs, dtype), in_dtype(target, dtype)
 
 

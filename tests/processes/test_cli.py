@@ -59,7 +59,7 @@ def test_compare_in_a_pipe_is_one_line_a_row_and_a_failure_is_a_row(tmp_path: Pa
     lines = [line.split("\t") for line in text.splitlines() if not line.startswith("#")]
     assert [line[0] for line in lines] == ["strategy", "serial", "data(2, reduce=tree)", "data(3)"]
     assert len({len(line) for line in lines}) == 1
-    assert lines[2][1] == "failed: rank 1, step 0: StepFailed: RuntimeError: two is one too many"
+    assert lines[2][1] == "failed: rank 1, step 0: RuntimeError: two is one too many"
     assert float(lines[3][6]) <= 1e-10
     folder = next(tmp_path.iterdir())
     assert [row.failure is None for row in read(folder).rows] == [True, False, True]
@@ -98,7 +98,7 @@ def test_a_failing_run_shows_the_first_traceback_and_the_message_last(tmp_path: 
     assert done.returncode == 1
     assert done.stderr.count("Traceback (most recent call last)") == 2          # the error and what raised it; of one rank
     assert done.stderr.rstrip().splitlines()[-1] == (
-        "paragrad: rank 1, step 0: StepFailed: RuntimeError: two is one too many")
+        "paragrad: rank 1, step 0: RuntimeError: two is one too many")
 
 
 def test_stopped_by_the_user(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_the_first_failure_is_raised_with_rank_step_and_tensor(two: Ranks) -> No
         two.run(fail_on_one)
     error = caught.value
     assert (error.rank, error.step, error.tensor) == (1, 7, "fc.weight")
-    assert str(error) == "rank 1, step 7, tensor fc.weight: StepFailed: it broke"
+    assert str(error) == "rank 1, step 7, tensor fc.weight: it broke"
     assert "fail_on_one" in error.traceback
     assert gone(processes)
     assert two.run(who, "again")[1][0] == 1                 # the next run starts fresh ranks

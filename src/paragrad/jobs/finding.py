@@ -55,6 +55,9 @@ def find(text: str, settings: Mapping[str, str] | None = None) -> Job:
 def _loaded(path: Path) -> ModuleType:
     if not path.is_file():
         raise Refused(f"there is no job file {path}; give the path of a Python file that holds a paragrad.Job")
+    folder = str(path.parent.resolve())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)              # as `python path/file.py` has it: its neighbours can be imported
     spec = importlib.util.spec_from_file_location(f"paragrad_job_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None

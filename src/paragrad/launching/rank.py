@@ -20,7 +20,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from paragrad.errors import RankFailed
+from paragrad.errors import RankFailed, StepFailed
 from paragrad.launching.messages import Failure, Task
 from paragrad.world import joined
 
@@ -56,7 +56,8 @@ def _answer(task: Task, launcher: Connection) -> tuple[str, Any]:
         return "done", cloudpickle.dumps(result)
     except BaseException as error:                      # also SystemExit: a task never ends its rank
         when = time.monotonic()
-        failed = RankFailed(f"{type(error).__name__}: {error}", rank=task.rank, step=getattr(error, "step", None),
+        message = str(error) if isinstance(error, StepFailed) else f"{type(error).__name__}: {error}"
+        failed = RankFailed(message, rank=task.rank, step=getattr(error, "step", None),
                             tensor=getattr(error, "tensor", None), traceback=traceback.format_exc())
         return "failed", Failure(failed, when)
 
