@@ -1,0 +1,44 @@
+"""What README and docs show is what the command prints; their links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from paragrad.cli import app
+from typer.testing import CliRunner
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```\n\$ paragrad ((?:draw|train .* --dry-run).*)\n((?:.*\n)*?)```$", re.MULTILINE)
+SHOWN = [(page.name, command, text) for page in PAGES for command, text in BLOCK.findall(page.read_text())]
+
+
+@pytest.mark.parametrize(("page", "command", "text"), SHOWN, ids=[f"{page}: {command}" for page, command, _ in SHOWN])
+def test_what_is_shown_is_what_is_printed(page: str, command: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})           # the pages were made on two cores
+    assert CliRunner().invoke(app, shlex.split(command)).stdout == text
+
+
+def test_every_algorithm_is_drawn() -> None:
+    drawn = " ".join(command for _, command, _ in SHOWN)
+    assert all(f"reduce={name}" in drawn for name in ("ring", "ring_async", "tree", "butterfly"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_the_job_file_of_the_readme_trains(tmp_path: Path) -> None:
+    code = re.search(r"```python\n# mine.py\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert code is not None
+    assert len(code.group(1).strip().splitlines()) <= 12
+    job = tmp_path / "mine.py"
+    job.write_text(code.group(1))
+    result = CliRunner().invoke(app, ["train", str(job), "--strategy", "data(2, reduce=ring)", "--runs", str(tmp_path / "runs")])
+    assert result.exit_code == 0, result.output
+    assert "0 missed" in result.stdout
