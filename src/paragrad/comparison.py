@@ -68,8 +68,8 @@ def compare(job: Job, chosen: str | Iterable[str | Strategy], *, runs: str | Pat
         raise Refused("compare needs at least one strategy")
     facts = examined(job, data)
     rows = [admitted(job, each, data, facts) for each in listed]
-    baselines = [each for each in (admitted(job, each, data, facts) for each in (Serial(), Serial(threads=1)))
-                 if each.resolved not in [row.resolved for row in rows]]
+    for_speed = {each.resolved: each for each in (admitted(job, each, data, facts) for each in (Serial(), Serial(threads=1)))}
+    baselines = [each for resolved, each in for_speed.items() if resolved not in [row.resolved for row in rows]]
     folder = new_folder(Path(runs), f"{job.name}-compare")
     with Recorder(folder / "compare.jsonl") as record, Ranks(max(each.size for each in rows)) as ranks:
         for number, row in enumerate(rows, start=1):

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 from paragrad.datasets.order import Order
 from paragrad.errors import Refused
-from paragrad.loss import Loss, check_adds_up
+from paragrad.loss import Loss, check_adds_up, loss_in
 
 Dataset = Any           # map-style: __len__ and __getitem__(index) -> (input, target)
 
@@ -56,6 +56,10 @@ class Job:
         if not isinstance(model, nn.Module):
             raise Refused(f"job {self.name}: model() returned {type(model).__name__}; return a torch.nn.Module")
         return model.to(self.dtype)
+
+    def built_loss(self) -> Loss:
+        """The loss, its own tensors in `dtype`."""
+        return loss_in(self.loss, self.dtype)
 
     def order(self, samples: int) -> Order:
         return Order(samples, self.batch, self.seed)
@@ -185,7 +189,7 @@ def _check_loss(job: Job, model: nn.Module, train: Dataset) -> None:
     with torch.no_grad():
         output = _called(job, "one batch through the model", lambda: model(batch[0]))
         halves = _halves(model, batch, output, len(indices))
-        wrong = _called(job, "loss", lambda: check_adds_up(job.loss, (output, batch[1]), halves))
+        wrong = _called(job, "loss", lambda: check_adds_up(job.built_loss(), (output, batch[1]), halves))
     if wrong:
         raise Refused(f"job {job.name}: {wrong}")
 

@@ -7,6 +7,7 @@ counted from the targets.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 Loss = Callable[[Any, Any], Any]
+
+
+def loss_in(loss: Loss, dtype: torch.dtype) -> Loss:
+    """The loss with its own tensors (class weights) in dtype, where it is a module or a partial that shows them."""
+    if isinstance(loss, nn.Module):
+        return copy.deepcopy(loss).to(dtype)
+    if isinstance(loss, functools.partial):
+        keywords = {name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+                    for name, value in loss.keywords.items()}
+        return functools.partial(loss.func, *loss.args, **keywords)
+    return loss
 
 
 def summed(loss: Loss, output: Any, target: Any, samples: int) -> tuple[Tensor, float]:

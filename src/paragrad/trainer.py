@@ -71,7 +71,7 @@ class Trainer:
         self.order = job.order(len(self.train))
         self.model = job.built_model()
         self.parameters = dict(self.model.named_parameters())
-        self.module = Summed(self.model, job.loss)
+        self.module = Summed(self.model, job.built_loss())
         self.optimizer = job.optimizer(self.model.parameters())
         self.scheduler = job.scheduler(self.optimizer) if job.scheduler else None
         self.part = Part()

@@ -60,7 +60,11 @@ def train(job: Job, strategy: str | Strategy = "serial", *, runs: str | Path = "
         if not check or isinstance(checked.resolved, Serial):
             return finished
         with Recorder(folder / "run.jsonl") as record:
-            check_same(ranks, checked, finished.header["id"], data, record)
+            try:
+                check_same(ranks, checked, finished.header["id"], data, record)
+            except RankFailed as error:
+                raise RankFailed(f"the training is done ({folder}); its check against serial failed: {error.message}",
+                                 rank=error.rank, step=error.step, tensor=error.tensor, traceback=error.traceback) from error
     return Run(job, folder)
 
 

@@ -113,6 +113,8 @@ JOBS: dict[str, Job] = {each.name: each for each in (
     job("cnn with batch norm, adam", normed_cnn, IMAGES, optimizer=adam),
     job("lstm, tied", TiedLstm, TEXT),
     job("lstm, tied, loss as a pair", TiedLstm, TEXT, loss=token_loss, clip_norm=0.5),
+    job("mlp, weighted classes", mlp, VECTORS, loss=nn.CrossEntropyLoss(
+        weight=torch.tensor([1.0, 3.0, 0.5, 2.0]), label_smoothing=0.1)),
     job("frozen and unused", PartlyUsed, VECTORS),
     job("dropout", dropping, VECTORS),
 )}

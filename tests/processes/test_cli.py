@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
 from paragrad.cli import app
 from paragrad.comparison import read
-from typer.testing import CliRunner
 
 JOB_FILES = Path(__file__).parents[1] / "job_files"
 SIX = ("serial; data(2, reduce=native); data(2, reduce=ring); data(2, reduce=ring_async); data(2, reduce=tree); "
@@ -49,7 +50,7 @@ def test_compare_digits_as_json(tmp_path: Path) -> None:
             assert row["sent"]["gradients"] == {"bytes": 19244, "computed": "native" in name}
             digests.add(row["digest"])
     assert len(digests) == 1
-    assert [path.name for path in sorted(Path(table["folder"]).iterdir())][0] == "01-serial"
+    assert (Path(table["folder"]) / "01-serial" / "run.jsonl").exists()
 
 
 def test_compare_in_a_pipe_is_one_line_a_row_and_a_failure_is_a_row(tmp_path: Path) -> None:
@@ -77,7 +78,8 @@ def test_train_a_job_file(tmp_path: Path) -> None:
 
 def test_train_a_module_attribute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(JOB_FILES))
-    facts = json.loads(paragrad("train", "good:job", "--strategy", "data(2)", "--runs", str(tmp_path), "--epochs", "1", "--json"))
+    facts = json.loads(paragrad("train", "good:job", "--strategy", "data(2)", "--epochs", "1", "--json", "--runs",
+                                str(tmp_path)))
     assert facts["audit"]["missed"] == 0
     assert facts["difference from serial"] <= 1e-10
 

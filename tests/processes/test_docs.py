@@ -7,8 +7,9 @@ import shlex
 from pathlib import Path
 
 import pytest
-from paragrad.cli import app
 from typer.testing import CliRunner
+
+from paragrad.cli import app
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -39,6 +40,7 @@ def test_the_job_file_of_the_readme_trains(tmp_path: Path) -> None:
     assert len(code.group(1).strip().splitlines()) <= 12
     job = tmp_path / "mine.py"
     job.write_text(code.group(1))
-    result = CliRunner().invoke(app, ["train", str(job), "--strategy", "data(2, reduce=ring)", "--runs", str(tmp_path / "runs")])
+    words = ["train", str(job), "--strategy", "data(2, reduce=ring)", "--runs", str(tmp_path / "runs")]
+    result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     assert "0 missed" in result.stdout

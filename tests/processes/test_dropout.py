@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paragrad.dropout import Keyed, Watch, keep
-from paragrad.errors import StepFailed
 from torch import nn
 from torch.nn import functional
+
+from paragrad.dropout import Keyed, Watch, keep
+from paragrad.errors import StepFailed
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])

@@ -71,7 +71,7 @@ def test_serial_is_plain_pytorch(row: str, column: str) -> None:
         inputs, target = trainer.train[trainer.order.indices(epoch, positions)]
         inputs = inputs.double() if inputs.is_floating_point() else inputs
         optimizer.zero_grad()
-        loss = job.loss(model(inputs), target)
+        loss = job.built_loss()(model(inputs), target)
         (loss if isinstance(loss, Tensor) else loss[0] / loss[1]).backward()
         if job.clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)

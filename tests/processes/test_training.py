@@ -6,11 +6,15 @@ import json
 import threading
 from pathlib import Path
 
-import paragrad as pg
 import pytest
 import torch
 from equality import JOBS, VECTORS, whole
 from equality import job as make_job
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import paragrad as pg
 from paragrad.data_parallel.all_reduce import Exchange
 from paragrad.launching import Ranks
 from paragrad.record import Record, lines_of
@@ -18,9 +22,6 @@ from paragrad.strategy import resolve, strategy
 from paragrad.trainer import Trainer
 from paragrad.training import admitted, run
 from paragrad.world import World
-from safetensors.torch import load_file
-from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 DIGITS = pg.job("digits").replace(epochs=2)
 
