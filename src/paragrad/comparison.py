@@ -39,6 +39,7 @@ class Row:
 class Table:
     """A comparison, read from its folder."""
     job: str
+    metric: str                                     # what the test column holds
     folder: Path
     rows: list[Row]
     machine: Line
@@ -48,7 +49,7 @@ class Table:
         return any(row.failure for row in self.rows)
 
     def as_json(self) -> Line:
-        return {"schema": 1, "job": self.job, "folder": str(self.folder), "machine": self.machine,
+        return {"schema": 1, "job": self.job, "metric": self.metric, "folder": str(self.folder), "machine": self.machine,
                 "rows": [asdict(row) for row in self.rows]}
 
 
@@ -112,7 +113,7 @@ def read(folder: Path) -> Table:
     rows = [_row(record, lines.get(name, {}), all_threads, one_thread)
             for name, record in records.items() if not name.startswith("baseline-")]
     header = next(iter(records.values())).header
-    return Table(header["job"]["name"], folder, rows, header["machine"])
+    return Table(header["job"]["name"], header["job"]["metric"], folder, rows, header["machine"])
 
 
 def cores_of(records: dict[str, Record]) -> int:

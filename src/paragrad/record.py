@@ -2,8 +2,8 @@
 
 | kind       | fields                                                                                                   |
 |------------|----------------------------------------------------------------------------------------------------------|
-| run        | schema, id, job {name, arguments, batch, epochs, samples, parameters, dtype}, strategy, resolved, seed,   |
-|            | workers, servers, backend, device, threads, machine {cpu, cores, torch, python}, prediction               |
+| run        | schema, id, job {name, arguments, batch, epochs, metric, samples, parameters, dtype}, strategy, resolved,   |
+|            | seed, workers, servers, backend, device, threads, machine {cpu, cores, torch, python}, prediction         |
 | step       | epoch, step, start, seconds, loss [sum, weight], order [first, stop], sent {kind: {bytes, computed}}, lr  |
 | epoch      | epoch, test {value, weight} or null, seconds                                                              |
 | span       | step, name, lane (compute, send, receive, wait, update, data), start, seconds, bytes, peer                |

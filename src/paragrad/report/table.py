@@ -10,19 +10,22 @@ from paragrad.record import Line
 
 TOO_SHORT = 5e-3        # seconds of a serial step below which one exchange costs more than a second worker saves
 
-COLUMNS = ("strategy", "test", "ms/step", "speed-up", "over 1 thread", "sent/rank/step", "difference", "where largest",
+COLUMNS = ("strategy", "test {metric}", "ms/step", "speed-up", "over 1 thread", "sent/rank/step", "difference", "where largest",
            "parameters")
 
 
 def show(table: Table, console: Console) -> None:
     """Print the table and the lines that explain it."""
+    columns = [column.format(metric=table.metric) for column in COLUMNS]
     if not console.is_terminal:
-        print("\t".join(COLUMNS))
+        print("\t".join(columns))
         for row in table.rows:
             print("\t".join(cells(row)))
         print("\n".join(f"# {note}" for note in notes(table)))
     else:
-        drawn = Drawn(*COLUMNS, title=f"{table.job}: {len(table.rows)} strategies", title_justify="left")
+        drawn = Drawn(title=f"{table.job}: {len(table.rows)} strategies", title_justify="left")
+        for place, column in enumerate(columns):
+            drawn.add_column(column, no_wrap=place == 0, overflow="fold")
         for row in table.rows:
             drawn.add_row(*cells(row))
         console.print(drawn)
