@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import resource
 from collections.abc import Iterator
@@ -20,10 +19,11 @@ from torch import Tensor, nn
 
 from paragrad.data_parallel.all_reduce import Exchange, computed_bytes
 from paragrad.data_parallel.batch_norm import Part, batch_norms, make_own, make_whole
-from paragrad.dropout import Keyed, Watch
+from paragrad.dropout import Keyed
 from paragrad.errors import StepFailed
 from paragrad.job import Job, fetched, opened, seed_everything
 from paragrad.loss import Summed
+from paragrad.probe import first_not_finite, probed
 from paragrad.record import Line, Recorder
 from paragrad.schedules.actions import evenly
 from paragrad.shares import micro_batches
@@ -128,7 +128,7 @@ class Trainer:
                 total, weight = self.exchange.module(inputs, target, samples)
             value = float(total.detach())
             if not math.isfinite(value):
-                raise StepFailed("the loss is not finite", tensor=self._first_not_finite(inputs, target, samples))
+                raise StepFailed("the loss is not finite", tensor=first_not_finite(self.model, inputs, target))
             with self.span(f"B{number}", "compute"):
                 total.backward()
         return value, weight
@@ -183,14 +183,14 @@ class Trainer:
         """Look at one backward of a copy: which parameters go unused, and the bytes of activations. Then wire up."""
         inputs, target, samples = self._load(epoch, batch, piece)
         self.part.samples = samples
-        unused, self.activations, random_draws = probed(self.module, inputs, target, samples)
-        self.has_dropout = random_draws.dropout
-        if random_draws.others and self.world.size > 1 and self.recorder:
+        found = probed(self.module, inputs, target, samples)
+        self.activations, self.has_dropout = found.activations, found.dropout
+        if found.other_draws and self.world.size > 1 and self.recorder:
             self.recorder.write("choice", what="random", bytes=None, picked="by rank", because=(
-                f"{', '.join(sorted(random_draws.others))} draw(s) by the layout: not the numbers of serial"))
+                f"{', '.join(found.other_draws)} draw(s) by the layout: not the numbers of serial"))
         if self.world.size == 1:
             return Alone(self.module)
-        some_unused = bool(self.world.all_reduced(torch.tensor([float(unused)]), "MAX"))
+        some_unused = bool(self.world.all_reduced(torch.tensor([float(found.some_unused)]), "MAX"))
         assert isinstance(self.strategy, Data)
         return Exchange(self.module, self.world, self.strategy.reduce, some_unused=some_unused, overlap=self.overlap,
                         clock=self.now, span=self.add_span)
@@ -256,25 +256,6 @@ class Trainer:
         message = str(error) if isinstance(error, StepFailed) else f"{type(error).__name__}: {error}"
         return StepFailed(message, step=self.steps, tensor=getattr(error, "tensor", None))
 
-    @torch.no_grad()
-    def _first_not_finite(self, inputs: Any, target: Any, samples: int) -> str:
-        """The first tensor with a value that is not finite: in inputs, parameters, buffers, then outputs in forward order."""
-        named = {"inputs": inputs, "target": target, **self.parameters, **dict(self.model.named_buffers())}
-        for name, value in named.items():
-            if not _finite(value):
-                return name
-        bad: list[str] = []
-        hooks = [module.register_forward_hook(lambda _module, _inputs, output, name=name: (
-            None if _finite(output) else bad.append(f"output of {name or type(self.model).__name__}")))
-            for name, module in self.model.named_modules()]
-        try:
-            self.model.eval()(inputs)           # eval: batch norm would wait for the other ranks
-        finally:
-            for hook in hooks:
-                hook.remove()
-            self.model.train()
-        return bad[0] if bad else "loss"
-
     def close(self) -> None:
         if self.exchange is not None:
             self.exchange.close()
@@ -286,30 +267,5 @@ def _split(world: World, strategy: Strategy, everything: bool) -> tuple[list[int
     return weights, micro, list(range(len(weights))) if everything else [world.rank]
 
 
-def probed(module: Summed, inputs: Any, target: Any, samples: int) -> tuple[bool, int, Watch]:
-    """On a copy: does a parameter get no gradient; bytes that backward keeps besides parameters; random draws."""
-    twin = copy.deepcopy(module)
-    own = {parameter.data_ptr() for parameter in twin.parameters()}
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        if tensor.data_ptr() not in own:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.random.fork_rng(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        with Watch() as watch:
-            total, _ = twin(inputs, target, samples)
-        trainable = [parameter for parameter in twin.parameters() if parameter.requires_grad]
-        gradients = torch.autograd.grad(total, trainable, allow_unused=True)
-    return any(gradient is None for gradient in gradients), sum(kept.values()), watch
-
-
 def _bytes(tensors: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _finite(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return all(map(_finite, value))
-    return not isinstance(value, Tensor) or not value.is_floating_point() or bool(torch.isfinite(value).all())

@@ -181,7 +181,8 @@ def _write_header(record: Recorder, checked: Admitted, folder: Path, overlap: bo
     record.write(
         "run", schema=SCHEMA, id=folder.name, strategy=str(checked.asked), resolved=str(checked.resolved), seed=job.seed,
         job={"name": job.name, "arguments": dict(job.arguments), "batch": job.batch, "epochs": job.epochs,
-             "metric": getattr(job.metric, "__name__", "metric") if job.metric else "loss", "samples": facts.samples, "parameters": facts.parameters, "dtype": str(job.dtype).removeprefix("torch.")},
+             "metric": getattr(job.metric, "__name__", "metric") if job.metric else "loss",
+             "samples": facts.samples, "parameters": facts.parameters, "dtype": str(job.dtype).removeprefix("torch.")},
         workers=checked.size, servers=0, backend="gloo" if checked.size > 1 else None, device="cpu",
         threads=checked.threads, prediction=None,
         machine={"cpu": _cpu(), "cores": cores(), "torch": torch.__version__, "python": platform.python_version()})
