@@ -134,8 +134,10 @@ SCRIPT = textwrap.dedent("""
 def test_no_rank_outlives_its_launcher(tmp_path: Path, how: signal.Signals) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
+    (tmp_path / "temporary").mkdir()
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                          text=True) as launcher:
+                          text=True, env=environment) as launcher:
         assert launcher.stdout is not None
         watched = [os.pidfd_open(int(pid)) for pid in launcher.stdout.readline().split()]
         assert len(watched) == 2
@@ -153,6 +155,7 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path, how: signal.Signals) -> N
             poll.unregister(descriptor)
     for rank in watched:
         os.close(rank)
+    assert list((tmp_path / "temporary").glob("paragrad-*")) == []          # and nothing of them is left
 
 
 def proved(world: World) -> bool:

@@ -120,7 +120,7 @@ class Exchange:
 
     def close(self) -> None:
         self.queue.put(None)
-        self.walker.join(timeout=10)
+        self.walker.join(timeout=1)         # it may wait for a rank that failed; the launcher ends both
 
 
 def _hook(exchange, bucket):  # type: ignore[no-untyped-def]      # DDP looks at annotations, and wants none or its own

@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import queue
+import shutil
 import signal
 import sys
 import threading
@@ -43,6 +44,7 @@ def _listen(launcher: Connection, tasks: queue.SimpleQueue[Task]) -> None:
         while True:
             tasks.put(launcher.recv())
     except (EOFError, OSError):
+        shutil.rmtree(Path(sys.argv[2]).parent, ignore_errors=True)         # what the launcher can no longer remove
         os._exit(1)
 
 
@@ -52,14 +54,21 @@ def _answer(task: Task, launcher: Connection) -> tuple[str, Any]:
         function, arguments = cloudpickle.loads(task.call)
         more = {"report": lambda value: launcher.send(("report", value))} if task.reports else {}
         with joined(task.rank, task.size, task.store, task.backend, task.timeout) as world:
-            result = function(world, *arguments, **more)
+            try:
+                result = function(world, *arguments, **more)
+            except BaseException as error:              # also SystemExit: a task never ends its rank
+                launcher.send(("failed", _failure(task, error)))
+                threading.Event().wait()                # not out of a world where others may wait: the launcher ends us
         return "done", cloudpickle.dumps(result)
-    except BaseException as error:                      # also SystemExit: a task never ends its rank
-        when = time.monotonic()
-        message = str(error) if isinstance(error, StepFailed) else f"{type(error).__name__}: {error}"
-        failed = RankFailed(message, rank=task.rank, step=getattr(error, "step", None),
-                            tensor=getattr(error, "tensor", None), traceback=traceback.format_exc())
-        return "failed", Failure(failed, when)
+    except BaseException as error:
+        return "failed", _failure(task, error)
+
+
+def _failure(task: Task, error: BaseException) -> Failure:
+    message = str(error) if isinstance(error, StepFailed) else f"{type(error).__name__}: {error}"
+    failed = RankFailed(message, rank=task.rank, step=getattr(error, "step", None), tensor=getattr(error, "tensor", None),
+                        traceback="".join(traceback.format_exception(error)))
+    return Failure(failed, time.monotonic())
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class Ranks:
     def __init__(self, size: int) -> None:
         self.size = size
         self.processes: list[Process] = []
-        self.folder = tempfile.TemporaryDirectory(prefix="paragrad-")
+        self.folder = tempfile.TemporaryDirectory(prefix="paragrad-", ignore_cleanup_errors=True)
         self.tasks = 0
 
     def __enter__(self) -> Ranks:
