@@ -18,7 +18,7 @@ from paragrad.record import SCHEMA, Record, Recorder, new_folder
 from paragrad.strategy import Data, Serial, Strategy, refuse_unbuilt, resolve, strategy
 from paragrad.trainer import Trainer
 from paragrad.verification import difference
-from paragrad.world import World, joined_from_environment, launched_rank, launched_size
+from paragrad.world import World, joined_from_environment, launched_rank, launched_size, ranks_here
 
 Progress = Callable[[dict[str, Any]], None]         # told {"epoch", "step", "steps", "loss"} some times a second
 
@@ -81,11 +81,11 @@ class Admitted:
 
     @property
     def threads(self) -> int:
-        """Threads of each rank: the cores divided, unless serial says otherwise."""
+        """Threads of each rank: the host's cores divided, unless serial says otherwise."""
         if isinstance(self.resolved, Serial):
             assert isinstance(self.resolved.threads, int)
             return self.resolved.threads
-        return max(1, cores() // self.size)
+        return max(1, cores() // (ranks_here() or self.size))
 
 
 def admitted(job: Job, asked: str | Strategy, data: Path | None = None, facts: Facts | None = None) -> Admitted:

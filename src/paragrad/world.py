@@ -112,6 +112,11 @@ def launched_size() -> int | None:
     return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
 
 
+def ranks_here() -> int | None:
+    """How many of the launched ranks share this host's cores, where torchrun started this process, else None."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])) if launched_size() else None
+
+
 def launched_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 

@@ -94,8 +94,9 @@ def hang(world: World) -> None:
 
 
 def test_a_hang_is_ended_by_the_deadline_and_names_the_rank(two: Ranks) -> None:
+    two.run(who, "awake")                                   # the deadline shall not count the start of processes
     with pytest.raises(RankFailed) as caught:
-        two.run(hang, deadline=10.0, timeout=60.0)
+        two.run(hang, deadline=5.0, timeout=60.0)
     assert "rank(s) 0, 1" in str(caught.value)              # rank 0 waits for rank 1 at the end of the world
     assert "in hang" in caught.value.traceback
     assert gone(two.processes)
