@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
@@ -125,16 +125,17 @@ class Choice:
         """Refuse options that do not fit together."""
 
     def __str__(self) -> str:
-        arguments = [(spec, getattr(self, spec.name)) for spec in options_of(type(self))]
-        shown = [_text(value) if spec.default is MISSING else f"{spec.name}={_text(value)}"
-                 for spec, value in arguments if spec.default is MISSING or value != spec.default]
+        shown = self._shown(_text)
         return f"{self.name}({', '.join(shown)})" if shown else self.name
 
     def __repr__(self) -> str:
-        arguments = [(spec, getattr(self, spec.name)) for spec in options_of(type(self))]
-        shown = [repr(value) if spec.default is MISSING else f"{spec.name}={value!r}"
-                 for spec, value in arguments if spec.default is MISSING or value != spec.default]
-        return f"{type(self).__name__}({', '.join(shown)})"
+        return f"{type(self).__name__}({', '.join(self._shown(repr))})"
+
+    def _shown(self, text: Callable[[object], str]) -> list[str]:
+        """The arguments that the call needs: those without a default by place, of the others what differs, by name."""
+        return [text(value) if spec.default is MISSING else f"{spec.name}={text(value)}"
+                for spec in options_of(type(self))
+                if (value := getattr(self, spec.name)) != spec.default or spec.default is MISSING]
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(option,))

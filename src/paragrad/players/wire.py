@@ -65,7 +65,8 @@ class Play:
 
     def recv(self, place: int, action: Recv) -> None:
         if place not in self.posted:
-            self.close_before(action)
+            if not action.add:
+                self.close(action.slot)
             self.post(place, action)
         work, buffer = self.posted.pop(place)
         self.post_next(place)
@@ -90,10 +91,6 @@ class Play:
         untouched = action.slot not in self.open and action.slot not in touched
         if action.add or untouched:
             self.post(following, action)
-
-    def close_before(self, action: Recv) -> None:
-        if not action.add:
-            self.close(action.slot)
 
     def close(self, slot: Slot) -> None:
         """Wait until the sends of a slot are over."""
