@@ -121,6 +121,7 @@ class Exchange:
     def close(self) -> None:
         self.queue.put(None)
         self.walker.join(timeout=1)         # it may wait for a rank that failed; the launcher ends both
+        del self.module                     # DDP holds its hook's state, this object: a circle Python cannot see
 
 
 def _hook(exchange, bucket):  # type: ignore[no-untyped-def]      # DDP looks at annotations, and wants none or its own

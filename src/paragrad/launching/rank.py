@@ -6,6 +6,7 @@ Started by `ranks.py` as `python -m paragrad.launching.rank FD STACK_FILE`; the 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import queue
 import shutil
@@ -34,8 +35,10 @@ def main() -> None:
         faulthandler.register(signal.SIGUSR1, file=stacks)
         tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
         threading.Thread(target=_listen, args=(launcher, tasks), daemon=True).start()
+        gc.freeze()                     # what is imported stays: no need to look through it again after every task
         while True:
             launcher.send(_answer(tasks.get(), launcher))
+            gc.collect()            # process groups in circles of references keep their threads and sockets
 
 
 def _listen(launcher: Connection, tasks: queue.SimpleQueue[Task]) -> None:
