@@ -189,7 +189,7 @@ def test_a_rank_that_serves_many_runs_keeps_no_threads_or_sockets(pool: Ranks) -
     """Every run left 9 threads and 21 descriptors in each rank: DDP holds its hook's state, which held DDP, so the process
     groups of a finished run lived on, and the whole equality table slowed down as it went."""
     def train() -> int:
-        pool.run(difference, JOBS["cnn with batch norm"], resolve(strategy("data(3, reduce=ring)"), cores=2), steps=2, size=3)
+        pool.run(difference, JOBS["cnn with batch norm"], resolve(strategy("data(3, reduce=ring)"), cores=2), size=3)
         return len(list(Path(f"/proc/{pool.processes[1].popen.pid}/fd").iterdir()))
 
     train()
