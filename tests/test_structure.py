@@ -22,7 +22,7 @@ DISTRIBUTED = {"paragrad.world", "paragrad.players.wire"}
 # rooms without torch: what a rank does is a value there, not an act
 PURE = ("paragrad.errors", "paragrad.grammar", "paragrad.notation", "paragrad.planned", "paragrad.strategy", "paragrad.shares",
         "paragrad.schedules", "paragrad.players.walk", "paragrad.players.proof", "paragrad.players.draw",
-        "paragrad.datasets.order", "paragrad.record")
+        "paragrad.datasets.order", "paragrad.record", "paragrad.launched")
 
 
 def imports(path: Path) -> set[str]:
@@ -55,9 +55,9 @@ def test_schedules_know_nothing_of_time_files_or_players(name: str) -> None:
     assert not any(found.startswith("paragrad.players") for found in imports(MODULES[name]))
 
 
-def test_rank_variables_are_read_in_world_alone() -> None:
-    readers = {name for name, path in MODULES.items() if re.search(r"[\"'](RANK|WORLD_SIZE|LOCAL_RANK)[\"']", path.read_text())}
-    assert readers == {"paragrad.world"}
+def test_rank_variables_are_read_in_launched_alone() -> None:
+    variable = re.compile(r"[\"']((LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|(OMPI|PMIX?|MPI|SLURM)_\w+)[\"']")
+    assert {name for name, path in MODULES.items() if variable.search(path.read_text())} == {"paragrad.launched"}
 
 
 def test_all_is_what_is_exported() -> None:

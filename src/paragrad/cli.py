@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from paragrad.admission import admitted
+from paragrad.certificate import verify as verified
 from paragrad.comparison import compare as compared
 from paragrad.errors import RankFailed, Refused
 from paragrad.job import Job
 from paragrad.jobs import JOBS, find
 from paragrad.report import listing, table
 from paragrad.report.progress import Shown
+from paragrad.schedules.sabotage import SABOTAGES
+from paragrad.settings import Settings
 from paragrad.strategy import strategy as read_strategy
-from paragrad.training import admitted
 from paragrad.training import train as trained
 from paragrad.world import launched_rank, launched_size
 
@@ -31,50 +36,81 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
                   help="Train one plain PyTorch model on many workers, and see that it was the same training.")
 
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="a built-in job, path/file.py, or module:attribute")]
+Strategy = Annotated[str, typer.Option(help="such as 'data(2, reduce=ring)'")]
 Runs = Annotated[Path, typer.Option(help="folder for the record of runs")]
 Data = Annotated[Path | None, typer.Option(envvar="PARAGRAD_DATA", help="folder of data, for jobs that read files")]
+Device = Annotated[str, typer.Option(help="cpu or cuda")]
+Backend = Annotated[str, typer.Option(help="auto, gloo or nccl")]
+Loaders = Annotated[int, typer.Option(help="processes per rank that load samples ahead")]
+Until = Annotated[str | None, typer.Option(metavar="METRIC=VALUE", help="stop after the epoch that reaches it: accuracy=97.5")]
 Batch = Annotated[int | None, typer.Option(help="global batch size, instead of the job's")]
 Epochs = Annotated[int | None, typer.Option(help="epochs, instead of the job's")]
 Seed = Annotated[int | None, typer.Option(help="seed, instead of the job's")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="an argument of a built-in job")]
+Sabotage = Annotated[str | None, typer.Option(help=f"plant a bug in the exchange: {', '.join(SABOTAGES)}")]
+Unproved = Annotated[bool, typer.Option("--unproved", help="do not prove the schedule before the ranks start")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON instead of text")]
 
 
 @app.command()
-def train(job: JobName, strategy: Annotated[str, typer.Option(help="such as 'data(2, reduce=ring)'")] = "serial",
+def train(job: JobName, strategy: Strategy = "serial",
           dry_run: Annotated[bool, typer.Option("--dry-run", help="print shares, steps and resolved choices")] = False,
           overlap: Annotated[bool, typer.Option(help="exchange gradients while backward runs")] = True,
           check: Annotated[bool, typer.Option(help="also compare with serial: float64, 20 steps")] = True,
-          runs: Runs = Path("runs"), data: Data = None, batch: Batch = None, epochs: Epochs = None, seed: Seed = None,
-          set_: Set = None, as_json: Json = False) -> None:
-    """Train JOB under one strategy."""
+          save: Annotated[int | None, typer.Option(metavar="STEPS", help="a checkpoint every so many steps")] = None,
+          resume: Annotated[Path | None, typer.Option(metavar="RUN", help="go on from a run's last checkpoint")] = None,
+          tensorboard: Annotated[bool, typer.Option("--tensorboard", help="write event files into the run's folder")] = False,
+          until: Until = None, runs: Runs = Path("runs"), data: Data = None, device: Device = "cpu", backend: Backend = "auto",
+          loaders: Loaders = 0, batch: Batch = None, epochs: Epochs = None, seed: Seed = None, set_: Set = None,
+          sabotage: Sabotage = None, unproved: Unproved = False, as_json: Json = False) -> None:
+    """Train JOB under one strategy. SIGTERM saves a checkpoint and ends it."""
     with answering():
         chosen = _job(job, set_, batch, epochs, seed)
-        checked = admitted(chosen, strategy, data)
+        settings: dict[str, Any] = {
+            "data": data, "device": device, "backend": backend, "overlap": overlap, "loaders": loaders, "save": save,
+            "resume": resume, "until": until, "tensorboard": tensorboard, "sabotage": sabotage, "unproved": unproved}
         if dry_run:
-            listing.dry_run(checked, as_json)
+            listing.dry_run(admitted(chosen, strategy, Settings(**settings)), as_json)
             raise typer.Exit
         with Shown(Console(stderr=True)) as shown:
-            run = trained(chosen, strategy, runs=runs, data=data, overlap=overlap, check=check and launched_size() is None,
-                          progress=shown.run(strategy))
+            run = trained(chosen, strategy, runs=runs, check=check and launched_size() is None, progress=shown.run(strategy),
+                          **settings)
         if launched_rank() == 0:
             listing.run(run, as_json)
 
 
 @app.command()
-def compare(job: JobName, strategies: Annotated[str, typer.Option(help="separated by ;")] = DIGITS, runs: Runs = Path("runs"),
-            data: Data = None, batch: Batch = None, epochs: Epochs = None, seed: Seed = None, set_: Set = None,
-            as_json: Json = False) -> None:
-    """Train JOB under several strategies and print one table."""
+def compare(job: JobName, strategies: Annotated[str, typer.Option(help="separated by ;")] = DIGITS,
+            seeds: Annotated[int, typer.Option(metavar="COUNT", help="trainings of each strategy, for mean and spread")] = 1,
+            twin: Annotated[bool, typer.Option("--twin", help="also train serial with every batch back to front")] = False,
+            until: Until = None, runs: Runs = Path("runs"), data: Data = None, device: Device = "cpu",
+            backend: Backend = "auto", loaders: Loaders = 0, batch: Batch = None, epochs: Epochs = None, seed: Seed = None,
+            set_: Set = None, sabotage: Sabotage = None, unproved: Unproved = False, as_json: Json = False) -> None:
+    """Train JOB under several strategies and print one table; page.html shows it with its charts."""
     with answering():
         chosen = _job(job, set_, batch, epochs, seed)
         with Shown(Console(stderr=True)) as shown:
-            result = compared(chosen, strategies, runs=runs, data=data, progress=shown.run)
+            result = compared(chosen, strategies, runs=runs, seeds=seeds, twin=twin, until=until, data=data, device=device,
+                              backend=backend, loaders=loaders, sabotage=sabotage, unproved=unproved, progress=shown.run,
+                              command=shlex.join(["paragrad", *sys.argv[1:]]))
         if as_json:
             print(json.dumps(result.as_json(), indent=1))
         else:
             table.show(result, Console())
         if result.failed:
+            raise typer.Exit(1)
+
+
+@app.command()
+def verify(job: JobName, strategy: Strategy, runs: Runs = Path("runs"), data: Data = None, device: Device = "cpu",
+           backend: Backend = "auto", batch: Batch = None, seed: Seed = None, set_: Set = None, sabotage: Sabotage = None,
+           as_json: Json = False) -> None:
+    """Is it the same training as serial? 20 steps in float64, tensor by tensor, and a certificate."""
+    with answering():
+        certificate = verified(_job(job, set_, batch, None, seed), strategy, runs=runs, data=data, device=device,
+                               backend=backend, sabotage=sabotage)
+        listing.certificate(certificate, as_json)
+        if not certificate.same:
             raise typer.Exit(1)
 
 
@@ -110,7 +146,8 @@ def _job(name: str, settings: list[str] | None, batch: int | None, epochs: int |
 
 @contextmanager
 def answering() -> Iterator[None]:
-    """Exit codes: 0 done, 1 a run failed, 2 refused, 130 stopped; the message last."""
+    """Exit codes: 0 done (or stopped by SIGTERM, and saved), 1 a run failed, 2 refused, 130 stopped; the message last."""
+    warnings.showwarning = lambda message, *_, **__: print(f"paragrad: {message}", file=sys.stderr)
     try:
         yield
     except Refused as error:

@@ -11,13 +11,14 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset, default_collate
 
+from paragrad.datasets.loading import Collate, Dataset, Samples, brought, called, cut, parted
 from paragrad.datasets.order import Order
 from paragrad.errors import Refused
 from paragrad.loss import Loss, check_adds_up, loss_in
 
-Dataset = Any           # map-style: __len__ and __getitem__(index) -> (input, target)
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +26,13 @@ class Job:
     """One serial training. Callables, because every rank builds its own model and optimizer, under `seed`.
 
     model: () -> nn.Module;  loss: the mean over samples (torch's ignore_index understood), or f(output, target) ->
-    (sum, weight);  optimizer: parameters -> torch.optim.Optimizer;  train, test: map-style datasets of (input, target),
-    or f(data folder) -> dataset;  batch: the global one, the only one;  scheduler: optimizer -> LRScheduler, which counts
-    steps of the global batch;  clip_norm: the largest norm of all gradients together;  metric: f(output, target) ->
-    (sum, weight), such as paragrad.accuracy;  dtype: float32 or float64.
+    (sum, weight);  optimizer: parameters -> torch.optim.Optimizer;  train, test: map-style datasets of (input, target) or
+    of dicts, or f(data folder) -> dataset;  batch: the global one, the only one;  collate: samples -> batch, where torch's
+    own does not do;  scheduler: optimizer -> LRScheduler, which counts steps of the global batch;  clip_norm: the largest
+    norm of all gradients together;  metric: f(output, target) -> (sum, weight), such as paragrad.accuracy;  dtype: float32,
+    float64, or bfloat16 (by autocast: parameters, gradients and optimizer stay in float32).
+
+    model(inputs) is called with a sample's input: a tuple in its order, a dict by name. The target of a dict is the dict.
     """
     model: Callable[[], nn.Module]
     loss: Loss
@@ -42,6 +46,7 @@ class Job:
     clip_norm: float | None = None
     metric: Callable[[Any, Any], tuple[Any, Any]] | None = None
     dtype: torch.dtype = torch.float32
+    collate: Collate | None = None
     name: str = "job"
     arguments: tuple[tuple[str, Any], ...] = ()         # of a built-in job, for the record
 
@@ -50,16 +55,35 @@ class Job:
         return replace(self, **changes)
 
     def built_model(self) -> nn.Module:
-        """The model as every rank builds it: under `seed`, then in `dtype`."""
+        """The model as every rank builds it: under `seed`, in the parameters' type."""
         seed_everything(self.seed)
         model = self.model()
         if not isinstance(model, nn.Module):
             raise Refused(f"job {self.name}: model() returned {type(model).__name__}; return a torch.nn.Module")
-        return model.to(self.dtype)
+        return model.to(self.parameter_dtype)
 
     def built_loss(self) -> Loss:
-        """The loss, its own tensors in `dtype`."""
-        return loss_in(self.loss, self.dtype)
+        """The loss, its own tensors in the parameters' type."""
+        return loss_in(self.loss, self.parameter_dtype)
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """What parameters, gradients and optimizer state are kept in."""
+        return torch.float32 if self.dtype == torch.bfloat16 else self.dtype
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """What forward and loss are computed in, where it is another type."""
+        return self.dtype if self.dtype == torch.bfloat16 else None
+
+    @property
+    def metric_name(self) -> str:
+        """What the test measures: the metric's name, or the loss."""
+        return getattr(self.metric, "__name__", "metric") if self.metric else "loss"
+
+    def samples(self, dataset: Dataset) -> Samples:
+        """A dataset, drawn from and collated as this job says."""
+        return Samples(dataset, self.seed, self.collate)
 
     def order(self, samples: int) -> Order:
         return Order(samples, self.batch, self.seed)
@@ -84,20 +108,6 @@ def opened(dataset: Dataset | Callable[[Path | None], Dataset], data: Path | Non
     return dataset if is_dataset else dataset(data)
 
 
-def fetched(dataset: Dataset, indices: list[int], dtype: torch.dtype) -> tuple[Any, Any]:
-    """(inputs, target) of these samples, stacked; floating point numbers in dtype."""
-    whole_batch = isinstance(dataset, TensorDataset)            # gives a whole batch at once
-    pair = dataset[indices] if whole_batch else default_collate([dataset[index] for index in indices])
-    if not isinstance(pair, tuple | list) or len(pair) != 2:
-        raise Refused("a sample of a dataset must be a pair (input, target)")
-    inputs, target = pair
-    return in_dtype(inputs, dtype), in_dtype(target, dtype)
-
-
-def in_dtype(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
 @dataclass(frozen=True)
 class Facts:
     """What the door found out about a job."""
@@ -105,6 +115,8 @@ class Facts:
     test_samples: int
     parameters: int
     order: Order
+    shapes: dict[str, list[int]]        # of the model's state, by its serial names
+    optimizer: str                      # its class
 
 
 def examined(job: Job, data: Path | None = None) -> Facts:
@@ -116,10 +128,11 @@ def examined(job: Job, data: Path | None = None) -> Facts:
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
         raise Refused(f"job {job.name}: the model has no trainable parameters; give it at least one with requires_grad")
-    _check_optimizer(job, model)
+    optimizer = _check_optimizer(job, model)
     _check_loss(job, model.eval(), train)
     return Facts(len(train), len(test) if test is not None else 0, sum(map(Tensor.numel, trainable)),
-                 job.order(len(train)))
+                 job.order(len(train)), {name: list(value.shape) for name, value in model.state_dict().items()},
+                 type(optimizer).__name__)
 
 
 def _check_fields(job: Job) -> None:
@@ -136,13 +149,14 @@ def _check_fields(job: Job) -> None:
     if isinstance(job.model, nn.Module):
         raise Refused(f"job {job.name}: model must be a function that builds the model, because every rank builds its "
                       "own; write model=lambda: Net()")
-    for name in ("scheduler", "metric"):
+    for name in ("scheduler", "metric", "collate"):
         if getattr(job, name) is not None and not callable(getattr(job, name)):
             raise Refused(f"job {job.name}: {name} must be a function or None")
     if job.clip_norm is not None and not (isinstance(job.clip_norm, int | float) and job.clip_norm > 0):
         raise Refused(f"job {job.name}: clip_norm must be above 0 or None, got {job.clip_norm!r}")
-    if job.dtype not in (torch.float32, torch.float64):
-        raise Refused(f"job {job.name}: dtype must be torch.float32 or torch.float64, got {job.dtype}")
+    if job.dtype not in DTYPES:
+        raise Refused(f"job {job.name}: dtype must be torch.float32, torch.float64 or torch.bfloat16 (by autocast), "
+                      f"got {job.dtype}")
 
 
 def _dataset(job: Job, which: str, data: Path | None) -> Dataset:
@@ -164,7 +178,7 @@ def _called(job: Job, name: str, function: Callable[[], Any]) -> Any:
         raise Refused(f"job {job.name}: {name} raised {type(error).__name__}: {error}") from error
 
 
-def _check_optimizer(job: Job, model: nn.Module) -> None:
+def _check_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
     optimizer = _called(job, "optimizer", lambda: job.optimizer(model.parameters()))
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise Refused(f"job {job.name}: optimizer(parameters) returned {type(optimizer).__name__}; "
@@ -181,13 +195,15 @@ def _check_optimizer(job: Job, model: nn.Module) -> None:
         if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
             raise Refused(f"job {job.name}: scheduler(optimizer) returned {type(scheduler).__name__}; "
                           "return a torch.optim.lr_scheduler.LRScheduler")
+    return optimizer
 
 
 def _check_loss(job: Job, model: nn.Module, train: Dataset) -> None:
     indices = list(range(min(job.batch, len(train), 256)))
-    batch = _called(job, "fetching a batch of train", lambda: fetched(train, indices, job.dtype))
-    with torch.no_grad():
-        output = _called(job, "one batch through the model", lambda: model(batch[0]))
+    fetched = _called(job, "fetching a batch of train", lambda: parted(job.samples(train)[0, indices]))
+    batch = brought(fetched, CPU, job.parameter_dtype)
+    with torch.no_grad(), torch.autocast("cpu", job.autocast, enabled=job.autocast is not None):
+        output = _called(job, "one batch through the model", lambda: called(model, batch[0]))
         halves = _halves(model, batch, output, len(indices))
         wrong = _called(job, "loss", lambda: check_adds_up(job.built_loss(), (output, batch[1]), halves))
     if wrong:
@@ -203,5 +219,5 @@ def _halves(model: nn.Module, batch: tuple[Any, Any], output: Any, samples: int)
     if isinstance(output, Tensor) and output.dim() and len(output) == samples:
         outputs = [output[part] for part in parts]
     else:                                       # its first dimension is not the batch: ask the model again
-        outputs = [model(batch[0][part]) for part in parts]
-    return [(half, batch[1][part], len(range(samples)[part])) for half, part in zip(outputs, parts, strict=True)]
+        outputs = [called(model, cut(batch[0], part)) for part in parts]
+    return [(half, cut(batch[1], part), len(range(samples)[part])) for half, part in zip(outputs, parts, strict=True)]

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from paragrad.datasets.loading import called
+
 Loss = Callable[[Any, Any], Any]
 
 
@@ -39,7 +41,7 @@ def summed(loss: Loss, output: Any, target: Any, samples: int) -> tuple[Tensor, 
     weight = counted(loss, target, samples)
     if weight == 0:                             # all targets ignored: the mean is 0/0, the sum is 0
         return (output * 0).sum(), 0.0
-    return value * weight, weight
+    return value.to(torch.promote_types(value.dtype, torch.float32)) * weight, weight
 
 
 def counted(loss: Loss, target: Any, samples: int) -> float:
@@ -67,22 +69,26 @@ def _cross_entropy(loss: Loss) -> tuple[int, Tensor | None] | None:
 class Summed(nn.Module):
     """Model and loss as one module: inputs, target -> the summed loss.
 
-    The weight travels as one more gradient: `counter` is a parameter whose gradient is the weight, so whatever sums the
-    gradients (over micro-batches, over ranks, along any schedule) sums the weight too, in the same message.
+    What all ranks must add up travels as one more gradient: `counter` is a parameter whose gradient is (weight, loss, ranks
+    that were asked to stop), so whatever sums the gradients (over micro-batches, over ranks, along any schedule) sums these
+    too, in the same message.
     """
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
         self.model = model
-        self.counter = nn.Parameter(torch.zeros((), dtype=_counter_dtype(model)))
+        self.counter = nn.Parameter(torch.zeros(3, dtype=_counter_dtype(model), device=next(model.parameters()).device))
+        self.stop = 0.0                         # 1.0: this rank was asked to stop
         self._loss = (loss,)                    # in a tuple: a loss that is a module is not part of the model
 
     def forward(self, inputs: Any, target: Any, samples: int) -> tuple[Tensor, float]:
         """The sum over the first `samples` (0: everything weighs nothing) and its local weight."""
-        total, weight = self.pair(self.model(inputs), target, max(samples, 1))
+        total, weight = self.pair(called(self.model, inputs), target, max(samples, 1))
         if samples == 0:
             total, weight = total * 0, 0.0
-        return total + self.counter * weight, weight
+        counted = self.counter.new_tensor([weight, 0.0, self.stop])
+        counted[1] = total.detach()
+        return total + (self.counter * counted).sum(), weight
 
     def pair(self, output: Any, target: Any, samples: int) -> tuple[Tensor, float]:
         """The loss of an output as (sum, weight)."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from paragrad.datasets.loading import called
 from paragrad.dropout import Watch
 from paragrad.loss import Summed
 
@@ -54,7 +56,7 @@ def first_not_finite(model: nn.Module, inputs: Any, target: Any) -> str:
         None if _finite(output) else bad.append(f"output of {name or type(model).__name__}")))
         for name, module in model.named_modules()]
     try:
-        model.eval()(inputs)                # eval: batch norm in training would wait for the other ranks
+        called(model.eval(), inputs)        # eval: batch norm in training would wait for the other ranks
     finally:
         for hook in hooks:
             hook.remove()
@@ -63,6 +65,8 @@ def first_not_finite(model: nn.Module, inputs: Any, target: Any) -> str:
 
 
 def _finite(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.values())
     if isinstance(value, tuple | list):
         return all(map(_finite, value))
     return not isinstance(value, Tensor) or not value.is_floating_point() or bool(torch.isfinite(value).all())

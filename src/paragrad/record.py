@@ -3,15 +3,18 @@
 | kind       | fields                                                                                                   |
 |------------|----------------------------------------------------------------------------------------------------------|
 | run        | schema, id, job {name, arguments, batch, epochs, metric, samples, parameters, dtype}, strategy, resolved,   |
-|            | seed, workers, servers, backend, device, threads, machine {cpu, cores, torch, python}, prediction         |
+|            | seed, workers, servers, backend, device, threads, machine {cpu, cores, torch, python}, prediction,        |
+|            | reverse, resumed {run, step} or null                                                                      |
 | step       | epoch, step, start, seconds, loss [sum, weight], order [first, stop], sent {kind: {bytes, computed}}, lr  |
-| epoch      | epoch, test {value, weight} or null, seconds                                                              |
+| epoch      | epoch, test {value, weight} or null, start, seconds                                                       |
 | span       | step, name, lane (compute, send, receive, wait, update, data), start, seconds, bytes, peer                |
 | choice     | what, bytes, picked, because                                                                              |
 | memory     | parameters, gradients, optimizer, activations, exchange, resident (bytes)                                 |
 | event      | name, numbers                                                                                             |
 | end        | status (finished, failed, stopped), seconds, error {rank, step, tensor, message} or null                  |
 | difference | baseline, run, value, tensor                                                                              |
+| comparison | rows [[run, by seed], by strategy], until, seeds, command (the first line of compare.jsonl)               |
+| distance   | baseline, run, values (of the parameters, after every step, in the job's own type)                        |
 
 `start` counts seconds from the run's beginning on the host's monotonic clock. `sent` is the payload handed to the wire;
 `computed` marks bytes that come from the closed form because a backend's own collective moved them. Without an `end`
@@ -155,16 +158,22 @@ class Record:
                         most[kind] = sent
         return most
 
+    def used(self) -> list[Line]:
+        """The step lines of all ranks; of a resumed run, after those that led to its checkpoint."""
+        resumed = self.header.get("resumed")
+        before = [line for line in Record(Path(resumed["run"])).used() if line["step"] < resumed["step"]] if resumed else []
+        return before + [line for lines in self.ranks for line in lines if line["kind"] == "step"]
+
     @property
     def audit(self) -> Audit:
         """Count every sample of every finished epoch, by the positions in the order that the ranks recorded."""
         samples, seed = self.header["job"]["samples"], self.header["seed"]
         epochs = [line["epoch"] for line in self.of("epoch")]
         seen, twice, missed = samples, 0, 0
+        used = self.used()
         for epoch in epochs:
             order = permutation(samples, seed, epoch)
-            counts = Counter(order[position] for lines in self.ranks for line in lines
-                             if line["kind"] == "step" and line["epoch"] == epoch
+            counts = Counter(order[position] for line in used if line["epoch"] == epoch
                              for position in range(*line["order"]))
             seen = min(seen, len(counts))
             twice += sum(count > 1 for count in counts.values())

@@ -1,42 +1,51 @@
 """Trainer: one rank's model, and the step that reads like the sentence
 
     batch -> loss -> gradients -> exchange -> update
+
+`training.py` drives it for Jobs, `parallelize.py` gives it to people who own their loop.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-import resource
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from paragrad import checkpoint
+from paragrad.batches import Batch, Piece, batch_of
 from paragrad.data_parallel.all_reduce import Exchange, computed_bytes
 from paragrad.data_parallel.batch_norm import Part, batch_norms, make_own, make_whole
+from paragrad.datasets.loading import Collate, Dataset, Samples, brought, cut, loaded
+from paragrad.datasets.order import Order
 from paragrad.dropout import Keyed
-from paragrad.errors import StepFailed
-from paragrad.job import Job, fetched, opened, seed_everything
-from paragrad.loss import Summed
+from paragrad.errors import Refused, StepFailed
+from paragrad.evaluation import Metric, evaluated, evaluating
+from paragrad.job import Job, seed_everything
+from paragrad.log import Log
+from paragrad.loss import Loss, Summed
 from paragrad.probe import first_not_finite, probed
-from paragrad.record import Line, Recorder
-from paragrad.schedules.actions import evenly
-from paragrad.shares import micro_batches
+from paragrad.record import Recorder
+from paragrad.schedules.sabotage import sabotaged
 from paragrad.strategy import Data, Strategy, share_weights
 from paragrad.world import World
 
 
 @dataclass(frozen=True)
 class Result:
-    """A step's outcome on this rank: the sum of its losses and their weight; the global weight."""
+    """A step's outcome, the same on every rank: the mean loss of the global batch, and its weight (samples or tokens).
+
+    stop: some rank was asked to stop.
+    """
     loss: float
     weight: float
-    global_weight: float
+    stop: bool = False
 
 
 class Alone:
@@ -44,6 +53,8 @@ class Alone:
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.sent, self.largest = module, dict[str, Any](), 0
+
+    def begin(self) -> None: ...
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
@@ -54,35 +65,45 @@ class Alone:
 
 
 class Trainer:
-    """One rank of a resolved strategy. `record`: where steps and spans go, or None.
+    """One rank of a resolved strategy, over a model on the world's device.
 
+    scheduler, clip_norm, collate: as in Job;  autocast: the type that forward and loss are computed in, or None;
+    record: where steps and spans go, or None;  overlap: exchange gradients while backward runs;
     like: compute what one worker must to be compared with that strategy (the union of all ranks' parts, micro-batch by
-    micro-batch); reverse: each micro-batch in reverse order (the rounding twin).
+    micro-batch);  reverse: each micro-batch in reverse order (the rounding twin);  sabotage: a planted bug, by its name.
     """
 
-    def __init__(self, world: World, job: Job, strategy: Strategy, data: Path | None = None, *,
-                 record: Recorder | None = None, overlap: bool = True, like: Strategy | None = None,
-                 reverse: bool = False) -> None:
-        self.world, self.job, self.strategy, self.recorder, self.overlap = world, job, strategy, record, overlap
-        self.reverse = reverse
-        self.shares, self.micro, self.parts = _split(world, like or strategy, everything=like is not None)
-        self.train = opened(job.train, data)
-        self.test = None if job.test is None else opened(job.test, data)
-        self.order = job.order(len(self.train))
-        self.model = job.built_model()
-        self.parameters = dict(self.model.named_parameters())
-        self.module = Summed(self.model, job.built_loss())
-        self.optimizer = job.optimizer(self.model.parameters())
-        self.scheduler = job.scheduler(self.optimizer) if job.scheduler else None
+    def __init__(self, world: World, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, strategy: Strategy, *,
+                 seed: int = 0, scheduler: Any = None, clip_norm: float | None = None, autocast: torch.dtype | None = None,
+                 collate: Collate | None = None, record: Recorder | None = None, overlap: bool = True,
+                 like: Strategy | None = None, reverse: bool = False, sabotage: str | None = None) -> None:
+        self.world, self.model, self.optimizer, self.strategy = world, model, optimizer, strategy
+        self.seed, self.scheduler, self.clip_norm, self.autocast, self.collate = seed, scheduler, clip_norm, autocast, collate
+        self.log, self.overlap, self.reverse, self.sabotage = Log(record), overlap, reverse, sabotage
+        self.shares, self.micro = share_weights(like or strategy)
+        self.parts = list(range(len(self.shares))) if like else [world.rank]        # whose parts this rank runs
+        self.parameters = dict(model.named_parameters())
+        self.dtype = next(parameter.dtype for parameter in model.parameters() if parameter.requires_grad)
+        self.module = Summed(model, loss)
         self.part = Part()
         self.exchange: Alone | Exchange | None = None
-        self.spans: list[Line] = []
+        self.batch: Batch | None = None             # what `batches` gave last, and when it began to load
+        self.began = 0.0
         self.steps = 0
         self.activations = 0
         self.has_dropout = False
-        if world.size > 1 and batch_norms(self.model):
+        if world.size > 1 and batch_norms(model):
             self._join_batch_norms(strategy)
-        seed_everything(job.seed + 1 + world.rank)          # what is drawn from here on differs by rank
+        seed_everything(seed + 1 + world.rank)              # what is drawn from here on differs by rank
+
+    @classmethod
+    def of_job(cls, world: World, job: Job, strategy: Strategy, **more: Any) -> Trainer:
+        """The trainer of a job, whose model and optimizer every rank builds itself."""
+        model = job.built_model().to(world.device)
+        optimizer = job.optimizer(model.parameters())
+        return cls(world, model, job.built_loss(), optimizer, strategy, seed=job.seed, clip_norm=job.clip_norm,
+                   scheduler=job.scheduler(optimizer) if job.scheduler else None, autocast=job.autocast,
+                   collate=job.collate, **more)
 
     def _join_batch_norms(self, strategy: Strategy) -> None:
         assert isinstance(strategy, Data)
@@ -95,80 +116,144 @@ class Trainer:
         if isinstance(self.exchange, Exchange):
             self.exchange.count("batch_norm", computed_bytes("all_gather", payload, self.world.size), computed=True)
 
-    # ---- the step ------------------------------------------------------------------------------------------------
-    def step(self, epoch: int, batch: range) -> Result:
-        """Train on one global batch, given as positions in the epoch's order. Raises StepFailed with step and tensor."""
-        start = self.now()
+    # ---- batches -------------------------------------------------------------------------------------------------------
+    def batches(self, dataset: Dataset, batch: int, epoch: int, *, start: int = 0, loaders: int = 0) -> Iterator[Any]:
+        """This rank's part of every global batch of an epoch, in the exact order: a function of (seed, epoch, index).
+
+        batch: the global size;  start: begin with that batch of the epoch;  loaders: processes that load ahead. Gives
+        (inputs, target), or the dict where samples are dicts, for `step`, which must take it before the next one.
+        """
+        order = Order(len(dataset), batch, self.seed)
+        if min(batch, order.samples) < len(self.shares):
+            raise Refused(f"{self.strategy} has {len(self.shares)} workers and the full batch {min(batch, order.samples)} "
+                          f"sample(s); give a batch of at least {len(self.shares)}, or fewer workers")
+        return self.batches_at(dataset, order, [(epoch, whole) for whole in itertools.islice(order.batches(), start, None)],
+                               loaders)
+
+    def batches_at(self, dataset: Dataset, order: Order, places: Iterable[tuple[int, range]],
+                   loaders: int = 0) -> Iterator[Any]:
+        """The same for chosen (epoch, positions of a global batch); places of one epoch follow each other."""
+        samples = Samples(dataset, self.seed, self.collate)
+        for epoch, group in itertools.groupby(places, key=lambda place: place[0]):
+            batches = [batch_of(order, epoch, whole, self.shares, self.micro, self.parts, self.reverse) for _, whole in group]
+            data = loaded(samples, epoch, (batch.indices for batch in batches), loaders)
+            for batch in batches:
+                self.began = self.log.now()
+                with self.log.span("load", "data"):
+                    fetched = brought(next(data), self.world.device, self.dtype)
+                self.batch = batch
+                yield fetched
+
+    # ---- the step ------------------------------------------------------------------------------------------------------
+    def step(self, inputs: Any, target: Any = None) -> Result:
+        """Forward, backward, exchange, update on what `batches` gave last. Raises StepFailed with step and tensor."""
+        batch, self.batch = self.batch, None
         try:
-            pieces = micro_batches(batch, self.shares, self.micro)          # [micro][rank] -> positions
-            if self.exchange is None:
-                self.exchange = self._prepared(epoch, batch, pieces[0])
-            self.optimizer.zero_grad()
-            self.module.counter.grad = None
-            loss, weight = 0.0, 0.0
-            for number, piece in enumerate(pieces):
-                more = self._forward_backward(epoch, batch, piece, number, last=number == len(pieces) - 1)
-                loss, weight = loss + more[0], weight + more[1]
-            self.exchange.finish()
-            global_weight = self._update()
+            if batch is None:
+                raise StepFailed("step wants what trainer.batches(...) gave last, once; loop over trainer.batches and call "
+                                 "step in it")
+            loss, weight = self._gradients(batch, inputs, inputs if target is None else target)
+            result, rate = self._update()
         except Exception as error:
             raise self._failed(error) from error
-        mine = [position for piece in pieces for position in self._positions(piece)]
-        self._record(epoch, start, loss, weight, mine)
-        self.steps += 1
-        return Result(loss, weight, global_weight)
-
-    def _forward_backward(self, epoch: int, batch: range, piece: list[range], number: int, last: bool) -> tuple[float, float]:
-        with self.span(f"load {number}", "data"):
-            inputs, target, samples = self._load(epoch, batch, piece)
         assert self.exchange is not None
-        self.part.samples = samples
+        self.log.step(self.steps, self.began, epoch=batch.epoch, loss=[loss, weight], order=batch.recorded,
+                      sent=dict(self.exchange.sent), lr=rate)
+        self.steps += 1
+        return result
+
+    def _gradients(self, batch: Batch, inputs: Any, target: Any) -> tuple[float, float]:
+        """Summed over micro-batches and ranks; this rank's own sum of losses, and its weight."""
+        loss, weight = 0.0, 0.0
+        whole = len(batch.pieces) == 1
+        for number, (piece, part) in enumerate(batch.cuts()):
+            pair = (inputs, target) if whole else (cut(inputs, part), cut(target, part))
+            if self.exchange is None:
+                self.exchange = self._prepared(*pair, len(piece.positions))
+            if number == 0:
+                self.optimizer.zero_grad()
+                self.module.counter.grad = None
+                self.exchange.begin()
+            more = self._forward_backward(batch, piece, number, *pair)
+            loss, weight = loss + more[0], weight + more[1]
+        assert self.exchange is not None
+        self.exchange.finish()
+        return loss, weight
+
+    def _forward_backward(self, batch: Batch, piece: Piece, number: int, inputs: Any, target: Any) -> tuple[float, float]:
+        assert self.exchange is not None
+        samples = self.part.samples = len(piece.positions)
+        last = number == len(batch.pieces) - 1
+        self.module.stop = float(last and self.world.stop.is_set())
         with self.exchange.micro_batch(last):
-            with self.span(f"F{number}", "compute"), self._dropout(batch, piece):
+            with self.log.span(f"F{number}", "compute"), self._keyed(batch, piece), self.casting():
                 total, weight = self.exchange.module(inputs, target, samples)
             value = float(total.detach())
             if not math.isfinite(value):
                 raise StepFailed("the loss is not finite", tensor=first_not_finite(self.model, inputs, target))
-            with self.span(f"B{number}", "compute"):
+            with self.log.span(f"B{number}", "compute"):
                 total.backward()
         return value, weight
 
-    def _update(self) -> float:
-        """The one division by the global weight, then clipping, the optimizer and the scheduler: as serial."""
-        with self.span("update", "update"):
+    def _update(self) -> tuple[Result, float]:
+        """The one division by the global weight, then clipping, the optimizer and the scheduler: as serial.
+
+        Returns the result and the learning rate of this update.
+        """
+        with self.log.span("update", "update"):
             assert self.module.counter.grad is not None
-            weight = float(self.module.counter.grad)
+            weight, loss, stop = self.module.counter.grad.tolist()
             if weight == 0:
                 raise StepFailed("no sample of this batch counts: its weight is 0")
+            if self.sabotage == "mean_twice":       # the planted bug divides the gradients, not the weight beside them
+                weight, loss = weight * self.world.size, loss * self.world.size
             gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
             torch._foreach_div_(gradients, weight)
-            if self.job.clip_norm is not None:
-                nn.utils.clip_grad_norm_(self.parameters.values(), self.job.clip_norm)
+            if self.clip_norm is not None:
+                nn.utils.clip_grad_norm_(self.parameters.values(), self.clip_norm)
+            rate = float(self.optimizer.param_groups[0]["lr"])
             self.optimizer.step()
             if self.scheduler is not None:
                 self.scheduler.step()
-        return weight
+        return Result(loss / weight, weight, stop > 0), rate
 
-    def _dropout(self, batch: range, piece: list[range]) -> contextlib.AbstractContextManager[Any]:
+    def _keyed(self, batch: Batch, piece: Piece) -> contextlib.AbstractContextManager[Any]:
         """Around a forward: masks keyed by each sample's place in the global batch, if the model has dropout at all."""
         if not self.has_dropout:
             return contextlib.nullcontext()
-        return Keyed(self.job.seed, self.steps, [position - batch.start for position in self._positions(piece)])
+        return Keyed(self.seed, self.steps, [position - batch.whole.start for position in piece.positions])
 
-    def _positions(self, piece: list[range]) -> list[int]:
-        """The places in the epoch's order of the samples of a micro-batch that this rank runs."""
-        positions = list(chain(*(piece[rank] for rank in self.parts)))
-        return positions[::-1] if self.reverse else positions
+    def casting(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast(self.world.device.type, self.autocast, enabled=self.autocast is not None)
 
-    def _load(self, epoch: int, batch: range, piece: list[range]) -> tuple[Any, Any, int]:
-        """This rank's part of a micro-batch: inputs, target, number of samples; one sample and 0 where it is empty."""
-        positions = self._positions(piece)
-        order = self.order.indices(epoch, batch)
-        indices = [order[position - batch.start] for position in positions] or order[:1]
-        inputs, target = fetched(self.train, indices, self.job.dtype)
-        return inputs, target, len(positions)
+    # ---- before the first step -----------------------------------------------------------------------------------------
+    def _prepared(self, inputs: Any, target: Any, samples: int) -> Alone | Exchange:
+        """Look at one backward of a copy: which parameters go unused, and the bytes of activations. Then wire up."""
+        self.part.samples = samples
+        with self.casting():
+            found = probed(self.module, inputs, target, samples)
+        self.activations, self.has_dropout = found.activations, found.dropout
+        if found.other_draws and self.world.size > 1:
+            self.log.choice("random", "by rank",
+                            f"{', '.join(found.other_draws)} draw(s) by the layout: not the numbers of serial")
+        if self.world.size == 1:
+            return Alone(self.module)
+        some_unused = bool(self.world.all_reduced(torch.tensor([float(found.some_unused)]), "MAX"))
+        assert isinstance(self.strategy, Data)
+        return Exchange(self.module, self.world, sabotaged(self.strategy.reduce, self.sabotage), some_unused=some_unused,
+                        overlap=self.overlap, clock=self.log.now, span=self.log.add_span)
 
     # ---- what others look at -------------------------------------------------------------------------------------------
+    def evaluate(self, dataset: Dataset, metric: Metric | None = None, loaders: int = 0) -> float:
+        """The metric over a dataset (or, without one, the loss): every sample once, over all ranks. Collective."""
+        return self.evaluation(dataset, metric, loaders)["value"]
+
+    def evaluation(self, dataset: Dataset, metric: Metric | None = None, loaders: int = 0) -> dict[str, float]:
+        """The same with the weight it stands on: {"value", "weight"}."""
+        samples = Samples(dataset, self.seed, self.collate)
+        with evaluating(self.model), self.casting():
+            return evaluated(self.world, self.module, samples, metric, self.dtype, loaders)
+
     def gradients(self) -> dict[str, Tensor | None]:
         """The gradient of every parameter as the last update used it (mean, clipped)."""
         return {name: parameter.grad for name, parameter in self.parameters.items()}
@@ -178,80 +263,23 @@ class Trainer:
         buffers = dict(self.model.named_buffers()) if self.strategy.exact else {}
         return {**{name: parameter.detach() for name, parameter in self.parameters.items()}, **buffers}
 
-    # ---- before the first step ---------------------------------------------------------------------------------------
-    def _prepared(self, epoch: int, batch: range, piece: list[range]) -> Alone | Exchange:
-        """Look at one backward of a copy: which parameters go unused, and the bytes of activations. Then wire up."""
-        inputs, target, samples = self._load(epoch, batch, piece)
-        self.part.samples = samples
-        found = probed(self.module, inputs, target, samples)
-        self.activations, self.has_dropout = found.activations, found.dropout
-        if found.other_draws and self.world.size > 1 and self.recorder:
-            self.recorder.write("choice", what="random", bytes=None, picked="by rank", because=(
-                f"{', '.join(found.other_draws)} draw(s) by the layout: not the numbers of serial"))
-        if self.world.size == 1:
-            return Alone(self.module)
-        some_unused = bool(self.world.all_reduced(torch.tensor([float(found.some_unused)]), "MAX"))
-        assert isinstance(self.strategy, Data)
-        return Exchange(self.module, self.world, self.strategy.reduce, some_unused=some_unused, overlap=self.overlap,
-                        clock=self.now, span=self.add_span)
+    def save(self, folder: str | Path) -> None:
+        """Write a checkpoint of this step below a folder, and keep the one before it. Collective."""
+        if self.world.rank == 0:
+            checkpoint.save(self, Path(folder))
+        self.world.barrier()
 
-    # ---- evaluation ----------------------------------------------------------------------------------------------------
-    @torch.no_grad()
-    def evaluate(self) -> dict[str, float] | None:
-        """The metric over the test set (or, without a metric, the loss), every sample once, over all ranks."""
-        if self.test is None:
-            return None
-        self.model.eval()
-        total, weight = 0.0, 0.0
-        mine = evenly(len(self.test), self.world.size)[self.world.rank]
-        for start in range(mine.start, mine.stop, 256):
-            indices = list(range(start, min(start + 256, mine.stop)))
-            inputs, target = fetched(self.test, indices, self.job.dtype)
-            output = self.model(inputs)
-            pair = self.job.metric(output, target) if self.job.metric else self.module.pair(output, target, len(indices))
-            total, weight = total + float(pair[0]), weight + float(pair[1])
-        self.model.train()
-        sums = self.world.all_reduced(torch.tensor([total, weight], dtype=torch.float64))
-        return {"value": float(sums[0] / sums[1]), "weight": float(sums[1])}
+    def load(self, folder: str | Path) -> None:
+        """Go on from the newest whole checkpoint below a folder, saved under any strategy: `trainer.steps` steps were made."""
+        checkpoint.load(self, checkpoint.newest(Path(folder)))
 
-    # ---- record --------------------------------------------------------------------------------------------------------
-    def now(self) -> float:
-        return self.recorder.now() if self.recorder else 0.0
-
-    @contextlib.contextmanager
-    def span(self, name: str, lane: str) -> Iterator[None]:
-        start = self.now()
-        yield
-        self.add_span(name, lane, start)
-
-    def add_span(self, name: str, lane: str, start: float, bytes: int | None = None) -> None:
-        if self.recorder:
-            self.spans.append({"kind": "span", "step": self.steps, "name": name, "lane": lane, "start": round(start, 6),
-                               "seconds": round(self.now() - start, 6), "bytes": bytes, "peer": None})
-
-    def _record(self, epoch: int, start: float, loss: float, weight: float, mine: list[int]) -> None:
-        if not self.recorder:
-            return
-        assert self.exchange is not None
-        spans, self.spans = self.spans, []
-        line = {"kind": "step", "epoch": epoch, "step": self.steps, "start": round(start, 6),
-                "seconds": round(self.now() - start, 6), "loss": [loss, weight],
-                "order": [mine[0], mine[-1] + 1] if mine else [0, 0], "sent": dict(self.exchange.sent),
-                "lr": self.optimizer.param_groups[0]["lr"]}
-        self.recorder.write_all([*spans, line])
-
-    def record_memory(self) -> None:
-        """Bytes that this rank holds."""
-        if not self.recorder:
-            return
+    def log_memory(self) -> None:
+        """Write the bytes that this rank holds into the record."""
         state = [value for group in self.optimizer.state.values() for value in group.values() if isinstance(value, Tensor)]
-        self.recorder.write(
-            "memory", parameters=_bytes(self.parameters.values()), optimizer=_bytes(state),
-            gradients=_bytes(each for each in self.parameters.values() if each.requires_grad),
-            activations=self.activations, exchange=self.exchange.largest if self.exchange else 0,
-            resident=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        self.log.memory(parameters=_bytes(self.parameters.values()), optimizer=_bytes(state),
+                        gradients=_bytes(each for each in self.parameters.values() if each.requires_grad),
+                        activations=self.activations, exchange=self.exchange.largest if self.exchange else 0)
 
-    # ---- failure -------------------------------------------------------------------------------------------------------
     def _failed(self, error: Exception) -> StepFailed:
         message = str(error) if isinstance(error, StepFailed) else f"{type(error).__name__}: {error}"
         return StepFailed(message, step=self.steps, tensor=getattr(error, "tensor", None))
@@ -259,12 +287,6 @@ class Trainer:
     def close(self) -> None:
         if self.exchange is not None:
             self.exchange.close()
-
-
-def _split(world: World, strategy: Strategy, everything: bool) -> tuple[list[int], int, list[int]]:
-    """(shares of the ranks, micro-batches, whose parts this rank runs)."""
-    weights, micro = share_weights(strategy)
-    return weights, micro, list(range(len(weights))) if everything else [world.rank]
 
 
 def _bytes(tensors: Any) -> int:

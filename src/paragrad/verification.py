@@ -9,58 +9,85 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from paragrad.data_parallel.batch_norm import batch_norms
+from paragrad.datasets.loading import parted
+from paragrad.datasets.order import Order
 from paragrad.errors import StepFailed
-from paragrad.job import Job
+from paragrad.job import Job, opened
+from paragrad.settings import Settings
 from paragrad.strategy import Serial, Strategy
 from paragrad.trainer import Trainer
 from paragrad.world import World
 
 STEPS = 20
+BOUND = 1e-10           # of an exact strategy in float64
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference, the tensor and the step where it is."""
+    """The largest difference, the tensor and the step where it is; the largest of every tensor; who left the bound first."""
     value: float
     tensor: str | None = None
     step: int | None = None
+    tensors: dict[str, float] = field(default_factory=dict, compare=False)
+    first: tuple[str, int] | None = None            # (tensor, step) of the first difference above BOUND
 
     def __str__(self) -> str:
         return f"{self.value:.1e}" + (f" at {self.tensor}, step {self.step}" if self.tensor else "")
 
 
-def difference(world: World, job: Job, strategy: Strategy, data: Path | None = None, *, steps: int = STEPS,
+def difference(world: World, job: Job, strategy: Strategy, settings: Settings | None = None, *, steps: int = STEPS,
                dtype: torch.dtype = torch.float64) -> Difference:
     """Train `steps` steps of a resolved strategy beside serial. Collective; every rank gets the answer."""
-    job = job.replace(dtype=dtype)
-    trainer = Trainer(world, job, strategy, data)
     comparison = None
-    if world.rank == 0:
-        comparison = Comparison(trainer, Trainer(World(), job, Serial(), data, like=strategy))
-    try:
-        for epoch, batch in first_batches(trainer, steps):
-            trainer.step(epoch, batch)
-            check_replicas(world, trainer)
-            if comparison is not None:
-                comparison.reference.step(epoch, batch)
-                comparison.take()
-    finally:
-        trainer.close()
+    for comparison in _lockstep(world, job.replace(dtype=dtype), strategy, settings or Settings(), steps):
+        comparison.take()
     found: Difference = world.agreed(comparison and comparison.worst)
     return found
 
 
-def first_batches(trainer: Trainer, steps: int) -> list[tuple[int, range]]:
+def distances(world: World, job: Job, strategy: Strategy, settings: Settings, steps: int) -> list[float]:
+    """The difference of the parameters from serial's after every step, in the job's own type. Collective."""
+    values: list[float] = []
+    for comparison in _lockstep(world, job, strategy, settings, steps, replicas=False):
+        ours, theirs = comparison.trainer.parameters, comparison.reference.parameters
+        values.append(max(differences(ours, theirs).values()))
+    found: list[float] = world.agreed(values)
+    return found
+
+
+def _lockstep(world: World, job: Job, strategy: Strategy, settings: Settings, steps: int,
+              replicas: bool = True) -> Iterator[Comparison]:
+    """Rank 0's comparison after every step that strategy and reference made; on the other ranks nothing."""
+    train = opened(job.train, settings.folder)
+    trainer = Trainer.of_job(world, job, strategy, sabotage=settings.sabotage, reverse=settings.reverse)
+    comparison, data = None, None
+    places = first_batches(job.order(len(train)), steps)
+    if world.rank == 0:
+        alone = World(device=world.device)
+        comparison = Comparison(trainer, Trainer.of_job(alone, job, Serial(), like=strategy))
+        data = comparison.reference.batches_at(train, job.order(len(train)), places)
+    try:
+        for fetched in trainer.batches_at(train, job.order(len(train)), places):
+            trainer.step(*parted(fetched))
+            if replicas:
+                check_replicas(world, trainer)
+            if comparison is not None and data is not None:
+                comparison.reference.step(*parted(next(data)))
+                yield comparison
+    finally:
+        trainer.close()
+
+
+def first_batches(order: Order, steps: int) -> list[tuple[int, range]]:
     """(epoch, batch) of the steps that are compared: the first ones, and for the last the epoch's last, short batch."""
-    per_epoch = list(trainer.order.batches())
+    per_epoch = list(order.batches())
     chosen = [(step // len(per_epoch), per_epoch[step % len(per_epoch)]) for step in range(steps)]
     if steps < len(per_epoch):
         chosen[-1] = (0, per_epoch[-1])
@@ -79,7 +106,7 @@ class Comparison:
     def __init__(self, trainer: Trainer, reference: Trainer) -> None:
         self.trainer, self.reference = trainer, reference
         self.worst = Difference(0.0)
-        self.noise = 1e3 * torch.finfo(reference.job.dtype).eps if batch_norms(reference.model) else 0.0
+        self.noise = 1e3 * torch.finfo(reference.dtype).eps if batch_norms(reference.model) else 0.0
         self.masks: dict[str, Tensor] | None = None
         if self.noise and not isinstance(reference.optimizer, torch.optim.SGD):
             self.masks = {name: torch.ones_like(tensor, dtype=torch.bool) for name, tensor in reference.parameters.items()}
@@ -94,9 +121,13 @@ class Comparison:
 
     def _kind(self, kind: str, ours: Mapping[str, Tensor | None], theirs: Mapping[str, Tensor | None],
               noise: float = 0.0) -> None:
+        step = self.reference.steps - 1
         for name, value in differences(ours, theirs, noise).items():
-            if value > self.worst.value:
-                self.worst = Difference(value, kind + name, self.reference.steps - 1)
+            tensors = {**self.worst.tensors, kind + name: max(value, self.worst.tensors.get(kind + name, 0.0))}
+            first = self.worst.first or ((kind + name, step) if value > BOUND else None)
+            place = (value, kind + name, step) if value > self.worst.value else (
+                self.worst.value, self.worst.tensor, self.worst.step)
+            self.worst = Difference(*place, tensors, first)
 
     def _narrow(self, gradients: Mapping[str, Tensor | None]) -> None:
         if self.masks is None:
@@ -129,18 +160,18 @@ def _difference(ours: Tensor | None, reference: Tensor | None, floor: float, noi
     if torch.equal(ours, reference) or max(_most(ours), _most(reference)) < noise:
         return 0.0
     scale = max(_most(reference), floor)
-    value = _most(ours - reference) / scale if scale else math.inf
+    value = _most(ours.detach() - reference.detach()) / scale if scale else math.inf
     return math.inf if math.isnan(value) else value
 
 
 def _most(tensor: Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
+    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
 
 
 def check_replicas(world: World, trainer: Trainer) -> None:
     """All ranks hold the same bits, or StepFailed names the first tensor that differs. Collective."""
     state = trainer.state()
-    digests = [hashlib.sha256(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()).digest()
+    digests = [hashlib.sha256(tensor.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy().tobytes()).digest()
                for tensor in state.values()]
     mine = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).view(len(digests), -1)
     for rank, theirs in enumerate(world.gathered(mine)):

@@ -1,8 +1,11 @@
-"""World: which rank this is, of how many, and how to reach the others. The one reader of the rank variables."""
+"""World: which rank this is, of how many, and how to reach the others."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,34 +17,56 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paragrad.errors import Refused, StepFailed
+from paragrad.errors import RankFailed, Refused, StepFailed
+from paragrad.launched import Launched, address, launched, meeting_file
 
+CPU = torch.device("cpu")
 TIMEOUT = 300.0         # seconds a rank waits for another before it gives up, unless told otherwise
+
+_meetings = itertools.count()       # a process may join one world after another; each meets anew
 
 
 @dataclass(frozen=True)
 class World:
-    """rank of size; a world of one needs no process group and is an ordinary world."""
+    """rank of size; a world of one needs no process group and is an ordinary world.
+
+    Tensors of any device go in and come out; NCCL carries them on the GPU, gloo through the host.
+    """
     rank: int = 0
     size: int = 1
     backend: str | None = None
     timeout: float = TIMEOUT                    # seconds to wait for another rank
+    device: torch.device = CPU
     group: Any = field(default=None, repr=False, compare=False)
+    stop: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)      # this rank was asked to stop
+
+    @property
+    def carrier(self) -> torch.device:
+        """Where a tensor must be for the backend to take it."""
+        return self.device if self.backend == "nccl" else CPU
 
     def all_reduced(self, tensor: Tensor, operation: str = "SUM") -> Tensor:
         """The sum (or MAX, MIN) over all ranks, as a new tensor."""
-        result = tensor.clone()
+        result = tensor.to(self.carrier, copy=True)
         if self.size > 1:
             dist.all_reduce(result, op=getattr(dist.ReduceOp, operation), group=self.group)
-        return result
+        return result.to(tensor.device)
 
     def gathered(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks (equal shapes), in rank order."""
         if self.size == 1:
             return [tensor]
-        results = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(results, tensor.contiguous(), group=self.group)
-        return results
+        mine = tensor.to(self.carrier).contiguous()
+        results = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(results, mine, group=self.group)
+        return [result.to(tensor.device) for result in results]
+
+    def copy_from_first(self, tensor: Tensor) -> None:
+        """Overwrite a tensor with rank 0's."""
+        if self.size > 1:
+            carried = tensor.to(self.carrier, copy=True).contiguous()
+            dist.broadcast(carried, group_src=0, group=self.group)
+            tensor.copy_(carried)
 
     def agreed(self, value: Any) -> Any:
         """Rank 0's value (any that pickles), on every rank."""
@@ -54,11 +79,15 @@ class World:
         if self.size > 1:
             dist.barrier(group=self.group)
 
-    def twin(self) -> World:
-        """The same ranks over a process group of its own, so that its messages meet no others. Collective."""
+    def twin(self, through_host: bool = False) -> World:
+        """The same ranks over a process group of its own, so that its messages meet no others. Collective.
+
+        through_host: over gloo, also where GPUs have NCCL.
+        """
         if self.size == 1:
             return self
-        return replace(self, group=dist.new_group(timeout=timedelta(seconds=self.timeout)))
+        backend = "gloo" if through_host else self.backend
+        return replace(self, backend=backend, group=dist.new_group(timeout=timedelta(seconds=self.timeout), backend=backend))
 
     def prove(self) -> None:
         """Run every kind of collective this library uses on known whole numbers; raise if one answers wrong."""
@@ -66,66 +95,143 @@ class World:
             return
         mine = torch.arange(3.0) + 10 * self.rank
         everyone = [torch.arange(3.0) + 10 * rank for rank in range(self.size)]
-        right, left = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        taken = torch.empty(3)
-        work = dist.isend(mine, group=self.group, group_dst=right)
-        dist.recv(taken, group=self.group, group_src=left)
-        if work is not None:
-            work.wait()
-        answers = {"send and recv": (taken, everyone[left]),
-                   "all_reduce(SUM)": (self.all_reduced(mine), sum(everyone)),
+        answers = {"all_reduce(SUM)": (self.all_reduced(mine), sum(everyone)),
                    "all_reduce(MAX)": (self.all_reduced(mine, "MAX"), everyone[-1]),
                    "all_gather": (torch.stack(self.gathered(mine)), torch.stack(everyone))}
+        if self.backend != "nccl":                  # schedules are played through the host
+            answers["send and recv"] = self._passed_on(mine), everyone[self.rank - 1]
         for name, (answer, expected) in answers.items():
             if not torch.equal(answer, expected):       # type: ignore[arg-type]
                 raise StepFailed(f"the backend {self.backend} gives a wrong {name}: {answer.tolist()}; "
                                  "use another backend or version of torch")
 
 
+    def _passed_on(self, mine: Tensor) -> Tensor:
+        """The left neighbour's tensor, having sent one's own to the right."""
+        taken = torch.empty_like(mine)
+        work = dist.isend(mine, group=self.group, group_dst=(self.rank + 1) % self.size)
+        dist.recv(taken, group=self.group, group_src=(self.rank - 1) % self.size)
+        if work is not None:
+            work.wait()
+        return taken
+
+
 @contextmanager
-def joined(rank: int, size: int, store: Path, backend: str = "gloo", timeout: float = TIMEOUT) -> Iterator[World]:
-    """Join a world of ranks on this host that meet in the file `store`; leave it at the end."""
+def joined(rank: int, size: int, store: Path, backend: str = "gloo", timeout: float = TIMEOUT,
+           device: str = "cpu", stop: threading.Event | None = None) -> Iterator[World]:
+    """Join a world of ranks on this host that meet in the file `store`; leave it at the end. stop: set when asked to stop."""
+    stop, here = stop or threading.Event(), _device(device, rank)
     if size == 1:
-        yield World()
+        yield World(device=here, stop=stop)
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")           # one host: listen on loopback only
-    meeting = dist.FileStore(str(store), size)
-    with _group(backend, timeout, rank=rank, world_size=size, store=meeting) as world:
+    _initialize(rank, size, dist.FileStore(str(store), size), backend, timeout)
+    with _until_left(backend, timeout, here, stop) as world:
         yield world
 
 
 @contextmanager
-def joined_from_environment(backend: str = "gloo", timeout: float = TIMEOUT) -> Iterator[World]:
-    """Join the world that torchrun described in RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise Refused(f"under a launcher {', '.join(missing)} must be set in the environment; torchrun sets them")
-    if launched_size() == 1:
-        yield World()
-        return
-    with _group(backend, timeout, init_method="env://") as world:
+def joined_from_environment(backend: str = "gloo", timeout: float = TIMEOUT, device: str = "cpu") -> Iterator[World]:
+    """Join the world that torchrun, mpirun or srun made, and leave it at the end.
+
+    A default process group that is there already is that world (its backend and timeout are its maker's), and it stays.
+    Raises Refused where the environment does not say enough, RankFailed where the ranks do not meet in time.
+    """
+    told = launched()
+    place_here = _device(device, told.local_rank if told else 0)
+    if dist.is_initialized():
+        world = World(dist.get_rank(), dist.get_world_size(), dist.get_backend(), timeout, place_here, dist.group.WORLD)
+        world.prove()
         yield world
+        return
+    if told is None:
+        raise Refused("no launcher started this process; start it with torchrun, mpirun or srun")
+    if told.size == 1:
+        yield World(device=place_here)
+        return
+    if told.on_one_host:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    place = address(told)
+    _meet(told, place, backend, timeout)
+    with _until_left(backend, timeout, place_here, threading.Event()) as world:
+        yield world
+
+
+def _device(kind: str, local_rank: int) -> torch.device:
+    """A rank's device, made the current one: the host's GPUs in turn."""
+    if kind != "cuda":
+        return CPU
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 def launched_size() -> int | None:
-    """The world's size where torchrun started this process, else None."""
-    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
+    """The world's size where a launcher (or a process group of the user's) made this process a rank, else None."""
+    if _grouped():
+        return dist.get_world_size()
+    told = launched()
+    return told.size if told else None
 
 
 def ranks_here() -> int | None:
-    """How many of the launched ranks share this host's cores, where torchrun started this process, else None."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])) if launched_size() else None
+    """How many of the launched ranks share this host's cores, else None."""
+    told = launched()
+    if _grouped() and (told is None or told.size != dist.get_world_size()):
+        return dist.get_world_size()                            # nobody says where they are; as if all were here
+    return told.local_size if told else None
 
 
 def launched_rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+    """This process's rank; 0 where it was not launched."""
+    if _grouped():
+        return dist.get_rank()
+    told = launched()
+    return told.rank if told else 0
+
+
+def _grouped() -> bool:
+    """Is there a process group of the user's? One that holds this process alone makes it no rank."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _meet(told: Launched, place: tuple[str, int] | None, backend: str, timeout: float) -> None:
+    """Make the default group of the launch: over a store that rank 0 listens at, or a file on this host."""
+    number = next(_meetings)
+    where = ":".join(map(str, place)) if place else str(meeting_file(told, number))
+    try:
+        if place:
+            store = dist.PrefixStore(f"paragrad/{number}", _listening(*place, told.rank, told.size, timeout))
+        else:
+            store = dist.FileStore(where, told.size)
+        _initialize(told.rank, told.size, store, backend, timeout)
+    except RuntimeError as error:
+        raise RankFailed(f"the {told.size} ranks of {told.by} did not meet at {where} within {timeout:g} s; see that all of "
+                         "them run, or set MASTER_ADDR and MASTER_PORT to the host of rank 0, as all can reach it, and a free "
+                         f"port there: {error}", rank=told.rank) from error
+
+
+@functools.cache
+def _listening(host: str, port: int, rank: int, size: int, timeout: float) -> Any:
+    """The store at rank 0, or in torchrun's agent where that listens (torch reads TORCHELASTIC_USE_AGENT_STORE).
+
+    Kept while the process lives: the next meeting would otherwise reach the last one's listener as it closes.
+    """
+    host = f"[{host}]" if ":" in host else host
+    store, _, _ = next(dist.rendezvous(f"tcp://{host}:{port}", rank, size, timeout=timedelta(seconds=timeout)))
+    return store
+
+
+def _initialize(rank: int, size: int, store: Any, backend: str, timeout: float) -> None:
+    limit = timedelta(seconds=timeout)
+    store.set_timeout(limit)
+    dist.init_process_group(backend, timeout=limit, rank=rank, world_size=size, store=store)
 
 
 @contextmanager
-def _group(backend: str, timeout: float, **meeting: Any) -> Iterator[World]:
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **meeting)
+def _until_left(backend: str, timeout: float, device: torch.device, stop: threading.Event) -> Iterator[World]:
     try:
-        world = World(dist.get_rank(), dist.get_world_size(), backend, timeout, dist.group.WORLD)
+        world = World(dist.get_rank(), dist.get_world_size(), backend, timeout, device, dist.group.WORLD, stop)
         world.prove()
         yield world
         world.barrier()         # who leaves early appears to a peer as a closed connection

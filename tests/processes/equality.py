@@ -6,12 +6,14 @@ the reason. `make test` runs a covering sample, `make table` everything.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from paragrad import Job
 
@@ -35,7 +37,7 @@ def momentum(parameters: object) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)            # type: ignore[arg-type]
 
 
-def job(name: str, model: Callable[[], nn.Module], data: TensorDataset, **changes: object) -> Job:
+def job(name: str, model: Callable[[], nn.Module], data: Dataset, **changes: object) -> Job:
     settings = {"loss": functional.cross_entropy, "optimizer": momentum, "batch": 12, "epochs": 2, "seed": 5}
     return Job(name=name, model=model, train=data, **{**settings, **changes})      # type: ignore[arg-type]
 
@@ -66,6 +68,62 @@ class TiedLstm(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         hidden, _ = self.lstm(self.embedding(tokens))
         return self.out(hidden).transpose(1, 2)
+
+
+class Lines(Dataset):
+    """Lines of text of unequal length, the first token drawn at random for every sample: a transform."""
+
+    def __len__(self) -> int:
+        return 29
+
+    def __getitem__(self, index: int) -> Tensor:
+        line = whole(11, 3 + index % 5, seed=50 + index)
+        line[0] = int(torch.randint(11, ()) + random.randrange(11) + numpy.random.randint(11)) % 11
+        return line
+
+
+def padded(lines: list[Tensor]) -> dict[str, Tensor]:
+    """A batch as a dict, the labels -100 where there is only padding."""
+    tokens = nn.utils.rnn.pad_sequence(lines, batch_first=True)
+    labels = nn.utils.rnn.pad_sequence(lines, batch_first=True, padding_value=-100)
+    return {"tokens": tokens[:, :-1], "labels": labels[:, 1:]}
+
+
+class Predicting(nn.Module):
+    """Called with the entries of a batch by name, as models of the Hugging Face kind are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = TiedLstm()
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.lstm(tokens)}
+
+
+def labelled_loss(output: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return token_loss(output["logits"], batch["labels"])
+
+
+class TwoInputs(nn.Module):
+    """Two inputs, the second a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(10, 4), nn.Linear(10, 4)
+
+    def forward(self, x: Tensor, more: dict[str, Tensor]) -> Tensor:
+        return self.left(x) * more["scale"].unsqueeze(1) + self.right(x + more["shift"])
+
+
+class Nested(Dataset):
+    """((vector, {scale, shift}), class)."""
+
+    def __len__(self) -> int:
+        return 29
+
+    def __getitem__(self, index: int) -> object:
+        x, target = VECTORS[index]
+        return (x, {"scale": x[0], "shift": -x}), target
 
 
 class PartlyUsed(nn.Module):
@@ -117,6 +175,8 @@ JOBS: dict[str, Job] = {each.name: each for each in (
         weight=torch.tensor([1.0, 3.0, 0.5, 2.0]), label_smoothing=0.1)),
     job("frozen and unused", PartlyUsed, VECTORS),
     job("dropout", dropping, VECTORS),
+    job("dicts, padded, transformed", Predicting, Lines(), loss=labelled_loss, collate=padded),
+    job("nested inputs", TwoInputs, Nested()),
 )}
 
 ROWS: dict[str, Callable[[int], str]] = {

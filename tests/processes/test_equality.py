@@ -11,8 +11,12 @@ from equality import CELLS, JOBS, NOT_EXACT, ROWS, SERIAL, VECTORS, WORKERS, cov
 from equality import job as make_job
 from torch import Tensor, nn
 
-from paragrad.job import Job
+from paragrad.datasets.loading import brought, called, parted
+from paragrad.errors import RankFailed
+from paragrad.job import CPU, Job
 from paragrad.launching import Ranks
+from paragrad.schedules.sabotage import SABOTAGES
+from paragrad.settings import Settings
 from paragrad.strategy import Serial, Strategy, resolve, strategy
 from paragrad.trainer import Trainer
 from paragrad.verification import Difference, difference, differences
@@ -60,18 +64,17 @@ PLAIN = [(row, column) for row in SERIAL for column in JOBS
 def test_serial_is_plain_pytorch(row: str, column: str) -> None:
     """Serial itself against a loop anyone would write: mean loss, backward, clip, step, per whole batch."""
     job = JOBS[column].replace(dtype=torch.float64)
-    trainer = Trainer(World(), job, resolved(SERIAL[row]))
+    trainer = Trainer.of_job(World(), job, resolved(SERIAL[row]))
+    order = job.order(len(job.train))
     model = job.built_model()
     optimizer = job.optimizer(model.parameters())
     scheduler = job.scheduler(optimizer) if job.scheduler else None
-    for step in range(6):
-        epoch, batch = divmod(step, 3)
-        positions = list(trainer.order.batches())[batch]
-        trainer.step(epoch, positions)
-        inputs, target = trainer.train[trainer.order.indices(epoch, positions)]
-        inputs = inputs.double() if inputs.is_floating_point() else inputs
+    for epoch, positions in [(step // 3, list(order.batches())[step % 3]) for step in range(6)]:
+        for fetched in trainer.batches_at(job.train, order, [(epoch, positions)]):
+            trainer.step(*parted(fetched))
+        inputs, target = parted(brought(job.samples(job.train)[epoch, order.indices(epoch, positions)], CPU, torch.float64))
         optimizer.zero_grad()
-        loss = job.built_loss()(model(inputs), target)
+        loss = job.built_loss()(called(model, inputs), target)
         (loss if isinstance(loss, Tensor) else loss[0] / loss[1]).backward()
         if job.clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
@@ -91,9 +94,9 @@ def trainer_state(model: nn.Module) -> dict[str, Tensor]:
 
 def one_step(world: World, job: Job, chosen: Strategy, reverse: bool = False) -> Mapping[str, Tensor | None]:
     """The gradients and parameters after one step, by name."""
-    trainer = Trainer(world, job, chosen, reverse=reverse)
+    trainer = Trainer.of_job(world, job, chosen, reverse=reverse)
     try:
-        trainer.step(0, next(trainer.order.batches()))
+        trainer.step(*parted(next(trainer.batches(job.train, job.batch, epoch=0))))
         gradients = {f"gradient of {name}": value for name, value in trainer.gradients().items()}
         return {name: None if value is None else value.clone() for name, value in {**gradients, **trainer.state()}.items()}
     finally:
@@ -156,10 +159,10 @@ def test_whole_numbers_bit_for_bit(pool: Ranks, row: str, workers: int) -> None:
 
 
 def many_steps(world: World, job: Job, chosen: Strategy) -> dict[str, Tensor]:
-    trainer = Trainer(world, job, chosen)
+    trainer = Trainer.of_job(world, job, chosen)
     for epoch in range(4):
-        for batch in trainer.order.batches():
-            trainer.step(epoch, batch)
+        for fetched in trainer.batches(job.train, job.batch, epoch):
+            trainer.step(*parted(fetched))
     trainer.close()
     return trainer.state()
 
@@ -181,25 +184,17 @@ def test_the_difference_is_what_the_document_says() -> None:
     assert differences({"a": torch.tensor([math.nan])}, {"a": torch.ones(1)}) == {"a": math.inf}
 
 
-def test_a_mean_taken_twice_is_seen_and_named(pool: Ranks) -> None:
-    """Sabotage of the update: divide by the weight once more on every rank."""
-    found = pool.run(mean_twice, JOBS["mlp"], resolved("data(2, reduce=ring)"), size=2)[0]
-    assert found.value > 0.5
-    assert found.tensor.startswith("gradient of")
-
-
-def mean_twice(world: World, job: Job, chosen: Strategy) -> Difference:
-    Trainer._update, honest = sabotaged_update(Trainer._update), Trainer._update      # type: ignore[method-assign]
-    try:
-        return difference(world, job, chosen, steps=2)
-    finally:
-        Trainer._update = honest                    # type: ignore[method-assign]
-
-
-def sabotaged_update(update: object) -> object:
-    def twice(trainer: Trainer) -> float:
-        if trainer.world.size > 1:
-            for parameter in trainer.parameters.values():
-                parameter.grad /= 2
-        return update(trainer)                      # type: ignore[operator]
-    return twice
+@pytest.mark.parametrize("bug", SABOTAGES)
+def test_a_planted_bug_is_seen_and_named(pool: Ranks, bug: str) -> None:
+    """The proof refuses both at the door; here they are played, and the comparison with serial says what and where."""
+    settings = Settings(sabotage=bug)
+    arguments = difference, JOBS["mlp"], resolved("data(2, reduce=ring)"), settings
+    if bug == "mean_twice":
+        found = pool.run(*arguments, size=2)[0]
+        assert found.value >= 0.5
+        assert found.first == ("gradient of 0.weight", 0)
+    else:
+        with pytest.raises(RankFailed, match="not equal bit for bit") as caught:
+            pool.run(*arguments, size=2)
+        assert caught.value.step == 0
+        assert caught.value.tensor in JOBS["mlp"].model().state_dict()

@@ -15,19 +15,22 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paragrad as pg
+from paragrad.admission import admitted
 from paragrad.data_parallel.all_reduce import Exchange
 from paragrad.launching import Ranks
 from paragrad.record import Record, lines_of
+from paragrad.settings import Settings
 from paragrad.strategy import resolve, strategy
 from paragrad.trainer import Trainer
-from paragrad.training import admitted, run
+from paragrad.training import run
 from paragrad.world import World
 
 DIGITS = pg.job("digits").replace(epochs=2)
 
 
-def trained(pool: Ranks, folder: Path, job: pg.Job, text: str, **more: object) -> pg.Run:
-    return run(pool, admitted(job, text), folder, **more)           # type: ignore[arg-type]
+def trained(pool: Ranks, folder: Path, job: pg.Job, text: str, **settings: object) -> pg.Run:
+    folder.mkdir(exist_ok=True)
+    return run(pool, admitted(job, text, Settings(**settings)), folder)         # type: ignore[arg-type]
 
 
 def test_digits_is_the_same_whoever_trains_it(pool: Ranks, tmp_path: Path) -> None:
@@ -63,9 +66,9 @@ def test_every_kind_of_line_has_its_fields(pool: Ranks, tmp_path: Path) -> None:
     trained(pool, tmp_path, DIGITS, "data(2, reduce=ring)")
     fields = {
         "run": {"schema", "id", "job", "strategy", "resolved", "seed", "workers", "servers", "backend", "device", "threads",
-                "machine", "prediction"},
+                "machine", "prediction", "reverse", "resumed"},
         "step": {"epoch", "step", "start", "seconds", "loss", "order", "sent", "lr"},
-        "epoch": {"epoch", "test", "seconds"},
+        "epoch": {"epoch", "test", "start", "seconds"},
         "span": {"step", "name", "lane", "start", "seconds", "bytes", "peer"},
         "choice": {"what", "bytes", "picked", "because"},
         "memory": {"parameters", "gradients", "optimizer", "activations", "exchange", "resident"},
@@ -80,7 +83,7 @@ def test_every_kind_of_line_has_its_fields(pool: Ranks, tmp_path: Path) -> None:
     memory = Record(tmp_path).of("memory", rank=1)[0]
     parameters = 4 * (64 * 64 + 64 + 64 * 10 + 10)
     assert memory["parameters"] == memory["gradients"] == memory["optimizer"] == parameters
-    assert memory["exchange"] == parameters + 4                     # and the weight, which travels as one more gradient
+    assert memory["exchange"] == parameters + 12            # and weight, loss and stop, which travel as one more gradient
 
 
 def wide() -> nn.Module:
@@ -97,7 +100,7 @@ def test_overlap_can_be_switched_off_and_the_record_shows_it(pool: Ranks, tmp_pa
         finished = trained(pool, folder, make_job("wide", wide, VECTORS, epochs=1), "data(2, reduce=tree)", overlap=overlap)
         assert [choice["picked"] for choice in finished.choices if choice["what"] == "overlap"] == ["on" if overlap else "off"]
         names = {span["name"] for span in finished.of("span")}
-        assert {"load 0", "F0", "B0", "reduce 0", "reduce 1", "update"} <= names
+        assert {"load", "F0", "B0", "reduce 0", "reduce 1", "update"} <= names
     assert pool.run(leaves_during_backward, True, size=2) == [True, True]
     assert pool.run(leaves_during_backward, False, size=2) == [False, False]
 
@@ -132,13 +135,13 @@ def leaves_during_backward(world: World, overlap: bool) -> bool:
     world_ready = False
     play, Exchange._play = Exchange._play, leaving                  # type: ignore[method-assign]
     try:
-        trainer = Trainer(world, make_job("gated", Gated, VECTORS), resolve(strategy("data(2, reduce=tree)"), cores=2),
-                          overlap=overlap)
-        batches = list(trainer.order.batches())
-        trainer.step(0, batches[0])                 # DDP settles its buckets in the first step
+        trainer = Trainer.of_job(world, make_job("gated", Gated, VECTORS), resolve(strategy("data(2, reduce=tree)"), cores=2),
+                                 overlap=overlap)
+        batches = trainer.batches(VECTORS, batch=12, epoch=0)
+        trainer.step(*next(batches))                # DDP settles its buckets in the first step
         left.clear()
         world_ready = True
-        trainer.step(0, batches[1])
+        trainer.step(*next(batches))
         trainer.close()
     finally:
         Exchange._play = play                       # type: ignore[method-assign]
@@ -240,7 +243,7 @@ def test_train_from_python_checks_and_compares(tmp_path: Path) -> None:
     finished = pg.train(DIGITS.replace(epochs=1), "data(2, reduce=tree)", runs=tmp_path, check=True)
     assert str(finished.resolved) == "data(2, reduce=tree, state=replicated)"
     assert finished.difference["value"] <= 1e-10                    # type: ignore[index]
-    assert finished.sent_per_step == {"gradients": {"bytes": 4 * (64 * 64 + 64 + 64 * 10 + 10 + 1), "computed": False}}
+    assert finished.sent_per_step == {"gradients": {"bytes": 4 * (64 * 64 + 64 + 64 * 10 + 10 + 3), "computed": False}}
     assert json.loads((finished.folder / "run.jsonl").read_text().splitlines()[0])["kind"] == "run"
 
 

@@ -43,6 +43,7 @@ class Bucket:
     number: int
     vector: Tensor
     future: torch.futures.Future[Tensor]
+    computed: torch.cuda.Event | None = None            # on a GPU: when the gradients are really there
 
 
 class Exchange:
@@ -54,7 +55,8 @@ class Exchange:
 
     def __init__(self, module: nn.Module, world: World, algorithm: Any, *, some_unused: bool, overlap: bool,
                  clock: Callable[[], float], span: Callable[..., None]) -> None:
-        self.world, self.algorithm, self.overlap, self.clock, self.span = world.twin(), algorithm, overlap, clock, span
+        self.world = world.twin(through_host=not isinstance(algorithm, Native))
+        self.algorithm, self.overlap, self.clock, self.span, self.device = algorithm, overlap, clock, span, world.device
         self.module = DistributedDataParallel(
             module, process_group=world.group, gradient_as_bucket_view=True, find_unused_parameters=some_unused,
             **KEEP_BUFFERS)
@@ -69,11 +71,14 @@ class Exchange:
         self.walker = threading.Thread(target=self._walk, name="paragrad-walker", daemon=True)
         self.walker.start()
 
+    def begin(self) -> None:
+        """A step begins: nothing was sent in it yet."""
+        self.sent, self.complete = {}, False
+
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Around the forward and backward of one micro-batch: only the last one is exchanged."""
         if not last:
             return self.module.no_sync()
-        self.sent, self.complete = {}, False
         if self.some_unused:                            # DDP's own map of used parameters, int32
             self.count("used", computed_bytes("all_reduce", 4 * self.parameters, self.world.size), computed=True)
         return contextlib.nullcontext()
@@ -105,7 +110,12 @@ class Exchange:
         while (bucket := self.queue.get()) is not None:
             start = self.clock()
             try:
+                if bucket.computed is not None:
+                    torch.cuda.set_device(self.device)          # of this thread
+                    bucket.computed.synchronize()
                 number = self._play(bucket.vector)
+                if bucket.computed is not None:
+                    torch.cuda.current_stream().synchronize()
                 self.count("gradients", number, computed=isinstance(self.algorithm, Native))
                 self.span(f"reduce {bucket.number}", "send", start, bytes=number)
                 bucket.future.set_result(bucket.vector)
@@ -113,10 +123,15 @@ class Exchange:
                 bucket.future.set_exception(error)
 
     def _play(self, vector: Tensor) -> int:
+        """Sum a bucket over the ranks, in place; the bytes sent. A schedule's messages go through the host."""
         if isinstance(self.algorithm, Native):
             vector.copy_(self.world.all_reduced(vector))
             return computed_bytes("all_reduce", vector.numel() * vector.element_size(), self.world.size)
-        return all_reduce(self.algorithm, vector, self.world)
+        on_host = vector.cpu()
+        number = all_reduce(self.algorithm, on_host, self.world)
+        if on_host is not vector:
+            vector.copy_(on_host)
+        return number
 
     def close(self) -> None:
         self.queue.put(None)
@@ -125,8 +140,12 @@ class Exchange:
 
 
 def _hook(exchange, bucket):  # type: ignore[no-untyped-def]      # DDP looks at annotations, and wants none or its own
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    exchange.ready(Bucket(bucket.index(), bucket.buffer(), future), bucket.is_last())
+    vector, computed = bucket.buffer(), None
+    if vector.is_cuda:
+        computed = torch.cuda.Event()
+        computed.record()
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[vector.device] if vector.is_cuda else None)
+    exchange.ready(Bucket(bucket.index(), vector, future, computed), bucket.is_last())
     return future
 
 

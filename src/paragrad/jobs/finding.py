@@ -17,9 +17,12 @@ import cloudpickle
 from paragrad.errors import Refused
 from paragrad.job import Job
 from paragrad.jobs.digits import digits
+from paragrad.jobs.mnist import mnist_cnn, mnist_mlp
+from paragrad.jobs.shakespeare import shakespeare_lstm
 from paragrad.notation import unknown
 
-JOBS: dict[str, Callable[..., Job]] = {"digits": digits}
+JOBS: dict[str, Callable[..., Job]] = {"digits": digits, "mnist-mlp": mnist_mlp, "mnist-cnn": mnist_cnn,
+                                      "shakespeare-lstm": shakespeare_lstm}
 
 
 def job(name: str, **arguments: Any) -> Job:

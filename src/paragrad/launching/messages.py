@@ -15,10 +15,16 @@ class Task:
     size: int
     store: Path
     backend: str
+    device: str
     threads: int
     timeout: float
     call: bytes             # (function, arguments), by cloudpickle
     reports: bool           # pass report=... to the function
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The launcher was asked to stop: finish the step, save, and end the task."""
 
 
 @dataclass(frozen=True)

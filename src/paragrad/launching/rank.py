@@ -23,7 +23,7 @@ import cloudpickle
 import torch
 
 from paragrad.errors import RankFailed, StepFailed
-from paragrad.launching.messages import Failure, Task
+from paragrad.launching.messages import Failure, Stop, Task
 from paragrad.world import joined
 
 
@@ -34,29 +34,36 @@ def main() -> None:
     with Path(sys.argv[2]).open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
         tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
-        threading.Thread(target=_listen, args=(launcher, tasks), daemon=True).start()
+        stop = threading.Event()
+        threading.Thread(target=_listen, args=(launcher, tasks, stop), daemon=True).start()
         gc.freeze()                     # what is imported stays: no need to look through it again after every task
         while True:
-            launcher.send(_answer(tasks.get(), launcher))
+            launcher.send(_answer(tasks.get(), launcher, stop))
             gc.collect()            # process groups in circles of references keep their threads and sockets
 
 
-def _listen(launcher: Connection, tasks: queue.SimpleQueue[Task]) -> None:
+def _listen(launcher: Connection, tasks: queue.SimpleQueue[Task], stop: threading.Event) -> None:
     """Hand tasks over; when the launcher is gone, end this process whatever it is doing."""
     try:
         while True:
-            tasks.put(launcher.recv())
+            message = launcher.recv()
+            if isinstance(message, Stop):
+                stop.set()
+            else:
+                stop.clear()                    # it was meant for an earlier task
+                tasks.put(message)
     except (EOFError, OSError):
         shutil.rmtree(Path(sys.argv[2]).parent, ignore_errors=True)         # what the launcher can no longer remove
         os._exit(1)
 
 
-def _answer(task: Task, launcher: Connection) -> tuple[str, Any]:
+def _answer(task: Task, launcher: Connection, stop: threading.Event) -> tuple[str, Any]:
     torch.set_num_threads(task.threads)
     try:
         function, arguments = cloudpickle.loads(task.call)
         more = {"report": lambda value: launcher.send(("report", value))} if task.reports else {}
-        with joined(task.rank, task.size, task.store, task.backend, task.timeout) as world:
+        with joined(task.rank, task.size, task.store, task.backend, task.timeout,
+                    task.device, stop) as world:
             try:
                 result = function(world, *arguments, **more)
             except BaseException as error:              # also SystemExit: a task never ends its rank

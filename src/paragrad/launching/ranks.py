@@ -23,7 +23,7 @@ from typing import Any
 import cloudpickle
 
 from paragrad.errors import RankFailed
-from paragrad.launching.messages import Failure, Task
+from paragrad.launching.messages import Failure, Stop, Task
 from paragrad.world import TIMEOUT
 
 GRACE = 0.5             # seconds in which a killed rank must show, before a peer's complaint counts as the cause
@@ -50,6 +50,7 @@ class Ranks:
         self.processes: list[Process] = []
         self.folder = tempfile.TemporaryDirectory(prefix="paragrad-", ignore_cleanup_errors=True)
         self.tasks = 0
+        self.sending = self.stop_asked = False
 
     def __enter__(self) -> Ranks:
         return self
@@ -58,7 +59,7 @@ class Ranks:
         self.close()
 
     def run(self, function: Callable[..., Any], *arguments: Any, size: int | None = None, backend: str = "gloo",
-            threads: int | None = None, timeout: float = TIMEOUT, deadline: float | None = None,
+            device: str = "cpu", threads: int | None = None, timeout: float = TIMEOUT, deadline: float | None = None,
             on_report: Callable[[int, Any], None] | None = None) -> list[Any]:
         """function(world, *arguments) on ranks 0..size-1; their results. Raises RankFailed.
 
@@ -72,16 +73,29 @@ class Ranks:
         call = cloudpickle.dumps((function, arguments))
         each = threads or max(1, cores() // size)
         try:
+            self.sending, self.stop_asked = True, False
             for rank, process in enumerate(self.processes[:size]):
-                task = Task(rank, size, store, backend, each, timeout, call, on_report is not None)
+                task = Task(rank, size, store, backend, device, each, timeout, call, on_report is not None)
                 with contextlib.suppress(BrokenPipeError):      # it died: collecting will say how
                     process.socket.send(task)
+            self.sending = False
+            if self.stop_asked:
+                self.ask_to_stop()
             return Collection(self.processes[:size], deadline, on_report).results()
         except BaseException:
             self.stop()
             raise
         finally:
             store.unlink(missing_ok=True)
+
+    def ask_to_stop(self) -> None:
+        """Ask the task under way to finish its step, save and end: its ranks see `world.stop`. A signal handler may call it."""
+        self.stop_asked = True
+        if self.sending:            # a message would land inside another: `run` does it when it has sent its own
+            return
+        for process in self.processes:
+            with contextlib.suppress(OSError):
+                process.socket.send(Stop())
 
     def _start(self, size: int) -> None:
         while len(self.processes) < size:

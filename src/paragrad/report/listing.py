@@ -11,13 +11,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from paragrad.admission import Admitted
+from paragrad.certificate import Certificate
 from paragrad.errors import Refused
 from paragrad.notation import Choice
 from paragrad.players.draw import draw as drawn
 from paragrad.report.table import sent
 from paragrad.shares import micro_batches
 from paragrad.strategy import ALGORITHMS, STRATEGIES, Data, Native, Strategy, refuse_unbuilt, resolve, share_weights
-from paragrad.training import Admitted, Run
+from paragrad.training import Run
 
 
 def run(finished: Run, as_json: bool) -> None:
@@ -27,12 +29,31 @@ def run(finished: Run, as_json: bool) -> None:
              "loss": finished.losses[-1] if finished.losses else None, "seconds per step": finished.seconds_per_step,
              "sent per step": finished.sent_per_step, "audit": asdict(finished.audit),
              "difference from serial": difference and difference["value"],
-             "where largest": difference and difference["tensor"], "record": str(finished.folder)}
+             "where largest": difference and difference["tensor"],
+             "stopped": f"at step {finished.resumable}; go on with --resume {finished.folder}" if finished.stopped else None,
+             "record": str(finished.folder)}
     if as_json:
         print(json.dumps(facts))
     else:
         shown = {**facts, "sent per step": sent(finished.sent_per_step), "audit": str(finished.audit)}
         _facts((name, value) for name, value in shown.items() if value is not None)
+
+
+def certificate(found: Certificate, as_json: bool) -> None:
+    """Every tensor's difference, who left the bound first, and the verdict."""
+    if as_json:
+        print(json.dumps(found.as_json(), indent=1))
+        return
+    _rows(("tensor", "difference"), [(name, f"{value:.1e}") for name, value in found.tensors.items()], False)
+    facts: dict[str, Any] = {"job": f"{found.job} ({found.digest[:12]})", "strategy": found.resolved, "planted": found.sabotage,
+                             "steps": found.steps, "failure": found.failure}
+    if found.first:
+        facts["first difference"] = f"tensor {found.first[0]}, step {found.first[1]}"
+    if found.difference is not None:
+        facts["largest difference"] = f"{found.difference:.1e}" + (f" at {found.tensor}" if found.tensor else "")
+    facts["same training as serial"] = f"{'yes' if found.same else 'NO'} (bound {found.bound:.0e}, float64)"
+    facts["certificate"] = found.folder / "certificate.json"
+    _facts((name, value) for name, value in facts.items() if value is not None)
 
 
 def dry_run(checked: Admitted, as_json: bool) -> None:

@@ -1,0 +1,109 @@
+"""The door: a job, a strategy and settings are checked together before any rank starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paragrad import checkpoint
+from paragrad.errors import Refused
+from paragrad.job import Facts, Job, examined
+from paragrad.launching import cores
+from paragrad.players.proof import prove
+from paragrad.schedules.actions import ScheduleError
+from paragrad.schedules.sabotage import sabotaged
+from paragrad.settings import Settings
+from paragrad.strategy import Data, Native, Serial, Strategy, refuse_unbuilt, resolve, strategy
+from paragrad.world import launched_size, ranks_here
+
+PROVED = 64             # ranks up to which a schedule is proved at the door
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A job, a strategy and settings that passed the door together."""
+    job: Job
+    asked: Strategy
+    resolved: Strategy
+    settings: Settings
+    facts: Facts
+    saved: checkpoint.Saved | None = None           # what to go on from
+
+    @property
+    def size(self) -> int:
+        assert isinstance(self.resolved.workers, int)
+        return self.resolved.workers
+
+    @property
+    def threads(self) -> int:
+        return threads_of(self.resolved)
+
+    @property
+    def backend(self) -> str:
+        return backend_of(self.settings, self.size)
+
+    def with_seed(self, seed: int) -> Admitted:
+        """The same training under another seed."""
+        job = self.job.replace(seed=seed)
+        return replace(self, job=job, facts=replace(self.facts, order=job.order(self.facts.samples)))
+
+
+def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, facts: Facts | None = None) -> Admitted:
+    """Check job, strategy and settings at the door. Raises Refused with the repair."""
+    if not isinstance(job, Job):
+        raise Refused(f"a job is a paragrad.Job; got {type(job).__name__}")
+    settings = settings or Settings()
+    asked = strategy(asked)
+    refuse_unbuilt(asked)
+    resolved = resolve(asked, cores=cores(), workers=launched_size())
+    settings.check(job)
+    facts = facts or examined(job, settings.folder)
+    full = min(job.batch, facts.samples)
+    if isinstance(resolved.workers, int) and full < resolved.workers:
+        raise Refused(f"{asked} has {resolved.workers} workers and the full batch {full} sample(s); "
+                      f"give a batch of at least {resolved.workers}, or fewer workers")
+    check_schedule(asked, resolved, settings)
+    saved = checkpoint.found(Path(settings.resume), job, facts) if settings.resume else None
+    found = Admitted(job, asked, resolved, settings, facts, saved)
+    backend_of(settings, found.size)
+    return found
+
+
+def threads_of(resolved: Strategy) -> int:
+    """Threads of each rank: the host's cores divided, unless serial says otherwise."""
+    if isinstance(resolved, Serial):
+        assert isinstance(resolved.threads, int)
+        return resolved.threads
+    assert isinstance(resolved.workers, int)
+    return max(1, cores() // (ranks_here() or resolved.workers))
+
+
+def backend_of(settings: Settings, size: int) -> str:
+    """gloo; NCCL where every rank of this host has a GPU of its own. Raises Refused where NCCL is asked for and cannot be."""
+    here, gpus = ranks_here() or size, torch.cuda.device_count()
+    if settings.backend == "nccl" and here > gpus:
+        raise Refused(f"backend nccl wants a GPU per rank; here are {gpus} for {here} ranks: leave out --backend, and they "
+                      "exchange through the host")
+    if settings.backend != "auto":
+        return settings.backend
+    return "nccl" if settings.device == "cuda" and here <= gpus else "gloo"
+
+
+def check_schedule(asked: Strategy, resolved: Strategy, settings: Settings) -> None:
+    """Prove the all-reduce at the size of this world, before any rank starts."""
+    if not isinstance(resolved, Data) or isinstance(resolved.reduce, Native):
+        if settings.sabotage:
+            raise Refused(f"{asked} has no schedule to sabotage; name an algorithm, such as data(2, reduce=ring)")
+        return
+    assert isinstance(resolved.workers, int)
+    schedule: Any = sabotaged(resolved.reduce, settings.sabotage)
+    if settings.unproved or resolved.workers > PROVED:
+        return
+    try:
+        prove(schedule, resolved.workers, resolved.workers * schedule.parts(resolved.workers))
+    except ScheduleError as error:
+        raise Refused(f"{schedule} is no all-reduce of {resolved.workers} ranks: {error}; mend the schedule "
+                      "(--unproved runs it all the same)") from None

@@ -1,0 +1,55 @@
+"""What one rank runs of one global batch: its micro-batches, as places in the epoch's order and as samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from paragrad.datasets.order import Order
+from paragrad.shares import micro_batches
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A micro-batch of this rank. `indices` is never empty: where `positions` is, one sample stands in with weight 0."""
+    positions: list[int]        # in the epoch's order
+    indices: list[int]          # of the dataset
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This rank's part of the global batch that stands at `whole` in the order of `epoch`."""
+    epoch: int
+    whole: range
+    pieces: list[Piece]
+
+    @property
+    def indices(self) -> list[int]:
+        """The samples to load, piece after piece."""
+        return list(chain.from_iterable(piece.indices for piece in self.pieces))
+
+    @property
+    def recorded(self) -> list[int]:
+        """[first, stop] of its positions, which are contiguous."""
+        positions = [position for piece in self.pieces for position in piece.positions]
+        return [min(positions), max(positions) + 1] if positions else [0, 0]
+
+    def cuts(self) -> Iterator[tuple[Piece, slice]]:
+        """Every piece, with its place in what was loaded."""
+        start = 0
+        for piece in self.pieces:
+            yield piece, slice(start, start + len(piece.indices))
+            start += len(piece.indices)
+
+
+def batch_of(order: Order, epoch: int, whole: range, shares: Sequence[int], micro: int, ranks: Sequence[int],
+             reverse: bool = False) -> Batch:
+    """The part of a global batch that these ranks' parts make together; reverse: each micro-batch back to front."""
+    indices = order.indices(epoch, whole)
+    pieces = []
+    for parts in micro_batches(whole, shares, micro):
+        positions = list(chain.from_iterable(parts[rank] for rank in ranks))
+        positions = positions[::-1] if reverse else positions
+        pieces.append(Piece(positions, [indices[position - whole.start] for position in positions] or indices[:1]))
+    return Batch(epoch, whole, pieces)

@@ -1,0 +1,96 @@
+"""verify: 20 steps of a strategy beside serial in float64, and a certificate that says what was seen."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paragrad.admission import Admitted, admitted
+from paragrad.datasets.loading import mapped
+from paragrad.errors import RankFailed, Refused
+from paragrad.job import Job, opened
+from paragrad.launching import Ranks
+from paragrad.record import new_folder
+from paragrad.settings import Settings
+from paragrad.strategy import Strategy
+from paragrad.training import folder_name
+from paragrad.verification import BOUND, STEPS, Difference, difference
+from paragrad.version import __version__
+from paragrad.world import launched_size
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Whether a strategy made the same training as serial, and what was compared."""
+    job: str
+    digest: str                     # of the job: its settings, initial parameters and first batch, in float64
+    strategy: str
+    resolved: str
+    steps: int
+    bound: float
+    difference: float | None        # the largest; None where the ranks did not come to its end
+    tensor: str | None              # where it is largest
+    first: tuple[str, int] | None   # (tensor, step) of the first difference above the bound
+    tensors: dict[str, float]       # the largest difference of every tensor
+    failure: str | None             # what a rank said, where one failed (replicas that are not equal, ...)
+    sabotage: str | None
+    versions: dict[str, str]
+    folder: Path
+
+    @property
+    def same(self) -> bool:
+        return self.failure is None and self.difference is not None and self.difference <= self.bound
+
+    def as_json(self) -> dict[str, Any]:
+        return {"schema": 1, **asdict(self), "same": self.same, "folder": str(self.folder)}
+
+
+def verify(job: Job, strategy: str | Strategy, *, runs: str | Path = "runs", **settings: Any) -> Certificate:
+    """Train 20 steps beside serial in float64 (`verification`), and write the certificate.json below runs.
+
+    settings: data, device, backend, sabotage. A planted bug is played, whatever the proof says of it. Raises Refused.
+    """
+    if launched_size() is not None:
+        raise Refused("verify starts its own ranks and cannot run under a launcher; call it with plain python")
+    checked = admitted(job, strategy, Settings(**{**settings, "unproved": True}))
+    found, failure = Difference(float("nan")), None
+    with Ranks(checked.size) as ranks:
+        try:
+            found = ranks.run(difference, job, checked.resolved, checked.settings, size=checked.size, threads=checked.threads,
+                              backend=checked.backend, device=checked.settings.device)[0]
+        except RankFailed as error:
+            failure = str(error)
+    folder = new_folder(Path(runs), f"{job.name}-verify-{folder_name(checked.asked)}")
+    certificate = Certificate(
+        job.name, digest(checked), str(checked.asked), str(checked.resolved), STEPS, BOUND,
+        None if failure else found.value, found.tensor, found.first, found.tensors, failure, checked.settings.sabotage,
+        {"paragrad": __version__, "torch": torch.__version__, "python": platform.python_version()}, folder)
+    partial = folder / "certificate.json.partial"
+    partial.write_text(json.dumps(certificate.as_json(), indent=1) + "\n")
+    partial.rename(folder / "certificate.json")
+    return certificate
+
+
+def digest(checked: Admitted) -> str:
+    """sha256 of what a training begins with: the job's settings, its initial parameters and its first batch."""
+    job, facts = checked.job.replace(dtype=torch.float64), checked.facts
+    told = {"name": job.name, "arguments": dict(job.arguments), "batch": job.batch, "epochs": job.epochs, "seed": job.seed,
+            "samples": facts.samples, "clip_norm": job.clip_norm, "optimizer": facts.optimizer}
+    found = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode())
+
+    def add(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            found.update(str((leaf.dtype, tuple(leaf.shape))).encode())
+            found.update(leaf.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+        return leaf
+
+    mapped(add, dict(job.built_model().state_dict()))
+    first = facts.order.indices(0, next(facts.order.batches()))
+    mapped(add, job.samples(opened(job.train, checked.settings.folder))[0, first])
+    return found.hexdigest()

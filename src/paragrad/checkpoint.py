@@ -1,0 +1,198 @@
+"""Checkpoints: a training under serial names and shapes, so that any strategy and any number of workers can go on.
+
+    RUN/checkpoint-00000120/    model.safetensors       parameters and buffers
+                                optimizer.safetensors   the optimizer's tensors, "PARAMETER/what"
+                                state.json              step, job, optimizer's groups, scheduler
+                                SHA256SUMS              of these; `sha256sum -c` reads it too
+
+Nothing is pickled. A checkpoint is written beside its place and renamed into it, whole or not at all; the one before it is
+kept. One that does not match its checksums is named and passed over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors.torch import load_file, load_model, save_file, save_model
+from torch import Tensor
+
+from paragrad.errors import Refused, StepFailed
+from paragrad.job import Facts, Job
+
+if TYPE_CHECKING:
+    from paragrad.trainer import Trainer
+
+SCHEMA = 1
+KEPT = 2                # the newest, and the one before it
+FILES, SUMS = ("model.safetensors", "optimizer.safetensors", "state.json"), "SHA256SUMS"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was found whole."""
+    folder: Path
+    state: dict[str, Any]
+    because: str = "the newest"
+
+    @property
+    def step(self) -> int:
+        return int(self.state["step"])
+
+
+def save(trainer: Trainer, parent: Path, identity: dict[str, Any] | None = None) -> Path:
+    """Write the trainer's model, optimizer, scheduler and step below parent; the checkpoint's folder.
+
+    identity: what must be equal where it is loaded again. Call on one rank; replicas are equal. Raises StepFailed where the
+    optimizer or scheduler holds what neither tensors nor JSON can.
+    """
+    folder = parent / f"checkpoint-{trainer.steps:08}"
+    if folder.exists():
+        return folder
+    partial = folder.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    tensors, scalars, groups = _optimizer_state(trainer)
+    save_model(trainer.model, str(partial / "model.safetensors"))
+    save_file(tensors, str(partial / "optimizer.safetensors"))
+    state = {"schema": SCHEMA, "step": trainer.steps, "strategy": str(trainer.strategy), "identity": identity or {},
+             "optimizer": {"class": type(trainer.optimizer).__name__, "groups": groups, "scalars": scalars},
+             "scheduler": trainer.scheduler.state_dict() if trainer.scheduler is not None else None}
+    (partial / "state.json").write_text(_json(state))
+    (partial / SUMS).write_text("".join(f"{_digest(partial / name)}  {name}\n" for name in FILES))
+    for path in [*partial.iterdir(), partial]:
+        _to_disk(path)
+    partial.rename(folder)
+    _to_disk(parent)
+    for old in _folders(parent)[KEPT:]:
+        shutil.rmtree(old, ignore_errors=True)
+    return folder
+
+
+def identity_of(job: Job, facts: Facts) -> dict[str, Any]:
+    """What a job must have in common with the one that was saved."""
+    return {"name": job.name, "seed": job.seed, "batch": job.batch, "samples": facts.samples,
+            "dtype": str(job.parameter_dtype).removeprefix("torch."), "optimizer": facts.optimizer, "shapes": facts.shapes}
+
+
+def found(parent: Path, job: Job, facts: Facts) -> Saved:
+    """The newest whole checkpoint of a run, if it is this job's. Raises Refused; a damaged one is warned of by name."""
+    saved = newest(parent)
+    ours, theirs = identity_of(job, facts), saved.state["identity"]
+    for name, hint in (("name", "resume it with that job"), ("seed", "give --seed {}"), ("batch", "give --batch {}"),
+                       ("samples", "resume it with its own training set"), ("dtype", "give it that dtype"),
+                       ("optimizer", "give it that optimizer")):
+        if ours[name] != theirs.get(name):
+            raise Refused(f"{saved.folder} was saved with {name} {theirs.get(name)}, and job {job.name} has {ours[name]}; "
+                          + hint.format(theirs.get(name)))
+    for name in {**theirs["shapes"], **ours["shapes"]}:
+        if ours["shapes"].get(name) != theirs["shapes"].get(name):
+            raise Refused(f"{saved.folder}: {name} has shape {theirs['shapes'].get(name)} there and "
+                          f"{ours['shapes'].get(name)} in job {job.name}; resume it with the model it was saved from")
+    return saved
+
+
+def newest(parent: Path) -> Saved:
+    """The newest checkpoint below a folder that is whole. Raises Refused where there is none."""
+    folders = _folders(parent)
+    damaged: list[str] = []
+    for folder in folders:
+        wrong = _damage(folder)
+        if wrong is None:
+            state = json.loads((folder / "state.json").read_text())
+            return Saved(folder, state, "; ".join(damaged) or "the newest")
+        damaged.append(f"{folder.name} is damaged ({wrong})")
+        warnings.warn(f"{folder} is damaged ({wrong}); taking the one before it", stacklevel=2)
+    if damaged:
+        raise Refused(f"{parent}: no checkpoint is whole: {'; '.join(damaged)}")
+    raise Refused(f"{parent} holds no checkpoint; give the folder of a run that was saved (train --save STEPS), or stopped")
+
+
+def load(trainer: Trainer, saved: Saved) -> None:
+    """Put a checkpoint into a trainer that has made no step yet, whatever its strategy."""
+    load_model(trainer.model, str(saved.folder / "model.safetensors"), device=str(trainer.world.device))
+    tensors = load_file(str(saved.folder / "optimizer.safetensors"), device=str(trainer.world.device))
+    kept = saved.state["optimizer"]
+    values: dict[str, dict[str, Any]] = {name: dict(scalars) for name, scalars in kept["scalars"].items()}
+    for key, tensor in tensors.items():
+        name, _, what = key.rpartition("/")
+        values.setdefault(name, {})[what] = tensor
+    order = [name for names in _group_names(trainer) for name in names]
+    groups, first = [], 0
+    for group, names in zip(kept["groups"], _group_names(trainer), strict=True):
+        groups.append({**group, "params": list(range(first, first + len(names)))})
+        first += len(names)
+    trainer.optimizer.load_state_dict({"state": {place: values[name] for place, name in enumerate(order) if name in values},
+                                       "param_groups": groups})
+    if trainer.scheduler is not None:
+        trainer.scheduler.load_state_dict(saved.state["scheduler"])
+    trainer.steps = saved.step
+
+
+def _optimizer_state(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """(tensors by "parameter/what", plain values by parameter, groups without their parameters)."""
+    names = {parameter: name for name, parameter in trainer.parameters.items()}
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, dict[str, Any]] = {}
+    for parameter, values in trainer.optimizer.state.items():
+        for what, value in values.items():
+            if isinstance(value, Tensor):
+                tensors[f"{names[parameter]}/{what}"] = value.detach().clone().contiguous()
+            else:
+                scalars.setdefault(names[parameter], {})[what] = value
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in trainer.optimizer.param_groups]
+    return tensors, scalars, groups
+
+
+def _group_names(trainer: Trainer) -> list[list[str]]:
+    names = {parameter: name for name, parameter in trainer.parameters.items()}
+    return [[names[parameter] for parameter in group["params"]] for group in trainer.optimizer.param_groups]
+
+
+def _json(state: dict[str, Any]) -> str:
+    def refuse(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.numel() == 1:
+            return value.item()
+        raise StepFailed(f"a checkpoint cannot hold a {type(value).__name__}, which the optimizer or scheduler keeps; "
+                         "only tensors, numbers, texts and lists of them are saved")
+    return json.dumps(state, indent=1, default=refuse)
+
+
+def _folders(parent: Path) -> list[Path]:
+    """The checkpoints below a folder, newest first."""
+    return sorted((path for path in parent.glob("checkpoint-*") if path.is_dir() and not path.suffix), reverse=True)
+
+
+def _damage(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, or None."""
+    try:
+        listed = [line.split("  ", 1) for line in (folder / SUMS).read_text().splitlines()]
+        sums = {name: digest for digest, name in listed}
+    except (OSError, ValueError) as error:
+        return f"{SUMS}: {error}"
+    for name in FILES:
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        if _digest(folder / name) != sums.get(name):
+            return f"{name} does not match its sha256"
+    schema = json.loads((folder / "state.json").read_text())["schema"]
+    return None if schema == SCHEMA else f"state.json has schema {schema}, this version reads {SCHEMA}"
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,123 @@
+"""From indices to tensors: samples of any shape, drawn by (seed, epoch, index), loaded here or by other processes.
+
+A sample is a pair (input, target) or a dict; inputs and targets may be nested (tuples, lists, dicts of tensors). A batch that
+is a dict is its own target: the model gets its entries by name, the loss the whole of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+
+from paragrad.errors import Refused
+
+Dataset = Any           # map-style: __len__ and __getitem__(index) -> (input, target) or {name: value}
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A dataset whose transforms draw the same numbers for a sample, whoever loads it: samples[epoch, indices] -> a batch.
+
+    Before each sample the generators of torch, numpy and random are seeded by (seed, epoch, index); afterwards they are as
+    they were. A plain TensorDataset draws nothing and gives its batch at once; so does a dataset with `whole_batches = True`.
+    """
+    dataset: Dataset
+    seed: int = 0
+    collate: Collate | None = None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, key: tuple[int, list[int]]) -> Any:
+        epoch, indices = key
+        dataset = self.dataset
+        if type(dataset).__getitem__ is TensorDataset.__getitem__ or getattr(dataset, "whole_batches", False):
+            return dataset[indices]
+        with _generators_kept():
+            drawn = []
+            for index in indices:
+                _seed_generators(random.Random(f"paragrad sample {self.seed} {epoch} {index}").getrandbits(32))
+                drawn.append(dataset[index])
+        return (self.collate or default_collate)(drawn)
+
+
+def loaded(samples: Samples, epoch: int, batches: Iterable[list[int]], loaders: int = 0) -> Iterator[Any]:
+    """The batches in their order; loaders: so many processes load ahead, 0 loads here."""
+    keys = [(epoch, indices) for indices in batches]
+    if loaders == 0:
+        return (samples[key] for key in keys)
+    own = torch.Generator()         # DataLoader draws a seed; not from the generator that the model may use
+    return iter(DataLoader(samples, batch_size=None, sampler=keys, num_workers=loaders, collate_fn=_as_it_is,   # type: ignore
+                           generator=own))
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def parted(batch: Any) -> tuple[Any, Any]:
+    """(inputs, target) of a batch; a dict is both."""
+    if isinstance(batch, Mapping):
+        return dict(batch), dict(batch)
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise Refused(f"a sample of a dataset must be a pair (input, target) or a dict, got {type(batch).__name__}")
+
+
+def called(model: Callable[..., Any], inputs: Any) -> Any:
+    """model(inputs): a dict by name, a tuple or list in its order."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """value with function(leaf) for every leaf: a tensor, a list of plain values (such as texts), or any other value."""
+    if isinstance(value, Mapping):
+        return {name: mapped(function, each) for name, each in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(mapped(function, each) for each in value))
+    if isinstance(value, tuple) or (isinstance(value, list)
+                                    and any(isinstance(each, Tensor | Mapping | tuple | list) for each in value)):
+        return type(value)(mapped(function, each) for each in value)
+    return function(value)
+
+
+def brought(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """value on a device, its floating point numbers in dtype."""
+    def bring(leaf: Any) -> Any:
+        return leaf.to(device, dtype if leaf.is_floating_point() else None) if isinstance(leaf, Tensor) else leaf
+    return mapped(bring, value)
+
+
+def cut(value: Any, part: slice) -> Any:
+    """A part of the samples of a batch: of every tensor along its first dimension, of lists of plain values too."""
+    def cut_leaf(leaf: Any) -> Any:
+        return leaf[part] if isinstance(leaf, list) or (isinstance(leaf, Tensor) and leaf.dim()) else leaf
+    return mapped(cut_leaf, value)
+
+
+def _seed_generators(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    numpy.random.seed(seed)
+    random.seed(seed)
+
+
+@contextlib.contextmanager
+def _generators_kept() -> Iterator[None]:
+    states = torch.default_generator.get_state(), numpy.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(states[0])
+        numpy.random.set_state(states[1])
+        random.setstate(states[2])

@@ -1,0 +1,50 @@
+"""What a rank writes of its steps into the record: spans, steps, memory."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from collections.abc import Iterator
+from typing import Any
+
+from paragrad.record import Line, Recorder
+
+
+class Log:
+    """The spans of the step under way, written together with its line. Without a recorder, nothing."""
+
+    def __init__(self, recorder: Recorder | None) -> None:
+        self.recorder = recorder
+        self.spans: list[Line] = []
+
+    def now(self) -> float:
+        """Seconds since the run began."""
+        return self.recorder.now() if self.recorder else 0.0
+
+    @contextlib.contextmanager
+    def span(self, name: str, lane: str) -> Iterator[None]:
+        start = self.now()
+        yield
+        self.add_span(name, lane, start)
+
+    def add_span(self, name: str, lane: str, start: float, bytes: int | None = None) -> None:
+        if self.recorder:
+            self.spans.append({"kind": "span", "name": name, "lane": lane, "start": round(start, 6),
+                               "seconds": round(self.now() - start, 6), "bytes": bytes, "peer": None})
+
+    def step(self, number: int, start: float, **fields: Any) -> None:
+        """The line of a step that began at `start`, after its spans."""
+        if not self.recorder:
+            return
+        spans, self.spans = self.spans, []
+        line = {"kind": "step", "step": number, "start": round(start, 6), "seconds": round(self.now() - start, 6), **fields}
+        self.recorder.write_all([*({**span, "step": number} for span in spans), line])
+
+    def choice(self, what: str, picked: str, because: str) -> None:
+        if self.recorder:
+            self.recorder.write("choice", what=what, bytes=None, picked=picked, because=because)
+
+    def memory(self, **fields: int) -> None:
+        """Bytes that this rank holds, by kind."""
+        if self.recorder:
+            self.recorder.write("memory", **fields, resident=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)

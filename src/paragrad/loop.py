@@ -1,0 +1,107 @@
+"""What every rank of a training does: all batches of all epochs in the exact order, a test after each epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_model
+
+from paragrad import checkpoint
+from paragrad.admission import Admitted
+from paragrad.datasets.loading import Dataset, parted
+from paragrad.job import opened
+from paragrad.record import Recorder
+from paragrad.report.tensorboard import events
+from paragrad.trainer import Trainer
+from paragrad.world import World
+
+Progress = Callable[[dict[str, Any]], None]         # told {"epoch", "step", "steps", "loss"} some times a second
+
+
+def train_rank(world: World, checked: Admitted, folder: Path, origin: float, report: Progress | None = None) -> str:
+    """What every rank does; how it ended: "finished" or "stopped"."""
+    settings = checked.settings
+    with Recorder(folder / f"rank-{world.rank}.jsonl", origin) as record, \
+            events(folder if settings.tensorboard and world.rank == 0 else None) as show:
+        trainer = Trainer.of_job(world, checked.job, checked.resolved, record=record, overlap=settings.overlap,
+                                 reverse=settings.reverse, sabotage=settings.sabotage)
+        try:
+            training = Training(trainer, checked, folder, record, report or (lambda told: None), show)
+            status = training.run()
+            trainer.log_memory()
+        finally:
+            trainer.close()
+        if world.rank == 0 and status == "finished":
+            partial = folder / "model.safetensors.partial"
+            save_model(trainer.model, str(partial))
+            partial.rename(folder / "model.safetensors")
+    return status
+
+
+class Training:
+    """The loop over a job's epochs, on one rank: every batch in the exact order, a test after each epoch."""
+
+    def __init__(self, trainer: Trainer, checked: Admitted, folder: Path, record: Recorder, report: Progress,
+                 show: Callable[..., None]) -> None:
+        self.trainer, self.checked, self.folder, self.record = trainer, checked, folder, record
+        self.report, self.show, self.told = report, show, 0.0
+        job, settings = checked.job, checked.settings
+        self.train: Dataset = opened(job.train, settings.folder)
+        self.test: Dataset | None = None if job.test is None else opened(job.test, settings.folder)
+        self.per_epoch = checked.facts.order.steps
+        self.steps = min(settings.limit or 2**62, job.epochs * self.per_epoch)
+        self.status = "finished"
+
+    def run(self) -> str:
+        first, start = 0, 0
+        if self.checked.saved is not None:
+            checkpoint.load(self.trainer, self.checked.saved)
+            first, start = divmod(self.trainer.steps, self.per_epoch)
+            if first and not start:
+                self.end_epoch(first - 1, self.record.now())        # it was saved before that epoch's test
+        for epoch in range(first, self.checked.job.epochs):
+            begun = self.record.now()
+            if not self.epoch(epoch, start if epoch == first else 0) or self.end_epoch(epoch, begun):
+                break
+        if self.checked.settings.save and self.status == "finished":
+            self.save()
+        return self.status
+
+    def epoch(self, epoch: int, start: int) -> bool:
+        """Train to the end of an epoch; False where the run ends before."""
+        settings, job = self.checked.settings, self.checked.job
+        for fetched in self.trainer.batches(self.train, job.batch, epoch, start=start, loaders=settings.loaders):
+            rate = self.trainer.optimizer.param_groups[0]["lr"]
+            result = self.trainer.step(*parted(fetched))
+            self.tell(epoch, result.loss, rate)
+            if result.stop:
+                self.status = "stopped"
+                self.save()
+                return False
+            if settings.save and self.trainer.steps % settings.save == 0:
+                self.save()
+            if self.trainer.steps == settings.limit:
+                return False
+        return True
+
+    def end_epoch(self, epoch: int, begun: float) -> bool:
+        """The test after an epoch; True where the goal is reached."""
+        job, goal = self.checked.job, self.checked.settings.goal
+        test = self.trainer.evaluation(self.test, job.metric, self.checked.settings.loaders) if self.test is not None else None
+        self.record.write("epoch", epoch=epoch, test=test, start=round(begun, 6), seconds=round(self.record.now() - begun, 6))
+        if test is not None:
+            self.show(self.trainer.steps, **{f"test {job.metric_name}": test["value"]})
+        return bool(goal and test and goal.reached(test["value"]))
+
+    def tell(self, epoch: int, loss: float, rate: float) -> None:
+        self.show(self.trainer.steps, loss=loss, lr=rate)
+        if self.trainer.world.rank == 0 and (self.record.now() - self.told > 0.1 or self.trainer.steps == self.steps):
+            self.told = self.record.now()
+            self.report({"epoch": epoch, "step": self.trainer.steps, "steps": self.steps, "loss": loss})
+
+    def save(self) -> None:
+        """A checkpoint of this step, unless it is there already; rank 0 writes it."""
+        if self.trainer.world.rank == 0:
+            checkpoint.save(self.trainer, self.folder, checkpoint.identity_of(self.checked.job, self.checked.facts))
