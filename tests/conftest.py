@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,14 @@ from paragrad.launching import Ranks
 # a test never takes its data, or its world, from the shell that runs it
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
+
+
+@pytest.fixture(scope="session")
+def data() -> Path:
+    """The folder of real data, where there is one."""
+    if "PARAGRAD_DATA" not in os.environ:
+        pytest.skip("PARAGRAD_DATA names no folder with the files of MNIST and tinyshakespeare")
+    return Path(os.environ["PARAGRAD_DATA"])
 
 
 @pytest.fixture(scope="session")

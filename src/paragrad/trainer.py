@@ -285,8 +285,11 @@ class Trainer:
         return StepFailed(message, step=self.steps, tensor=getattr(error, "tensor", None))
 
     def close(self) -> None:
+        """Let go of the exchange; the model is a plain one again."""
         if self.exchange is not None:
             self.exchange.close()
+        for norm in batch_norms(self.model):
+            vars(norm).pop("forward", None)
 
 
 def _bytes(tensors: Any) -> int:

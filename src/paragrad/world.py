@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import os
 import threading
@@ -142,7 +143,10 @@ def joined_from_environment(backend: str = "gloo", timeout: float = TIMEOUT, dev
     if dist.is_initialized():
         world = World(dist.get_rank(), dist.get_world_size(), dist.get_backend(), timeout, place_here, dist.group.WORLD)
         world.prove()
-        yield world
+        try:
+            yield world
+        finally:
+            _let_go(world)
         return
     if told is None:
         raise Refused("no launcher started this process; start it with torchrun, mpirun or srun")
@@ -155,6 +159,7 @@ def joined_from_environment(backend: str = "gloo", timeout: float = TIMEOUT, dev
     _meet(told, place, backend, timeout)
     with _until_left(backend, timeout, place_here, threading.Event()) as world:
         yield world
+    gc.collect()                # DDP and its hook hold one another, and the group
 
 
 def _device(kind: str, local_rank: int) -> torch.device:
@@ -230,10 +235,16 @@ def _initialize(rank: int, size: int, store: Any, backend: str, timeout: float) 
 
 @contextmanager
 def _until_left(backend: str, timeout: float, device: torch.device, stop: threading.Event) -> Iterator[World]:
+    world = World(dist.get_rank(), dist.get_world_size(), backend, timeout, device, dist.group.WORLD, stop)
     try:
-        world = World(dist.get_rank(), dist.get_world_size(), backend, timeout, device, dist.group.WORLD, stop)
         world.prove()
         yield world
         world.barrier()         # who leaves early appears to a peer as a closed connection
     finally:
         dist.destroy_process_group()
+        _let_go(world)
+
+
+def _let_go(world: World) -> None:
+    """Take the group from a world that was left: one still held as the interpreter ends may abort it, threads running."""
+    object.__setattr__(world, "group", None)

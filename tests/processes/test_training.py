@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -17,12 +19,14 @@ from torch.utils.data import TensorDataset
 import paragrad as pg
 from paragrad.admission import admitted
 from paragrad.data_parallel.all_reduce import Exchange
+from paragrad.datasets.loading import parted
 from paragrad.launching import Ranks
 from paragrad.record import Record, lines_of
 from paragrad.settings import Settings
 from paragrad.strategy import resolve, strategy
 from paragrad.trainer import Trainer
 from paragrad.training import run
+from paragrad.verification import differences
 from paragrad.world import World
 
 DIGITS = pg.job("digits").replace(epochs=2)
@@ -250,3 +254,77 @@ def test_train_from_python_checks_and_compares(tmp_path: Path) -> None:
 def test_data_under_torchrun_is_refused_without_it() -> None:
     with pytest.raises(pg.Refused, match="at least 13"):
         pg.train(JOBS["mlp"], "data(13)")
+
+
+def test_the_learning_rate_of_a_step_is_the_one_it_used(pool: Ranks, tmp_path: Path) -> None:
+    """It was read after the scheduler had stepped: the record was one step ahead of the training."""
+    finished = trained(pool, tmp_path, JOBS["mlp, adam, clipped, scheduled"], "data(2)")
+    assert [line["lr"] for line in finished.of("step")] == pytest.approx([1e-2, 1e-2, 5e-3, 5e-3, 2.5e-3, 2.5e-3])
+
+
+def test_what_every_micro_batch_sends_is_counted(pool: Ranks, tmp_path: Path) -> None:
+    """The count was emptied at the last micro-batch: what batch norm gathered in the earlier ones was lost."""
+    once, twice = (trained(pool, tmp_path / str(micro), JOBS["cnn with batch norm"], f"data(2, micro={micro})")
+                   .of("step")[0]["sent"] for micro in (1, 2))
+    assert twice["gradients"] == once["gradients"]
+    assert twice["batch_norm"]["bytes"] == 2 * once["batch_norm"]["bytes"] > 0
+
+
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32(pool: Ranks, tmp_path: Path) -> None:
+    """By autocast. One step: error against float64 no more than four times serial's in bfloat16, or 8 eps of it."""
+    for name in ("mlp", "cnn with batch norm", "lstm, tied"):
+        job = JOBS[name].replace(dtype=torch.bfloat16)
+        exact, = pool.run(one_step, JOBS[name].replace(dtype=torch.float64), "serial", size=1)
+        serial, = pool.run(one_step, job, "serial", size=1)
+        for ours in pool.run(one_step, job, "data(3, reduce=ring)", size=3):
+            assert {value.dtype for value in ours.values() if value.is_floating_point()} == {torch.float32}
+            floor = 8 * torch.finfo(torch.bfloat16).eps
+            worst = {who: max(differences({key: value.double() for key, value in state.items()}, exact).values())
+                     for who, state in (("ours", ours), ("serial", serial))}
+            assert 1e-6 < worst["ours"] <= max(floor, 4 * worst["serial"])
+    finished = trained(pool, tmp_path, DIGITS.replace(dtype=torch.bfloat16), "data(2)")
+    assert finished.header["job"]["dtype"] == "bfloat16"
+    assert finished.test > 85                                       # type: ignore[operator]
+
+
+def one_step(world: World, job: pg.Job, text: str) -> dict[str, Tensor]:
+    trainer = Trainer.of_job(world, job, resolve(strategy(text), cores=2))
+    trainer.step(*parted(next(trainer.batches(job.train, job.batch, epoch=0))))
+    trainer.close()
+    return {name: value.clone() for name, value in trainer.state().items()}
+
+
+def test_until_stops_every_rank_after_the_epoch_that_reaches_it(pool: Ranks, tmp_path: Path) -> None:
+    job = pg.job("digits")
+    whole = trained(pool, tmp_path / "whole", job.replace(epochs=6), "data(2)")
+    tests = [line["test"]["value"] for line in whole.of("epoch")]
+    goal = next(place for place, value in enumerate(tests) if value >= 90)
+    short = trained(pool, tmp_path / "short", job.replace(epochs=6), "data(2)", until="accuracy=90")
+    assert [line["test"]["value"] for line in short.of("epoch")] == tests[:goal + 1]
+    assert short.end["status"] == "finished"                        # type: ignore[index]
+    falling = job.replace(epochs=6, metric=None)
+    losses = [line["test"]["value"] for line in trained(
+        pool, tmp_path / "falling", falling, "serial", until="loss=0.5").of("epoch")]
+    assert losses[-1] <= 0.5 < min(losses[:-1])
+
+
+def test_event_files_say_what_the_record_says(pool: Ranks, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    finished = trained(pool, tmp_path, DIGITS, "data(2)", tensorboard=True)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [each.value for each in events.Scalars("loss")] == pytest.approx(finished.losses, rel=1e-5)
+    assert [each.step for each in events.Scalars("loss")] == list(range(1, 47))
+    assert events.Scalars("test accuracy")[-1].value == pytest.approx(finished.test)
+    assert [each.value for each in events.Scalars("lr")] == pytest.approx([0.1] * 46)
+
+
+def test_the_model_is_plain_pytorch_without_paragrad(pool: Ranks, tmp_path: Path) -> None:
+    """As the README shows it: a plain module of the same shape, and safetensors."""
+    finished = trained(pool, tmp_path, DIGITS, "data(2)")
+    code = ("import sys, torch; from safetensors.torch import load_file; from torch import nn\n"
+            "model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))\n"
+            f"model.load_state_dict(load_file({str(tmp_path / 'model.safetensors')!r}))\n"
+            "assert not any(name.startswith('paragrad') for name in sys.modules)\n"
+            "print(float(model(torch.ones(1, 64)).detach().sum()))")
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert float(told) == pytest.approx(float(finished.model()(torch.ones(1, 64)).detach().sum()), rel=1e-5)

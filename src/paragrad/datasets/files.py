@@ -6,6 +6,7 @@ import gzip
 import http.client
 import sys
 import time
+import urllib.error
 import urllib.request
 import zlib
 from dataclasses import dataclass
@@ -105,6 +106,8 @@ def _kept(dataset: str, original: Original, data: Path | None) -> Path:
     try:
         return Path(pooch.retrieve(original.url, original.sha256, original.published, cache, downloader=_download))
     except (OSError, http.client.HTTPException) as error:
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()                       # it holds the connection
         why = shorten(f"{type(error).__name__}: {error}", 160)
         raise _unavailable(dataset, data, f"{original.published} could not be got from {original.url} ({why})") from error
     except ValueError as error:                 # pooch compared, and threw away what it had got

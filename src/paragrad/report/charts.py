@@ -1,0 +1,238 @@
+"""The charts of a comparison's page: SVG to put into HTML, drawn by matplotlib without pyplot's global state."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+import numpy
+
+from paragrad.record import Line
+
+if TYPE_CHECKING:                   # matplotlib takes a second to import, and only a page needs it
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH, HEIGHT = 420, 270            # units of a chart; the page scales it, to some 330 pixels on a phone
+TEXT = 12                           # units high
+POINTS = 200                        # of a line, at most: one every two units
+SMOOTH = 60                         # of a line of noisy values
+LINE = 58                           # letters across a chart
+MARKS = 6                           # along a line
+INK, MUTED, FAINT = "#1f2933", "#5f6c7b", "#e3e8ee"
+# told apart by most colour-blind eyes (Okabe and Ito 2008, without their yellow, which paper swallows; then Tol 2021)
+COLOURS = ("#1f2933", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#882255", "#8a8a2e", "#7a4b2a")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p")
+KINDS = ("#3d6b8e", "#c58a2b", "#6b9a5b", "#8a5a83", "#777777")        # of bytes
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a strategy is drawn, everywhere in a page: told apart by colour, by marker, and beyond ten by dashes."""
+    colour: str
+    marker: str
+    dashes: str = "-"
+    inside: str = "white"       # of the marker
+
+
+def look(place: int, twin: bool = False) -> Look:
+    """The look of a table's row."""
+    if twin:
+        return Look("#6b7280", "x", "--", inside="#6b7280")
+    return Look(COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)], "-" if place < len(COLOURS) else "-.")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A strategy's line: the mean over its seeds, and from where to where they reach."""
+    look: Look
+    name: str
+    x: list[float]
+    y: list[float]
+    low: list[float]
+    high: list[float]
+    seeds: int = 1
+    steps: int = 1              # per point, at most
+
+
+def curve(seen: Look, name: str, runs: Sequence[Sequence[tuple[float, float]]], most: int = POINTS) -> Curve | None:
+    """The points of every seed, joined: point by point the mean, as far as all seeds went; neighbours averaged, to `most`.
+
+    None where there is nothing to draw.
+    """
+    length = min((len(points) for points in runs), default=0)
+    if length == 0:
+        return None
+    bins = min(length, most)
+    values = numpy.array([points[:length] for points in runs], dtype=float)             # seeds x points x 2
+    edges = numpy.linspace(0, length, bins + 1).round().astype(int)
+    with numpy.errstate(all="ignore"):          # a diverging loss is infinite here and there
+        thinned = numpy.add.reduceat(values, edges[:-1], axis=1) / numpy.diff(edges)[None, :, None]
+        x, y = thinned.mean(axis=0).T
+    if not numpy.isfinite(y).any():
+        return None
+    return Curve(seen, name, x.tolist(), y.tolist(), thinned[:, :, 1].min(axis=0).tolist(),
+                 thinned[:, :, 1].max(axis=0).tolist(), len(runs), int(numpy.diff(edges).max()))
+
+
+def lines(name: str, curves: Sequence[Curve], *, x_label: str, y_label: str, alt: str, logarithmic: bool | None = None,
+          goal: float | None = None) -> str:
+    """A chart of lines; logarithmic: whether y is (None: where values span more than a factor of 30); zeros lie on the floor.
+
+    name: unique in the page;  goal: a dotted line across.
+    """
+    with drawing(name, WIDTH, HEIGHT) as figure:
+        axes = _axes(figure, y_label, x_label)
+        finite = [value for each in curves for value in each.y if math.isfinite(value)]
+        if logarithmic is None:
+            logarithmic = min(finite) > 0 and max(finite) > 30 * min(finite)
+        floor = _decades(axes, finite) if logarithmic else 0.0
+        for place, each in enumerate(curves):
+            _line(axes, each, place, len(curves), floor)
+        axes.set_xlim(left=0)
+        if goal is not None:
+            axes.axhline(goal, color=MUTED, linewidth=1, linestyle=":", zorder=1)
+        return _inline(figure, name, alt)
+
+
+def _line(axes: Axes, each: Curve, place: int, of: int, floor: float) -> None:
+    """Lines drawn later are thinner and mark other points, so that those that lie on each other can all be seen."""
+    left = 1 - place / max(1, of - 1)               # of all lines: 1 for the first, 0 for the last
+    marks = max(1, len(each.x) // MARKS)
+    y, low, high = (numpy.maximum(values, floor) if floor else values for values in (each.y, each.low, each.high))
+    if each.seeds > 1:
+        axes.fill_between(each.x, low, high, color=each.look.colour, alpha=max(0.06, 0.3 / of), linewidth=0, zorder=2)
+    axes.plot(each.x, y, color=each.look.colour, linestyle=each.look.dashes, linewidth=1.3 + 2.2 * left,
+              marker=each.look.marker, markersize=4.5 + 3.5 * left, markevery=(place * marks // of, marks),
+              markerfacecolor=each.look.inside, markeredgewidth=1.2, zorder=3 + place)
+
+
+def _decades(axes: Axes, values: list[float]) -> float:
+    """Make y logarithmic. Zeros, of which there is no logarithm, get a floor below the rest: where it is, or 0."""
+    above = [value for value in values if value > 0] or [1.0]
+    low, high = min(above) / 1.4, max(above) * 1.4
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    factors = (1, 2, 5) if last - first < 4 else (1,)
+    ticks = [(factor * 10.0 ** exponent, _scientific(factor, exponent))
+             for exponent in range(first, last, max(1, (last - first) // 6)) for factor in factors]
+    ticks = [(value, text) for value, text in ticks if low <= value <= high]
+    floor = low / (high / low) ** 0.15 if any(value <= 0 for value in values) else 0.0
+    if floor:
+        ticks.append((floor, "0"))
+    axes.set_yscale("log")
+    axes.set_ylim(0.8 * floor if floor else low, high)
+    axes.set_yticks([value for value, _ in ticks], [text for _, text in ticks])
+    axes.set_yticks([], minor=True)
+    return floor
+
+
+def bars(name: str, rows: Sequence[tuple[str, str, dict[str, Line]]], kinds: Sequence[str], alt: str) -> str:
+    """A bar for every (strategy, its bytes in words, {kind: {bytes, computed}}); computed parts are hatched."""
+    short = all(len(strategy) + len(words) <= LINE - 4 for strategy, words, _ in rows)
+    with drawing(name, WIDTH, (38 if short else 54) * len(rows) + 44) as figure:
+        axes = _axes(figure, "", "bytes per rank and step")
+        axes.grid(axis="y", visible=False)
+        for place, (strategy, words, sent) in enumerate(rows):
+            start = 0
+            for kind, number in sent.items():
+                axes.barh(place, number["bytes"], left=start, height=0.3 if short else 0.22,
+                          color=KINDS[kinds.index(kind) % len(KINDS)], edgecolor="white", linewidth=0.6,
+                          hatch="////" if number["computed"] else None, zorder=3)
+                start += number["bytes"]
+            axes.annotate(_shortened(strategy), (0, place), (0, 9.5), textcoords="offset points", color=INK, fontsize=TEXT)
+            if short:
+                axes.annotate(words, (1, place), (0, 9.5), ("axes fraction", "data"), "offset points", ha="right", color=MUTED,
+                              fontsize=TEXT - 1)
+            else:
+                axes.annotate(_shortened(words), (0, place), (0, -18), textcoords="offset points", color=MUTED,
+                              fontsize=TEXT - 1)
+        most = max(sum(number["bytes"] for number in sent.values()) for _, _, sent in rows)
+        axes.set_xlim(0, max(1, most))
+        axes.set_ylim(len(rows) - (0.7 if short else 0.45), -0.65)
+        axes.set_yticks([])
+        axes.spines["bottom"].set_visible(False)
+        return _inline(figure, name, alt)
+
+
+def sample(name: str, seen: Look) -> str:
+    """A strategy's line and marker, small, for a legend."""
+    with drawing(name, 30, 12) as figure:
+        axes: Any = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+        axes.set_axis_off()
+        axes.set(xlim=(0, 30), ylim=(0, 12))
+        axes.plot([0, 15, 30], [6, 6, 6], color=seen.colour, linestyle=seen.dashes, linewidth=2, marker=seen.marker,
+                  markersize=7, markevery=[1], markerfacecolor=seen.inside, markeredgewidth=1.4)
+        return _inline(figure, name, "")
+
+
+@contextmanager
+def drawing(name: str, width: float, height: float) -> Iterator[Figure]:
+    """An empty figure, under matplotlib's own defaults whatever the user's are; `name` makes its ids, always the same."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")      # of matplotlib's font; the browser draws text in its own
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": name, "text.parse_math": False, "font.size": TEXT,
+                                    "hatch.color": "white", "hatch.linewidth": 1.2})
+        yield Figure(figsize=(width / 72, height / 72), layout="constrained" if width == WIDTH else None)
+
+
+def _axes(figure: Figure, y_label: str, x_label: str) -> Axes:
+    from matplotlib.ticker import MaxNLocator
+    figure.patch.set_visible(False)
+    axes = figure.add_subplot()
+    axes.patch.set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(MUTED)
+    axes.grid(color=FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0, labelcolor=MUTED, labelsize=TEXT)
+    axes.set_title(y_label, loc="left", fontsize=TEXT, color=MUTED)
+    axes.set_xlabel(x_label, loc="right", fontsize=TEXT, color=MUTED)
+    axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.xaxis.set_major_formatter(lambda value, _: _short(value))
+    return axes
+
+
+def _short(value: float) -> str:
+    """1500000 as 1.5M."""
+    for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= unit:
+            return f"{value / unit:.6g}{letter}"
+    return f"{value:.6g}"
+
+
+def _scientific(factor: int, exponent: int) -> str:
+    """factor * 10 ** exponent as people write it."""
+    if -3 <= exponent <= 3:
+        return f"{factor * 10.0 ** exponent:g}"
+    power = "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return power if factor == 1 else f"{factor}·{power}"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= LINE else text[:LINE - 3] + "..."
+
+
+def _inline(figure: Figure, name: str, alt: str) -> str:
+    """The figure as an <svg> element that fits its box, with ids of its own and no more digits than are seen."""
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = file.getvalue()
+    text = re.sub(r"<style.*?</style>", "", text[text.index("<svg"):], flags=re.DOTALL)     # it would reach the whole page
+    text = re.sub(r' (id="|xlink:href="#)', rf" \1{name}-", text).replace("url(#", f"url(#{name}-")
+    text = re.sub(r' (?:d|x|y|transform|style)="[^"]*"', lambda found: re.sub(
+        r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", found[0]), text)
+    told = f'role="img" aria-label="{escape(alt)}"' if alt else 'aria-hidden="true"'
+    width, height = figure.get_size_inches() * 72
+    opening = (f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {told} '
+               f'viewBox="0 0 {width:g} {height:g}">')
+    return re.sub(r"<svg[^>]*>", lambda _: opening, text, count=1)

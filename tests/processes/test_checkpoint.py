@@ -1,0 +1,238 @@
+"""Stop and resume: saved under one strategy, loaded under another, and the training goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from equality import JOBS, VECTORS, mlp, stepped
+from equality import job as make_job
+from torch import Tensor, nn
+
+import paragrad as pg
+from paragrad import checkpoint
+from paragrad.admission import admitted
+from paragrad.checkpoint import FILES, newest
+from paragrad.datasets.loading import parted
+from paragrad.job import Job, examined
+from paragrad.launching import Ranks
+from paragrad.record import Record
+from paragrad.settings import Settings
+from paragrad.strategy import Serial, Strategy, resolve, strategy
+from paragrad.trainer import Trainer
+from paragrad.training import run
+from paragrad.verification import differences
+from paragrad.world import World
+
+# 29 samples in batches of 12: three steps an epoch; step 4 is in the middle of the second
+SAVED = 4
+
+
+def in64(job: Job) -> Job:
+    return job.replace(dtype=torch.float64, epochs=4)
+
+
+# name -> job: plain momentum; Adam, clipping and a scheduler; batch norm; dropout; transforms; groups of their own
+RESUMED = {**{name: in64(JOBS[name]) for name in (
+    "mlp", "mlp, adam, clipped, scheduled", "cnn with batch norm", "dropout", "frozen and unused",
+    "dicts, padded, transformed", "lstm, tied")},
+    "two groups": in64(make_job("two groups", mlp, VECTORS, scheduler=stepped, optimizer=lambda parameters: (
+        lambda each: torch.optim.AdamW([{"params": each[:2], "lr": 0.01}, {"params": each[2:], "weight_decay": 0.1}]))(
+        list(parameters))))}
+
+
+def steps_from(world: World, job: Job, chosen: Strategy, saved: checkpoint.Saved | None, first: int, count: int,
+               folder: Path | None = None) -> dict[str, Tensor]:
+    """The state after steps first..first+count, from a checkpoint or from the start; saved below folder, if there is one."""
+    trainer = Trainer.of_job(world, job, chosen)
+    try:
+        if saved is not None:
+            checkpoint.load(trainer, saved)
+        order = job.order(len(job.train))
+        places = [(step // order.steps, list(order.batches())[step % order.steps]) for step in range(first, first + count)]
+        for fetched in trainer.batches_at(job.train, order, places):
+            trainer.step(*parted(fetched))
+        if folder is not None and world.rank == 0:
+            checkpoint.save(trainer, folder, checkpoint.identity_of(job, examined(job)))
+        return {name: tensor.clone() for name, tensor in trainer.state().items()}
+    finally:
+        trainer.close()
+
+
+def resolved(text: str) -> Strategy:
+    return resolve(strategy(text), cores=2)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize(("before", "after"), [
+    ("data(3, reduce=ring)", "serial"), ("data(3, shares=[3, 1, 2])", "data(2, reduce=tree)"),
+    ("serial", "data(4, reduce=butterfly)"), ("data(2)", "data(2)")], ids=str)
+def test_saved_here_loaded_there(pool: Ranks, tmp_path: Path, name: str, before: str, after: str) -> None:
+    """Mid-epoch; the next five steps equal uninterrupted serial. (Adam after 4 steps is not Adam from the start.)"""
+    job, early, late = RESUMED[name], resolved(before), resolved(after)
+    expected = steps_from(World(), job, Serial(threads=1), None, 0, SAVED + 5)
+    pool.run(steps_from, job, early, None, 0, SAVED, tmp_path, size=early.workers)
+    found = checkpoint.found(tmp_path, job, examined(job))
+    assert found.step == SAVED
+    for state in pool.run(steps_from, job, late, found, SAVED, 5, size=late.workers):
+        assert max(differences(state, {key: expected[key] for key in state}).values()) <= 1e-10
+
+
+def trained(pool: Ranks, folder: Path, job: Job, text: str, **settings: object) -> pg.Run:
+    folder.mkdir()
+    return run(pool, admitted(job, text, Settings(**settings)), folder)         # type: ignore[arg-type]
+
+
+def test_a_run_goes_on_where_another_was_saved(pool: Ranks, tmp_path: Path) -> None:
+    """Saved every 4 steps of 6; resumed from 4: the losses of steps 4 and 5, and an audit over both runs."""
+    job = in64(JOBS["mlp"]).replace(epochs=2)
+    whole = trained(pool, tmp_path / "whole", job, "data(3)", save=4)
+    steps = sorted(path.name for path in whole.folder.glob("checkpoint-*"))
+    assert steps == ["checkpoint-00000004", "checkpoint-00000006"]
+    shutil.rmtree(whole.folder / "checkpoint-00000006")
+    half = trained(pool, tmp_path / "resumed", job, "data(2, reduce=ring)", resume=whole.folder)
+    assert half.losses == pytest.approx(whole.losses[4:], rel=1e-10)
+    assert half.header["resumed"] == {"run": str(whole.folder), "step": 4}
+    assert (half.audit.epochs, half.audit.seen, half.audit.twice, half.audit.missed) == (1, 29, 0, 0)
+    longer = trained(pool, tmp_path / "longer", job.replace(epochs=3), "serial", resume=whole.folder)
+    assert [line["step"] for line in longer.of("step")] == list(range(4, 9))
+
+
+def test_the_newest_two_are_kept_and_nothing_half_written(pool: Ranks, tmp_path: Path) -> None:
+    finished = trained(pool, tmp_path / "run", JOBS["mlp"], "data(2)", save=1)
+    assert sorted(path.name for path in finished.folder.iterdir()) == [
+        "checkpoint-00000005", "checkpoint-00000006", "model.safetensors", "rank-0.jsonl", "rank-1.jsonl", "run.jsonl"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["cut", "flipped", "removed"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(pool: Ranks, tmp_path: Path, name: str, damage: str) -> None:
+    job = JOBS["mlp, adam, clipped, scheduled"]
+    parent = trained(pool, tmp_path / "run", job, "data(2)", save=2).folder
+    harm(parent / "checkpoint-00000006" / name, damage)
+    with pytest.warns(UserWarning, match=f"checkpoint-00000006 is damaged .{name} .*; taking the one before it"):
+        found = newest(parent)
+    assert found.step == 4
+    with pytest.warns(UserWarning, match="is damaged"):
+        resumed = trained(pool, tmp_path / "resumed", job, "serial", resume=parent)
+    choice = next(line for line in resumed.choices if line["what"] == "checkpoint")
+    assert choice["picked"] == "checkpoint-00000004"
+    assert f"checkpoint-00000006 is damaged ({name}" in choice["because"]
+    harm(parent / "checkpoint-00000004" / name, damage)
+    with pytest.warns(UserWarning, match="is damaged"), pytest.raises(pg.Refused, match="no checkpoint is whole"):
+        newest(parent)
+
+
+def harm(path: Path, damage: str) -> None:
+    content = path.read_bytes()
+    if damage == "removed":
+        path.unlink()
+    else:
+        path.write_bytes(content[:-7] if damage == "cut" else content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def wider() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 17), nn.Tanh(), nn.Linear(17, 4))
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"model": wider}, r"0\.weight has shape \[16, 10\] there and \[17, 10\] in job mlp"),
+    ({"batch": 13}, "saved with batch 12, and job mlp has 13; give --batch 12"),
+    ({"seed": 6}, "saved with seed 5, and job mlp has 6; give --seed 5"),
+    ({"optimizer": lambda parameters: torch.optim.Adam(parameters)}, "saved with optimizer SGD, and job mlp has Adam"),
+    ({"dtype": torch.float64}, "saved with dtype float32"),
+    ({"name": "other"}, "resume it with that job")], ids=str)
+def test_another_job_is_refused(pool: Ranks, tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    parent = trained(pool, tmp_path / "run", JOBS["mlp"].replace(epochs=1), "serial", save=3).folder
+    with pytest.raises(pg.Refused, match=message):
+        admitted(JOBS["mlp"].replace(**changes), "serial", Settings(resume=parent))
+    with pytest.raises(pg.Refused, match="holds no checkpoint; give the folder of a run that was saved"):
+        admitted(JOBS["mlp"], "serial", Settings(resume=tmp_path))
+
+
+STOPPED = """
+import os, signal, sys
+import paragrad as pg, torch
+from torch import nn
+from torch.utils.data import Dataset
+
+class Points(Dataset):
+    '''At its 100th sample it asks the launcher to stop.'''
+    seen = 0
+
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, index):
+        Points.seen += 1
+        if Points.seen == 100 and os.environ.get("STOPS"):
+            os.kill(int(os.environ["STOPS"]) if os.environ["STOPS"] != "parent" else os.getppid(), signal.SIGTERM)
+        return torch.full((10,), index / 60, dtype=torch.float64), index % 4
+
+job = pg.Job(name="points", model=lambda: nn.Linear(10, 4), loss=nn.functional.cross_entropy, train=Points(), batch=12,
+             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), epochs=20, dtype=torch.float64)
+"""
+
+
+def test_sigterm_saves_and_exits_0_and_the_run_goes_on(tmp_path: Path) -> None:
+    """The launcher is asked to stop while its ranks train; both stop after the same step, and resumed it ends as if never
+    stopped."""
+    job = tmp_path / "points.py"
+    job.write_text(STOPPED)
+    command = [sys.executable, "-m", "paragrad", "train", str(job), "--json", "--no-check", "--runs", str(tmp_path / "runs")]
+    first = subprocess.run([*command, "--strategy", "data(2, reduce=ring)"], capture_output=True, text=True, timeout=100,
+                           check=False, env={**os.environ, "STOPS": "parent"})
+    assert first.returncode == 0, first.stderr
+    told = json.loads(first.stdout)
+    record = Record(Path(told["record"]))
+    assert record.end["status"] == "stopped"                                    # type: ignore[index]
+    steps = len(record.of("step"))
+    assert 0 < steps < 100
+    assert len(record.of("step", rank=1)) == steps
+    assert told["stopped"] == f"at step {steps}; go on with --resume {record.folder}"
+    second = subprocess.run([*command, "--resume", str(record.folder)], capture_output=True, text=True, timeout=100,
+                            check=False, env={key: value for key, value in os.environ.items() if key != "STOPS"})
+    assert second.returncode == 0, second.stderr
+    whole = subprocess.run([*command], capture_output=True, text=True, timeout=100, check=False)
+    assert json.loads(second.stdout)["loss"] == pytest.approx(json.loads(whole.stdout)["loss"], rel=1e-10)
+    assert json.loads(second.stdout)["audit"]["missed"] == 0
+
+
+def test_sigterm_under_torchrun(tmp_path: Path) -> None:
+    """torchrun passes SIGTERM on to its ranks, which save and stop at the same step."""
+    job = tmp_path / "points.py"
+    job.write_text(STOPPED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paragrad",
+               "train", str(job), "--strategy", "data(2)", "--runs", str(tmp_path / "runs")]
+    subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env={**os.environ, "STOPS": "parent"})
+    record = Record(next((tmp_path / "runs").iterdir()))
+    assert record.end["status"] == "stopped"                                    # type: ignore[index]
+    assert newest(record.folder).step == len(record.of("step", rank=1)) == len(record.of("step"))
+
+
+def test_an_own_loop_saves_and_loads(tmp_path: Path) -> None:
+    losses: dict[str, list[float]] = {}
+    for name, batches in (("whole", range(3)), ("before", range(2)), ("after", range(2, 3))):
+        torch.manual_seed(0)
+        model = mlp().double()
+        optimizer = torch.optim.NAdam(model.parameters(), lr=0.01)
+        with pg.parallelize(model, nn.functional.cross_entropy, optimizer) as trainer:
+            if name == "after":
+                trainer.load(tmp_path)
+                assert trainer.steps == 2
+            data = trainer.batches(VECTORS, batch=12, epoch=0, start=batches.start)
+            losses[name] = [trainer.step(*next(data)).loss for _ in batches]
+            if name == "before":
+                trainer.save(tmp_path)
+    assert losses["whole"] == pytest.approx(losses["before"] + losses["after"], rel=1e-12)
+
+
+def test_signals_are_left_alone_elsewhere() -> None:
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

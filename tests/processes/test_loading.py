@@ -1,0 +1,142 @@
+"""Data of any shape, in the exact order, drawn from by (seed, epoch, index), loaded by any number of processes."""
+
+from __future__ import annotations
+
+import random
+from collections import namedtuple
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from equality import JOBS, VECTORS
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+import paragrad as pg
+from paragrad.admission import admitted
+from paragrad.datasets.loading import Samples, brought, called, cut, loaded, mapped, parted
+from paragrad.job import CPU
+from paragrad.launching import Ranks
+from paragrad.settings import Settings
+from paragrad.training import run
+
+# more loaders than this machine has cores is what some of these tests want
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+Point = namedtuple("Point", "x y")
+
+
+class Augmented(Dataset):
+    """Draws from torch, numpy and random for every sample."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        noise = torch.rand(10) + random.random() + torch.tensor(numpy.random.rand(10), dtype=torch.float32)
+        return noise + index, index % 4
+
+
+def drawn(seed: int = 0, epoch: int = 0, batches: tuple[tuple[int, ...], ...] = ((3, 1), (2,)),
+          loaders: int = 0) -> list[Tensor]:
+    return [batch[0] for batch in loaded(Samples(Augmented(), seed), epoch, map(list, batches), loaders)]
+
+
+def test_a_sample_draws_by_seed_epoch_and_index_alone() -> None:
+    first = torch.cat(drawn())
+    assert torch.equal(first, torch.cat(drawn(batches=((3,), (1, 2)))))
+    assert torch.equal(first[1:], torch.cat(drawn(batches=((1,), (2,)))))
+    assert not torch.equal(first, torch.cat(drawn(seed=1)))
+    assert not torch.equal(first, torch.cat(drawn(epoch=1)))
+
+
+@pytest.mark.parametrize("loaders", [1, 2, 3])
+def test_loaders_give_the_same_numbers_in_the_same_order(loaders: int) -> None:
+    batches = tuple((start, start + 1) for start in range(0, 40, 2))
+    for ours, theirs in zip(drawn(batches=batches), drawn(batches=batches, loaders=loaders), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("loaders", [0, 2])
+def test_the_generators_of_the_process_stay_as_they_are(loaders: int) -> None:
+    before = torch.get_rng_state(), numpy.random.get_state()[1].copy(), random.getstate()       # type: ignore[union-attr]
+    drawn(loaders=loaders)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert (before[1] == numpy.random.get_state()[1]).all()                                     # type: ignore[index]
+    assert before[2] == random.getstate()
+
+
+def test_a_training_with_loaders_is_the_same_training(pool: Ranks, tmp_path: Path) -> None:
+    """Transforms drawn in two processes of each rank, under data(2), give serial's losses and parameters."""
+    job = pg.Job(name="augmented", model=lambda: nn.Linear(10, 4), loss=nn.functional.cross_entropy, train=Augmented(),
+                 test=Augmented(), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), batch=7, epochs=2,
+                 dtype=torch.float64, metric=pg.accuracy)
+    runs = []
+    for text, loaders in (("serial", 0), ("serial", 1), ("data(2, reduce=ring)", 2), ("data(3, micro=2)", 1)):
+        folder = tmp_path / str(len(runs))
+        folder.mkdir()
+        runs.append(run(pool, admitted(job, text, Settings(loaders=loaders)), folder))
+    for finished in runs[1:]:
+        assert finished.losses == pytest.approx(runs[0].losses, rel=1e-10)
+        assert finished.test == runs[0].test
+        for name, tensor in finished.model().state_dict().items():
+            assert torch.allclose(tensor, runs[0].model().state_dict()[name], rtol=1e-10, atol=1e-12)
+
+
+def test_a_loader_that_fails_names_rank_and_error(pool: Ranks, tmp_path: Path) -> None:
+    class Broken(Augmented):
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            if index == 39:
+                raise OSError("picture 39 is broken")
+            return super().__getitem__(index)
+
+    job = JOBS["mlp"].replace(train=Broken())
+    with pytest.raises(pg.RankFailed, match="picture 39 is broken"):
+        run(pool, admitted(job, "data(2)", Settings(loaders=1)), tmp_path)
+
+
+def test_whole_batches_are_asked_for_at_once_where_a_dataset_gives_them() -> None:
+    assert torch.equal(Samples(VECTORS)[0, [3, 5]][0], VECTORS.tensors[0][[3, 5]])
+    assert torch.equal(Samples(Subset(VECTORS, [3, 5]))[0, [1, 0]][0], VECTORS.tensors[0][[5, 3]])
+
+    class Shifted(TensorDataset):
+        """A subclass with a transform of its own is asked sample by sample."""
+
+        def __getitem__(self, index: int) -> tuple[Tensor, ...]:            # type: ignore[override]
+            assert isinstance(index, int)
+            x, y = super().__getitem__(index)
+            return x + 1, y
+
+    assert torch.equal(Samples(Shifted(*VECTORS.tensors))[0, [3]][0], VECTORS.tensors[0][[3]] + 1)
+
+
+def test_nested_batches() -> None:
+    batch = {"x": torch.arange(6.0).view(3, 2), "many": [torch.arange(3), {"deep": torch.arange(3.0)}],
+             "texts": ["a", "b", "c"], "point": Point(torch.arange(3.0), torch.tensor(5)), "n": 7}
+    part = cut(batch, slice(1, 3))
+    assert part["x"].tolist() == [[2, 3], [4, 5]]
+    assert part["many"][0].tolist() == [1, 2]
+    assert part["many"][1]["deep"].tolist() == [1, 2]
+    assert part["texts"] == ["b", "c"]
+    assert isinstance(part["point"], Point)
+    assert part["point"].x.tolist() == [1, 2]
+    assert part["point"].y == 5                                             # no first dimension: it is every sample's
+    assert part["n"] == 7
+    moved = brought(batch, CPU, torch.float64)
+    assert moved["x"].dtype == moved["many"][1]["deep"].dtype == torch.float64
+    assert moved["many"][0].dtype == torch.int64
+    assert mapped(lambda leaf: leaf, batch)["texts"] is batch["texts"]
+
+
+def test_how_a_model_is_called() -> None:
+    def model(x: int, y: int = 0) -> tuple[int, int]:
+        return x, y
+
+    assert called(model, 1) == (1, 0)
+    assert called(model, (1, 2)) == (1, 2)
+    assert called(model, {"y": 2, "x": 1}) == (1, 2)
+    assert parted((1, 2)) == (1, 2)
+    assert parted({"x": 1}) == ({"x": 1}, {"x": 1})
+    with pytest.raises(pg.Refused, match=r"must be a pair .input, target. or a dict, got Tensor"):
+        parted(torch.ones(3))

@@ -1,0 +1,186 @@
+"""People who own their loop: parallelize under python, torchrun, mpirun; from a script, from -c, from a notebook."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from equality import IMAGES, VECTORS, normed_cnn
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional
+
+import paragrad as pg
+from paragrad.errors import StepFailed
+from paragrad.launching import Ranks
+from paragrad.world import World
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "own_loop.py"
+
+
+def ran(*words: str, cwd: Path | None = None, **settings: str) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False, cwd=cwd,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", **settings})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The example's parameters under plain python."""
+    path = tmp_path_factory.mktemp("alone") / "model.safetensors"
+    assert "1 worker(s)" in ran(sys.executable, str(EXAMPLE), str(path))
+    return load_file(path)
+
+
+def test_the_example_under_torchrun(alone: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    text = ran(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE), str(path))
+    assert "2 worker(s)" in text
+    same(alone, load_file(path))
+
+
+def test_the_example_under_mpirun(alone: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    if shutil.which("mpirun") is None:
+        pytest.skip("mpirun is not installed (Debian package openmpi-bin; make system)")
+    path = tmp_path / "model.safetensors"
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    assert "3 worker(s)" in ran("mpirun", *root, "--oversubscribe", "-np", "3", sys.executable, str(EXAMPLE), str(path))
+    same(alone, load_file(path))
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == torch.float64
+        assert float((tensor - theirs[name]).abs().max()) <= 1e-10 * float(tensor.abs().max())
+
+
+def test_a_world_of_one_is_plain_pytorch() -> None:
+    """The user's own objects, three epochs: equal to the loop they would have written, over the same order."""
+    models = []
+    for ours in (True, False):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with pg.parallelize(model, functional.cross_entropy, optimizer, clip_norm=0.1) as trainer:
+            for epoch in range(3):
+                for inputs, target in trainer.batches(VECTORS, batch=8, epoch=epoch):
+                    if ours:
+                        result = trainer.step(inputs, target)
+                    else:
+                        optimizer.zero_grad()
+                        loss = functional.cross_entropy(model(inputs), target)
+                        loss.backward()
+                        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                        optimizer.step()
+        models.append((model.state_dict(), result.loss if ours else float(loss.detach())))
+    assert models[0][1] == pytest.approx(models[1][1], rel=1e-12)
+    for name, tensor in models[0][0].items():
+        assert torch.allclose(tensor, models[1][0][name], rtol=1e-12, atol=0)
+
+
+def own_loop(world: World, strategy: str) -> tuple[dict[str, torch.Tensor], list[float], float]:
+    """A loop of the user's in the world of these ranks, whose models begin differently; with batch norm."""
+    torch.manual_seed(3 + world.rank)
+    model = normed_cnn().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pg.parallelize(model, functional.cross_entropy, optimizer, strategy) as trainer:
+        losses = [trainer.step(*batch).loss for epoch in range(2) for batch in trainer.batches(IMAGES, batch=12, epoch=epoch)]
+        score = trainer.evaluate(IMAGES, pg.accuracy)
+    assert all("forward" not in vars(module) for module in model.modules())         # a plain model again
+    return model.state_dict(), losses, score
+
+
+def test_all_ranks_begin_with_rank_0_and_see_the_global_mean(pool: Ranks) -> None:
+    """A process group that is there already is taken as it is: three ranks of the pool, against a world of one."""
+    expected = own_loop(World(), "serial")
+    for state, losses, score in pool.run(own_loop, "data(3, reduce=ring, shares=[3, 1, 2])", size=3):
+        assert losses == pytest.approx(expected[1], rel=1e-10)
+        assert score == pytest.approx(expected[2])
+        for name, tensor in expected[0].items():
+            assert torch.allclose(state[name], tensor, rtol=1e-9, atol=1e-9), name
+
+
+def a_trainer(**changes: object):                   # type: ignore[no-untyped-def]
+    model = nn.Linear(10, 4)
+    given = {"model": model, "loss": functional.cross_entropy, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+             **changes}
+    return pg.parallelize(**given)                  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"strategy": "data(2)"}, "data.2. wants 2 worker.s. and the launcher started 1; start 2, or write data.auto."),
+    ({"strategy": "dta(2)"}, "did you mean data"),
+    ({"model": nn.Linear}, "wants a torch.nn.Module, got type"),
+    ({"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)}, "2 parameter.s. that are not the model's"),
+    ({"optimizer": 0.1}, "wants a torch.optim.Optimizer whose step.. takes no closure, got float"),
+    ({"loss": None}, "wants a loss"),
+    ({"device": "cdua"}, "no device 'cdua'; did you mean cuda"),
+    ({"backend": "nccl"}, "add --device cuda")], ids=str)
+def test_refused_before_the_first_step(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(pg.Refused, match=message), a_trainer(**changes):
+        pytest.fail("it was let in")
+
+
+def test_a_step_takes_a_batch_once() -> None:
+    with a_trainer() as trainer:
+        for inputs, target in trainer.batches(VECTORS, batch=29, epoch=0):
+            trainer.step(inputs, target)
+            with pytest.raises(StepFailed, match=r"loop over trainer\.batches"):
+                trainer.step(inputs, target)
+
+
+def test_modules_that_were_in_eval_mode_stay_there() -> None:
+    model = nn.Sequential(nn.Linear(10, 4), nn.BatchNorm1d(4))
+    model[1].eval()
+    with a_trainer(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)) as trainer:
+        trainer.evaluate(VECTORS)
+    assert model.training
+    assert not model[1].training
+
+
+TRAIN = """
+import paragrad as pg, torch
+from torch import nn
+{data}
+job = pg.Job(model=lambda: nn.Linear(10, 4), loss=lambda output, target: nn.functional.cross_entropy(output, target),
+             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), train=data, batch=12, epochs=1)
+run = pg.train(job, "data(2, reduce=ring)", runs={runs!r})
+table = pg.compare(job, ["serial", pg.Data(2, reduce=pg.Tree())], runs={runs!r})
+print(run.audit, [row.difference for row in table.rows], table.failed)
+"""
+DATA = """
+class Points(torch.utils.data.Dataset):
+    def __len__(self):
+        return 30
+
+    def __getitem__(self, index):
+        return torch.full((10,), float(index)) + torch.rand(10), index % 4
+
+data = Points()"""
+
+
+def test_train_and_compare_from_python_c(tmp_path: Path) -> None:
+    text = ran(sys.executable, "-c", TRAIN.format(runs=str(tmp_path), data=DATA))
+    assert text.startswith("30 of 30 samples seen in each of 1 epoch(s), 0 twice, 0 missed [None, ")
+    assert text.endswith("False\n")
+
+
+def test_train_and_compare_from_a_notebook(tmp_path: Path) -> None:
+    """Classes, functions and lambdas of notebook cells reach the ranks."""
+    import nbformat
+    from nbclient import NotebookClient
+    cells = [nbformat.v4.new_code_cell("import torch" + DATA),
+             nbformat.v4.new_code_cell(TRAIN.format(runs=str(tmp_path), data=""))]
+    notebook = nbformat.v4.new_notebook(cells=cells, metadata={
+        "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}})
+    NotebookClient(notebook, timeout=100, kernel_name="python3").execute()
+    text = "".join(output.get("text", "") for output in notebook.cells[1].outputs if output.get("name") == "stdout")
+    assert text.startswith("30 of 30 samples seen")

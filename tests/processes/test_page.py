@@ -1,0 +1,334 @@
+"""The page of a comparison, in a real browser: it opens, needs nothing, shows the record's numbers, fits a phone and paper."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import struct
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from html import unescape
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy
+import pytest
+
+import paragrad
+from paragrad.record import Line, Record
+from paragrad.report import charts
+from paragrad.report.page import write_page
+from paragrad.report.table import columns_of
+from paragrad.results import Table
+
+CHROMIUM, DRIVER = Path("/usr/bin/chromium"), Path("/usr/bin/chromedriver")
+JOB_FILES = Path(__file__).parents[1] / "job_files"
+QUIET = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking",
+         "--disable-component-update", "--disable-sync", "--no-first-run")
+PHONE = (360, 740)
+
+in_browser = pytest.mark.skipif(not (CHROMIUM.exists() and DRIVER.exists()),
+                                reason="needs a browser: install chromium and chromium-driver")
+
+
+# ---- a browser ---------------------------------------------------------------------------------------------------------
+@contextmanager
+def browser(width: int = 1100, height: int = 800) -> Iterator[Any]:
+    """A headless Chromium with a profile of its own, which tells of its console and its requests."""
+    from selenium.webdriver import Chrome, ChromeOptions
+    from selenium.webdriver.chrome.service import Service
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, pytest.MonkeyPatch.context() as shell:
+        shell.setenv("no_proxy", "localhost,127.0.0.1")         # the driver is on this machine
+        options = ChromeOptions()
+        options.binary_location = str(CHROMIUM)
+        for argument in (*QUIET, f"--user-data-dir={profile}"):
+            options.add_argument(argument)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+        driver = Chrome(options=options, service=Service(executable_path=str(DRIVER)))
+        try:
+            resized(driver, width, height)
+            yield driver
+        finally:
+            driver.quit()
+
+
+def resized(driver: Any, width: int, height: int, scale: float = 1.0) -> None:
+    """Give the page a screen of so many CSS pixels, below 600 a phone's."""
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {
+        "width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600})
+
+
+def screenshot(page: Path, picture: Path, width: int = 1100, height: int | None = None, scale: float = 1.0) -> None:
+    """The page as a PNG, its first `height` CSS pixels, or all of it."""
+    with browser(width) as driver:
+        driver.get(page.resolve().as_uri())
+        resized(driver, width, height or driver.execute_script("return document.documentElement.scrollHeight"), scale)
+        picture.write_bytes(base64.b64decode(driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})["data"]))
+
+
+def opened(driver: Any, page: Path) -> None:
+    """Open a page; no complaint on the console, no request but for the page itself."""
+    driver.get(page.resolve().as_uri())
+    assert driver.get_log("browser") == []
+    told = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
+    asked = [each["params"]["request"]["url"] for each in told if each["method"] == "Network.requestWillBeSent"]
+    assert [url for url in asked if url != "about:blank"] == [page.resolve().as_uri()]
+
+
+def table_of(driver: Any) -> list[dict[str, str]]:
+    """The rows that the browser shows: column -> text."""
+    found = driver.execute_script("return [...document.querySelectorAll('[data-row]')].map("
+                                  "cell => [cell.dataset.row, cell.dataset.column, cell.textContent])")
+    rows: dict[str, dict[str, str]] = {}
+    for row, column, text in found:
+        rows.setdefault(row, {})[column] = text
+    return [rows[str(place)] for place in range(len(rows))]
+
+
+# ---- a real comparison -------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """digits under two strategies and the rounding twin, two seeds, with a goal; its folder, with the page."""
+    table = paragrad.compare(paragrad.job("digits").replace(epochs=2), "serial; data(2, reduce=ring)", seeds=2, twin=True,
+                             until="accuracy=80", runs=tmp_path_factory.mktemp("compared"))
+    write_page(table)
+    return table.folder
+
+
+@in_browser
+def test_opens_without_an_error_or_a_request_and_shows_every_chart(compared: Path) -> None:
+    with browser() as driver:
+        opened(driver, compared / "page.html")
+        drawn = driver.execute_script(
+            "return [...document.querySelectorAll('figure svg[role=img]')].map("
+            "chart => [chart.getBoundingClientRect().width > 300, chart.querySelectorAll('path').length > 5, "
+            "chart.getAttribute('aria-label')])")
+    assert [(wide, full) for wide, full, _ in drawn] == [(True, True)] * 6
+    assert [told.split(".")[0] for _, _, told in drawn] == [
+        "Training loss over samples", "Training loss over seconds", "Test accuracy over samples", "Test accuracy over seconds",
+        "Distance from serial over steps", "Bytes sent per rank and step"]
+
+
+@in_browser
+def test_numbers_are_the_records(compared: Path) -> None:
+    """Every cell, computed here once more from the lines that the ranks wrote."""
+    with browser() as driver:
+        opened(driver, compared / "page.html")
+        rows = table_of(driver)
+    assert [row["strategy"] for row in rows] == ["serial", "data(2, reduce=ring)", "rounding twin"]
+    baseline = milliseconds(Record(compared / "baseline-serial-threads-1"))
+    all_threads = milliseconds(Record(compared / "01-serial-seed-0"))
+    comparison = [json.loads(line) for line in (compared / "compare.jsonl").read_text().splitlines()]
+    (difference,) = [line for line in comparison if line["kind"] == "difference"]
+    for row, names in zip(rows, comparison[0]["rows"], strict=True):
+        records = [Record(compared / name) for name in names]
+        tests = numpy.array([[line["test"]["value"] for line in record.ranks[0] if line["kind"] == "epoch"][-1]
+                             for record in records])
+        assert row["test accuracy"] == f"{tests.mean():.2f} ± {tests.std(ddof=1):.2f}"
+        reached = [goal(record, 80.0) for record in records]
+        for column, place, digits in (("seconds", 0, ".1f"), ("epochs", 1, ".1f"), ("samples", 2, ",.0f")):
+            wanted = numpy.mean([each[place] for each in reached])
+            assert row[f"{column} to accuracy=80"] == f"{wanted:{digits}}"
+        step = median(milliseconds(record) for record in records)
+        assert float(row["ms/step"]) == pytest.approx(step, abs=0.0051)
+        assert float(row["speed-up"].rstrip("x")) == pytest.approx(all_threads / step, abs=0.0051)
+        assert float(row["over 1 thread"].rstrip("x")) == pytest.approx(baseline / step, abs=0.0051)
+        assert row["parameters"].split() == [
+            hashlib.sha256((compared / name / "model.safetensors").read_bytes()).hexdigest()[:8] for name in names]
+    ring = Record(compared / "02-data-2-reduce-ring-seed-0")
+    most = max(line["sent"]["gradients"]["bytes"] for lines in ring.ranks for line in lines if line["kind"] == "step")
+    assert rows[1]["sent/rank/step"] == f"gradients {most:,}"
+    assert float(rows[1]["difference"]) == pytest.approx(difference["value"], rel=0.05)
+    assert rows[1]["where largest"] == difference["tensor"]
+
+
+def milliseconds(record: Record) -> float:
+    """The median step of the slowest rank, the first left out."""
+    return max(1e3 * median([line["seconds"] for line in lines if line["kind"] == "step"][1:]) for lines in record.ranks)
+
+
+def goal(record: Record, value: float) -> tuple[float, int, int]:
+    """(seconds, epochs, samples) to the first test that reaches the value; samples by what the ranks say they used."""
+    steps = [line for lines in record.ranks for line in lines if line["kind"] == "step"]
+    for line in record.ranks[0]:
+        if line["kind"] == "epoch" and line["test"]["value"] >= value:
+            used = sum(step["order"][1] - step["order"][0] for step in steps if step["epoch"] <= line["epoch"])
+            first = min(step["start"] for step in record.ranks[0] if step["kind"] == "step")
+            return line["start"] + line["seconds"] - first, line["epoch"] + 1, used
+    raise AssertionError(f"{record.folder.name} never reaches {value}")
+
+
+@in_browser
+def test_fits_a_phone_and_prints(compared: Path, tmp_path: Path) -> None:
+    with browser(*PHONE) as driver:
+        opened(driver, compared / "page.html")
+        width, inner = driver.execute_script("return [document.documentElement.scrollWidth, window.innerWidth]")
+        assert inner == PHONE[0]
+        assert width <= inner
+        smallest = driver.execute_script(                       # CSS pixels; the charts shrink with the screen
+            "return Math.min(...[...document.querySelectorAll('figure svg')].flatMap(chart => "
+            "[...chart.querySelectorAll('text')].map(text => parseFloat(getComputedStyle(text).fontSize) "
+            "* chart.getBoundingClientRect().width / chart.viewBox.baseVal.width)))")
+        assert smallest >= 8
+        printed = base64.b64decode(driver.print_page())
+    assert printed.startswith(b"%PDF")
+    assert 1 <= len(re.findall(rb"/Type\s*/Page\b", printed)) <= 6
+    screenshot(compared / "page.html", tmp_path / "page.png", height=700)
+    assert struct.unpack(">II", (tmp_path / "page.png").read_bytes()[16:24]) == (1100, 700)
+
+
+def test_needs_no_network_and_says_how_it_was_made(compared: Path) -> None:
+    text = (compared / "page.html").read_text(encoding="utf-8")
+    assert not re.search(r"""(src|href)\s*=\s*["']?(?!\#)|url\((?!\#)|@import|<script|<link""", text)
+    ids = re.findall(r'\bid="([^"]*)"', text)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'(?:href="|url\()#([^")]*)', text)) <= set(ids)
+    shown = unescape(re.sub(r"<[^>]*>", "", text))
+    machine = Record(compared / "01-serial-seed-0").header["machine"]
+    for words in ("paragrad.compare(paragrad.job('digits', width=64).replace(batch=64, epochs=2), "
+                  "'serial; data(2, reduce=ring)', seeds=2, twin=True, until='accuracy=80')", machine["cpu"],
+                  f"torch {machine['torch']}", f"paragrad {paragrad.__version__}", "digits(width=64)", "float32",
+                  "data(2, reduce=ring, state=replicated)", "gradients are exchanged while backward runs"):
+        assert words in shown
+
+
+@in_browser
+def test_a_failed_row_and_a_name_that_is_a_script(tmp_path: Path) -> None:
+    """A job's name and an error's message are the user's; neither may run in the reader's browser."""
+    job = paragrad.jobs.find(str(JOB_FILES / "fails_on_two.py"), {})
+    table = paragrad.compare(job, "serial; data(2, reduce=tree); data(3)", runs=tmp_path)
+    for header in table.folder.glob("*/run.jsonl"):
+        header.write_text(header.read_text().replace('"name":"picky"', '"name":"<script>document.title=1</script>&"')
+                          .replace("two is one too many", "<img src=x onerror=document.title=1>"))
+    with browser() as driver:
+        opened(driver, write_page(Table(table.folder)))
+        rows = table_of(driver)
+        assert driver.execute_script("return document.querySelectorAll('script, img').length") == 0
+        assert driver.title.startswith("<script>document.title=1</script>&: 3 strategies")
+        failed = driver.execute_script("return document.querySelector('td.failed').colSpan")
+    assert failed == len(columns_of(table)) - 1
+    assert rows[1] == {"strategy": "data(2, reduce=tree)",
+                       "test accuracy": "failed: rank 1, step 0: RuntimeError: <img src=x onerror=document.title=1>"}
+    assert float(rows[2]["difference"]) <= 1e-10
+
+
+# ---- written records: what is rare, missing or large -------------------------------------------------------------------
+def written(folder: Path, strategies: list[str], *, steps: int = 4, test: bool = True, sent: Line | None = None,
+            seeds: int = 1, losses: list[float] | None = None, distance: float | None = None) -> Table:
+    """A comparison as its ranks would have written it: one rank, a test after every second step."""
+    def to(path: Path, lines: list[Line]) -> None:
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    names = [[f"{place:02}-{seed}" for seed in range(seeds)] for place in range(len(strategies))]
+    asked: list[Line] = [{"kind": "comparison", "rows": names, "until": None, "seeds": seeds, "command": "paragrad compare x"}]
+    for strategy, runs in zip(strategies, names, strict=True):
+        for seed, name in enumerate(runs):
+            (folder / name).mkdir()
+            to(folder / name / "run.jsonl", [
+                {"kind": "run", "strategy": strategy, "resolved": strategy, "seed": seed, "reverse": False, "workers": 1,
+                 "threads": 1, "device": "cpu", "backend": None, "machine": {"cpu": "a", "cores": 1, "torch": "2", "python": "3"},
+                 "job": {"name": "x", "arguments": {}, "batch": 8, "epochs": steps // 2, "metric": "accuracy", "samples": 16,
+                         "parameters": 3, "dtype": "float64"}}, {"kind": "end", "status": "finished", "error": None}])
+            (folder / name / "model.safetensors").write_bytes(b"weights")
+            lines: list[Line] = []
+            for step in range(steps):
+                loss = losses[step] if losses else 1.0 + seed + 1.0 / (step + 1)
+                lines.append({"kind": "step", "epoch": step // 2, "step": step, "start": 5.0 + step, "seconds": 0.5,
+                              "loss": [8.0 * loss, 8.0], "order": [8 * (step % 2), 8 * (step % 2) + 8], "sent": sent or {}})
+                if step % 2:
+                    lines.append({"kind": "epoch", "epoch": step // 2, "start": 4.0 + step, "seconds": 1.5,
+                                  "test": {"value": 10.0 * step, "weight": 4.0} if test else None})
+            to(folder / name / "rank-0.jsonl", lines)
+        if distance is not None and not strategy.startswith("serial"):
+            asked.append({"kind": "distance", "baseline": "serial", "run": runs[0], "values": [distance] * steps})
+    to(folder / "compare.jsonl", asked)
+    return Table(folder)
+
+
+def page_of(table: Table) -> str:
+    return write_page(table).read_text(encoding="utf-8")
+
+
+def test_what_is_missing_is_a_sentence_and_no_chart(tmp_path: Path) -> None:
+    text = page_of(written(tmp_path, ["serial"], test=False))
+    assert re.findall(r'<figure id="([^"]*)"', text) == ["chart-loss-1", "chart-loss-2"]
+    for sentence in ("this job has no test set", "no strategy but serial was followed", "no strategy here sends anything"):
+        assert sentence in text
+    assert "paragrad compare x" in text
+    assert "shade spans" not in text
+
+
+def test_without_a_step_there_is_no_chart_at_all(tmp_path: Path) -> None:
+    text = page_of(written(tmp_path, ["serial", "data(2)"], steps=0))
+    assert "<figure" not in text
+    assert "no finished step" in text
+
+
+def test_no_distance_is_said_and_a_little_is_drawn_above_zero(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    assert "equal serial&#39;s after each of 4 steps" in page_of(written(tmp_path / "a", ["serial", "data(2)"], distance=0.0))
+    mixed = written(tmp_path / "b", ["serial", "data(2)", "data(3)"], distance=0.0)
+    lines = (mixed.folder / "compare.jsonl").read_text().replace("[0.0, 0.0, 0.0, 0.0]", "[0.0, 1e-12, 3e-7, NaN]", 1)
+    (mixed.folder / "compare.jsonl").write_text(lines)
+    found = ticks(page_of(mixed), "chart-distance-1")
+    assert found[-1] == "0"
+    assert "10⁻¹²" in found
+
+
+def ticks(text: str, figure: str) -> list[str]:
+    """The labels of the y axis."""
+    chart = text.split(f'<figure id="{figure}">')[1].split("</figure>")[0]
+    return re.findall(r"<text[^>]*>([^<]*)</text>", chart.split('-matplotlib.axis_2">')[1].split('-patch_')[0])
+
+
+def test_losses_that_diverge_are_drawn(tmp_path: Path) -> None:
+    """Infinite, not a number, and everything between: no warning, no refusal to write the page."""
+    nan, inf = float("nan"), float("inf")
+    text = page_of(written(tmp_path, ["serial", "data(2)"], steps=6, losses=[1.0, 1e30, inf, nan, -inf, 2.0], seeds=2))
+    assert '<figure id="chart-loss-2"' in text
+
+
+def test_kinds_of_bytes_and_what_was_computed(tmp_path: Path) -> None:
+    text = page_of(written(tmp_path, ["serial", "data(2)"], sent={
+        "gradients": {"bytes": 1234567, "computed": True}, "batch_norm": {"bytes": 512, "computed": False}}))
+    assert "gradients 1,234,567*, batch_norm 512" in text
+    assert "Hatched" in text
+    assert 'fill="url(#sent-' in text.replace("fill: url(#sent-", 'fill="url(#sent-')
+
+
+def test_every_column_is_explained(tmp_path: Path) -> None:
+    table = written(tmp_path, ["serial"])
+    text = page_of(table)
+    for column in columns_of(table)[1:]:
+        assert f"<dt>{column}</dt>" in text
+
+
+def test_a_long_comparison_stays_small_and_is_always_the_same(tmp_path: Path) -> None:
+    """Ten strategies of 10,000 steps, two seeds each."""
+    table = written(tmp_path, ["serial", *(f"data({workers}, reduce=ring)" for workers in range(2, 11))], steps=10_000, seeds=2,
+                    distance=1e-9)
+    text = page_of(table)
+    assert len(text.encode()) < 1_000_000
+    assert page_of(Table(table.folder)) == text
+    assert not (tmp_path / "page.html.partial").exists()
+
+
+def test_a_curve_is_the_mean_of_neighbours_and_of_seeds() -> None:
+    seen = charts.look(0)
+    seeds = [[(float(step), float(10 * seed + step)) for step in range(8)] for seed in range(2)]
+    seeds[1].append((8.0, 1000.0))                  # a seed that went further: its mates have nothing to average with
+    found = charts.curve(seen, "serial", seeds, most=4)
+    assert found == charts.Curve(seen, "serial", x=[0.5, 2.5, 4.5, 6.5], y=[5.5, 7.5, 9.5, 11.5], low=[0.5, 2.5, 4.5, 6.5],
+                                 high=[10.5, 12.5, 14.5, 16.5], seeds=2, steps=2)
+    assert charts.curve(seen, "serial", []) is None
+    assert charts.curve(seen, "serial", [[(1.0, float("nan"))]]) is None
+
+
+def test_ten_strategies_look_different() -> None:
+    assert len({charts.look(place).colour for place in range(10)}) == 10
+    assert len({charts.look(place).marker for place in range(10)}) == 10
+    assert len({charts.look(place) for place in range(20)}) == 20

@@ -1,0 +1,69 @@
+"""verify: the certificate of a training that is serial's, and of one that is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from equality import JOBS, ROWS
+from typer.testing import CliRunner
+
+import paragrad as pg
+from paragrad.cli import app
+from paragrad.schedules.sabotage import SABOTAGES
+
+BUILT_IN = ("digits", "mnist-mlp", "mnist-cnn", "shakespeare-lstm")
+
+
+def verified(*words: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["verify", *words])
+    assert result.exit_code == code, result.output
+    return result.stdout
+
+
+def test_the_certificate_of_the_same_training(tmp_path: Path) -> None:
+    text = verified("digits", "--strategy", "data(2, reduce=ring)", "--runs", str(tmp_path))
+    assert "same training as serial: yes (bound 1e-10, float64)" in text
+    path = Path(text.split("certificate: ")[1].strip())
+    told = json.loads(path.read_text())
+    assert told["same"]
+    assert told["strategy"] == "data(2, reduce=ring)"
+    assert told["versions"]["torch"] == torch.__version__
+    names = set(pg.job("digits").model().state_dict())
+    assert set(told["tensors"]) == names | {f"gradient of {name}" for name in names}
+    assert told["difference"] == max(told["tensors"].values()) <= 1e-10
+    again = json.loads(verified("digits", "--strategy", "data(3, shares=[3, 1, 1])", "--runs", str(tmp_path), "--json"))
+    assert again["digest"] == told["digest"]                    # of the job, whatever the strategy
+    other = json.loads(verified("digits", "--strategy", "serial", "--seed", "1", "--runs", str(tmp_path), "--json"))
+    assert other["digest"] != told["digest"]
+
+
+@pytest.mark.parametrize("bug", SABOTAGES)
+def test_a_planted_bug_is_named(bug: str, tmp_path: Path) -> None:
+    words = "digits", "--strategy", "data(3, reduce=tree)", "--runs", str(tmp_path), "--sabotage", bug
+    text = verified(*words, code=1)
+    assert "same training as serial: NO" in text
+    assert "step 0" in text
+    assert "tensor " in text
+    told = json.loads(verified(*words, "--json", code=1))
+    assert not told["same"]
+    assert told["sabotage"] == bug
+    if bug == "skip_chunk":
+        assert "not equal bit for bit" in told["failure"]
+    else:
+        assert told["first"] == ["gradient of 0.weight", 0]
+
+
+def test_what_is_not_exact_is_not_the_same(tmp_path: Path) -> None:
+    certificate = pg.verify(JOBS["cnn with batch norm"], "data(2, batch_norm=share)", runs=tmp_path)
+    assert not certificate.same
+    assert certificate.first is not None
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.table
+def test_every_strategy_on_every_built_in_job(data: Path, name: str, row: str, tmp_path: Path) -> None:
+    assert pg.verify(pg.job(name), ROWS[row](2), runs=tmp_path, data=data).same
