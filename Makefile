@@ -24,9 +24,10 @@ test: .venv/ready
 table: .venv/ready
 	$(BIN)/pytest tests/processes/test_equality.py
 
-# no test needs any yet; each that will says what is missing and skips
+# mpirun for the tests of joining a world, a browser for those of the page; tests that miss them skip and say so
 system:
-	@echo "no Debian packages are needed yet"
+	@if which mpirun chromium chromedriver >/dev/null; then echo "the Debian packages are there"; else \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends openmpi-bin chromium chromium-driver >/dev/null; fi
 
 # torch alone first: with it in place nothing else asks for another build of it
 .venv/ready: pyproject.toml constraints.txt

@@ -52,18 +52,18 @@ class Keyed(TorchFunctionMode):
             raise StepFailed(f"dropout got a tensor of shape {tuple(input.shape)} in a batch of {len(self.positions)} "
                              "samples; the batch must be its first dimension, so that each sample has a mask of its own")
         key = random.Random(f"{self.seed} {self.step} {self.calls}").getrandbits(31)
-        kept = keep(key, self.positions, shape.numel() // len(self.positions), p).view(shape)
+        kept = keep(key, self.positions, shape.numel() // len(self.positions), p, input.device).view(shape)
         scale = kept.to(input.dtype) / (1.0 - p) if p < 1.0 else kept.to(input.dtype)
         return input.mul_(scale) if inplace else input * scale
 
 
-def keep(key: int, positions: list[int], elements: int, p: float) -> Tensor:
+def keep(key: int, positions: list[int], elements: int, p: float, device: torch.device | None = None) -> Tensor:
     """(samples, elements) of bool: true with probability 1 - p, by a hash of (key, position, element).
 
     The hash is MurmurHash3's 32-bit finaliser (Appleby 2011, public domain), in wrapping int32 arithmetic.
     """
-    rows = _mixed(torch.tensor(positions, dtype=torch.int32) * -1640531527 + key)       # 2^32 / golden ratio
-    hashed = _mixed(rows.view(-1, 1) ^ (torch.arange(elements, dtype=torch.int32) * -2048144789))
+    rows = _mixed(torch.tensor(positions, dtype=torch.int32, device=device) * -1640531527 + key)       # 2^32 / golden ratio
+    hashed = _mixed(rows.view(-1, 1) ^ (torch.arange(elements, dtype=torch.int32, device=device) * -2048144789))
     return hashed >= min(round(p * 2**32) - 2**31, 2**31 - 1)
 
 

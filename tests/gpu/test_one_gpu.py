@@ -1,0 +1,71 @@
+"""Where a GPU is: the same training on it as on the CPU. Run: PYTHONPATH=src python3 -m pytest tests/gpu
+
+One GPU is enough: its ranks share it and exchange through the host; NCCL is tested with one rank a GPU, where there are two.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import paragrad as pg
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device on this machine")
+
+DIGITS = pg.job("digits").replace(epochs=2)
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), nn.ReLU(), nn.Linear(32, 10))
+
+
+@pytest.mark.parametrize("text", ["serial", "serial(micro=2)", "data(2, reduce=ring)", "data(2, reduce=native)",
+                                  "data(3, reduce=tree, shares=[3, 1, 2], micro=2)"])
+def test_digits_on_the_gpu_is_digits_on_the_cpu(text: str, tmp_path: Path) -> None:
+    job = DIGITS.replace(dtype=torch.float64)
+    backend = "auto" if text != "data(2, reduce=native)" or torch.cuda.device_count() > 1 else "gloo"
+    here = pg.train(job, text, runs=tmp_path, device="cuda", backend=backend)
+    there = pg.train(job, text, runs=tmp_path)
+    assert here.header["device"] == "cuda"
+    assert here.losses == pytest.approx(there.losses, rel=1e-9)
+    assert here.audit.missed == here.audit.twice == 0
+
+
+@pytest.mark.parametrize("text", ["data(2, reduce=ring)", "data(2, reduce=butterfly)", "data(2)"])
+def test_verify_on_the_gpu(text: str, tmp_path: Path) -> None:
+    for job in (DIGITS, DIGITS.replace(model=normed, name="normed")):
+        certificate = pg.verify(job, text, runs=tmp_path, device="cuda")
+        assert certificate.same, certificate
+
+
+def test_nccl_with_a_gpu_per_rank(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        with pytest.raises(pg.Refused, match="backend nccl wants a GPU per rank; here are 1 for 2 ranks"):
+            pg.train(DIGITS, "data(2)", runs=tmp_path, device="cuda", backend="nccl")
+        pytest.skip("NCCL between ranks wants two GPUs, and this machine has one")
+    run = pg.train(DIGITS, "data(2, reduce=native)", runs=tmp_path, device="cuda")
+    assert run.header["backend"] == "nccl"
+    assert pg.verify(DIGITS, "data(2, reduce=ring)", runs=tmp_path, device="cuda").same
+
+
+def test_bfloat16_and_resume_on_the_gpu(tmp_path: Path) -> None:
+    job = DIGITS.replace(dtype=torch.bfloat16)
+    first = pg.train(job, "data(2, reduce=ring)", runs=tmp_path, device="cuda", save=30)
+    assert first.test is not None
+    assert first.test > 80
+    resumed = pg.train(job.replace(epochs=3), "serial", runs=tmp_path, device="cuda", resume=first.folder)
+    assert len(resumed.losses) == 23
+
+
+def test_an_own_loop_on_the_gpu() -> None:
+    assert "RANK" not in os.environ
+    model = nn.Linear(64, 10).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pg.parallelize(model, nn.functional.cross_entropy, optimizer, device="cuda") as trainer:
+        losses = [trainer.step(*batch).loss for batch in trainer.batches(DIGITS.train, batch=64, epoch=0)]
+    assert next(model.parameters()).is_cuda
+    assert losses[-1] < losses[0]
