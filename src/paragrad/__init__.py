@@ -2,6 +2,7 @@
 
 from paragrad.certificate import Certificate, verify
 from paragrad.comparison import compare
+from paragrad.data_parallel.hook import hook
 from paragrad.errors import RankFailed, Refused
 from paragrad.job import Job, accuracy
 from paragrad.jobs import job
@@ -15,4 +16,4 @@ from paragrad.training import Run, train
 from paragrad.version import __version__ as __version__
 
 __all__ = ["Butterfly", "Certificate", "Data", "Job", "Native", "RankFailed", "Refused", "Ring", "RingAsync", "Run", "Serial",
-           "Table", "Tree", "accuracy", "compare", "job", "parallelize", "strategy", "train", "verify"]
+           "Table", "Tree", "accuracy", "compare", "hook", "job", "parallelize", "strategy", "train", "verify"]

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from paragrad import checkpoint
 from paragrad.batches import Batch, Piece, batch_of
-from paragrad.data_parallel.all_reduce import Exchange, computed_bytes
+from paragrad.data_parallel.all_reduce import Exchange
 from paragrad.data_parallel.batch_norm import Part, batch_norms, make_own, make_whole
+from paragrad.data_parallel.walker import computed_bytes
 from paragrad.datasets.loading import Collate, Dataset, Samples, brought, cut, loaded
 from paragrad.datasets.order import Order
 from paragrad.dropout import Keyed

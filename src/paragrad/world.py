@@ -140,8 +140,7 @@ def joined_from_environment(backend: str = "gloo", timeout: float = TIMEOUT, dev
     """
     told = launched()
     place_here = _device(device, told.local_rank if told else 0)
-    if dist.is_initialized():
-        world = World(dist.get_rank(), dist.get_world_size(), dist.get_backend(), timeout, place_here, dist.group.WORLD)
+    if (world := standing(timeout, place_here)) is not None:
         world.prove()
         try:
             yield world
@@ -160,6 +159,13 @@ def joined_from_environment(backend: str = "gloo", timeout: float = TIMEOUT, dev
     with _until_left(backend, timeout, place_here, threading.Event()) as world:
         yield world
     gc.collect()                # DDP and its hook hold one another, and the group
+
+
+def standing(timeout: float = TIMEOUT, device: torch.device = CPU) -> World | None:
+    """The world of the default process group that is there already, or None."""
+    if not dist.is_initialized():
+        return None
+    return World(dist.get_rank(), dist.get_world_size(), dist.get_backend(), timeout, device, dist.group.WORLD)
 
 
 def _device(kind: str, local_rank: int) -> torch.device:

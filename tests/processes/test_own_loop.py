@@ -146,6 +146,35 @@ def test_modules_that_were_in_eval_mode_stay_there() -> None:
     assert not model[1].training
 
 
+def hooked(world: World, algorithm: str) -> list[torch.Tensor]:
+    """Plain DDP with our hook, on inputs that differ by rank; the gradients."""
+    from torch.nn.parallel import DistributedDataParallel
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(10, 4).double())
+    ddp.register_comm_hook(*pg.hook(algorithm))
+    x = VECTORS.tensors[0][world.rank::world.size].double()
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(x).square().mean().backward()
+    return [parameter.grad for parameter in ddp.parameters()]              # type: ignore[misc]
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "ring_async(segments=2)", "tree", "butterfly", "native"])
+def test_our_all_reduces_under_plain_ddp(pool: Ranks, algorithm: str) -> None:
+    """The mean over ranks of their own means, as DDP has it."""
+    torch.manual_seed(0)
+    model = nn.Linear(10, 4).double()
+    sum(model(VECTORS.tensors[0][rank::3].double()).square().mean() for rank in range(3)).backward()   # type: ignore[union-attr]
+    for gradients in pool.run(hooked, algorithm, size=3):
+        for ours, parameter in zip(gradients, model.parameters(), strict=True):
+            assert torch.allclose(ours, parameter.grad / 3, rtol=1e-12)     # type: ignore[operator]
+
+
+def test_a_hook_without_a_world_is_refused() -> None:
+    with pytest.raises(pg.Refused, match=r"call torch\.distributed.init_process_group first"):
+        pg.hook("ring")
+
+
 TRAIN = """
 import paragrad as pg, torch
 from torch import nn

@@ -27,7 +27,7 @@ from paragrad.results import Table
 CHROMIUM, DRIVER = Path("/usr/bin/chromium"), Path("/usr/bin/chromedriver")
 JOB_FILES = Path(__file__).parents[1] / "job_files"
 QUIET = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking",
-         "--disable-component-update", "--disable-sync", "--no-first-run")
+         "--disable-component-update", "--disable-sync", "--no-first-run", "--hide-scrollbars")
 PHONE = (360, 740)
 
 in_browser = pytest.mark.skipif(not (CHROMIUM.exists() and DRIVER.exists()),

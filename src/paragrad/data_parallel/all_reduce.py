@@ -17,33 +17,19 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import queue
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from paragrad.data_parallel.walker import Bucket, Walker, computed_bytes, waiting_bucket
 from paragrad.errors import StepFailed
-from paragrad.players.wire import all_reduce
-from paragrad.strategy import Native
 from paragrad.world import World
 
 # torch 2.13 renamed the switch that leaves buffers alone in forward
 _new_name = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 KEEP_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _new_name else "broadcast_buffers": False}
-
-
-@dataclass
-class Bucket:
-    """Gradients sent together, waiting for their exchange."""
-    number: int
-    vector: Tensor
-    future: torch.futures.Future[Tensor]
-    computed: torch.cuda.Event | None = None            # on a GPU: when the gradients are really there
 
 
 class Exchange:
@@ -55,10 +41,10 @@ class Exchange:
 
     def __init__(self, module: nn.Module, world: World, algorithm: Any, *, some_unused: bool, overlap: bool,
                  clock: Callable[[], float], span: Callable[..., None]) -> None:
-        self.world = world.twin(through_host=not isinstance(algorithm, Native))
-        self.algorithm, self.overlap, self.clock, self.span, self.device = algorithm, overlap, clock, span, world.device
+        self.walker = Walker(algorithm, world, clock, self._played)
+        self.world, self.overlap, self.span = world, overlap, span
         self.module = DistributedDataParallel(
-            module, process_group=world.group, gradient_as_bucket_view=True, find_unused_parameters=some_unused,
+            module, process_group=self.walker.world.group, gradient_as_bucket_view=True, find_unused_parameters=some_unused,
             **KEEP_BUFFERS)
         self.module.register_comm_hook(self, _hook)
         self.sent: dict[str, dict[str, Any]] = {}
@@ -67,9 +53,6 @@ class Exchange:
         self.held: list[Bucket] = []
         self.complete = False
         self.largest = 0                                # bytes of the largest bucket: what the exchange keeps in memory
-        self.queue: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
-        self.walker = threading.Thread(target=self._walk, name="paragrad-walker", daemon=True)
-        self.walker.start()
 
     def begin(self) -> None:
         """A step begins: nothing was sent in it yet."""
@@ -103,52 +86,19 @@ class Exchange:
         self.complete |= last
         if self.overlap or last:
             for each in self.held:
-                self.queue.put(each)
+                self.walker.put(each)
             self.held = []
 
-    def _walk(self) -> None:
-        while (bucket := self.queue.get()) is not None:
-            start = self.clock()
-            try:
-                if bucket.computed is not None:
-                    torch.cuda.set_device(self.device)          # of this thread
-                    bucket.computed.synchronize()
-                number = self._play(bucket.vector)
-                if bucket.computed is not None:
-                    torch.cuda.current_stream().synchronize()
-                self.count("gradients", number, computed=isinstance(self.algorithm, Native))
-                self.span(f"reduce {bucket.number}", "send", start, bytes=number)
-                bucket.future.set_result(bucket.vector)
-            except Exception as error:
-                bucket.future.set_exception(error)
-
-    def _play(self, vector: Tensor) -> int:
-        """Sum a bucket over the ranks, in place; the bytes sent. A schedule's messages go through the host."""
-        if isinstance(self.algorithm, Native):
-            vector.copy_(self.world.all_reduced(vector))
-            return computed_bytes("all_reduce", vector.numel() * vector.element_size(), self.world.size)
-        on_host = vector.cpu()
-        number = all_reduce(self.algorithm, on_host, self.world)
-        if on_host is not vector:
-            vector.copy_(on_host)
-        return number
+    def _played(self, bucket: Bucket, start: float, number: int) -> None:
+        self.count("gradients", number, computed=self.walker.computed)
+        self.span(f"reduce {bucket.number}", "send", start, bytes=number)
 
     def close(self) -> None:
-        self.queue.put(None)
-        self.walker.join(timeout=1)         # it may wait for a rank that failed; the launcher ends both
+        self.walker.close()
         del self.module                     # DDP holds its hook's state, this object: a circle Python cannot see
 
 
 def _hook(exchange, bucket):  # type: ignore[no-untyped-def]      # DDP looks at annotations, and wants none or its own
-    vector, computed = bucket.buffer(), None
-    if vector.is_cuda:
-        computed = torch.cuda.Event()
-        computed.record()
-    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[vector.device] if vector.is_cuda else None)
-    exchange.ready(Bucket(bucket.index(), vector, future, computed), bucket.is_last())
-    return future
-
-
-def computed_bytes(collective: str, payload: int, size: int) -> int:
-    """Bytes a rank sends in a backend's own collective over `payload` bytes: gloo's are rings."""
-    return {"all_reduce": 2 * payload * (size - 1) // size, "all_gather": payload * (size - 1)}[collective]
+    waiting = waiting_bucket(bucket)
+    exchange.ready(waiting, bucket.is_last())
+    return waiting.future

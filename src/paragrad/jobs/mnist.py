@@ -42,7 +42,7 @@ def mnist_cnn() -> Job:
     """
     return Job(
         name="mnist-cnn", model=_convolutional, loss=nn.functional.cross_entropy,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.03, momentum=0.9),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=5e-4),
         scheduler=partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9995),
         train=partial(mnist, train=True), test=partial(mnist, train=False), batch=64, epochs=5, metric=accuracy)
 
@@ -54,6 +54,6 @@ def _feed_forward(width: int, activation: type[nn.Module]) -> nn.Module:
 
 def _convolutional() -> nn.Module:
     return nn.Sequential(                                               # [n, 1, 28, 28]
-        nn.Conv2d(1, 8, 5), nn.MaxPool2d(2), nn.ReLU(),                # [n, 8, 12, 12]
-        nn.Conv2d(8, 24, 5), nn.MaxPool2d(2), nn.ReLU(),               # [n, 24, 4, 4]
-        nn.Flatten(), nn.Linear(384, 64), nn.ReLU(), nn.Linear(64, 10))
+        nn.Conv2d(1, 8, 5), nn.MaxPool2d(2), nn.ReLU(),                 # [n, 8, 12, 12]
+        nn.Conv2d(8, 32, 5), nn.MaxPool2d(2), nn.ReLU(),                # [n, 32, 4, 4]
+        nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10))

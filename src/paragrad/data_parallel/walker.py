@@ -1,0 +1,90 @@
+"""The walker: a thread that plays DistributedDataParallel's buckets along an all-reduce, in the order in which they come."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paragrad.players.wire import all_reduce
+from paragrad.strategy import Native
+from paragrad.world import World
+
+
+@dataclass
+class Bucket:
+    """Gradients sent together, waiting for their exchange."""
+    number: int
+    vector: Tensor
+    future: torch.futures.Future[Tensor]
+    computed: torch.cuda.Event | None = None            # on a GPU: when the gradients are really there
+
+
+class Walker:
+    """Sums buckets over all ranks, over a process group of its own. Collective.
+
+    played(bucket, start, bytes) is told of each, with clock()'s time at its start. A schedule's messages go through the host.
+    """
+
+    def __init__(self, algorithm: Any, world: World, clock: Callable[[], float] = lambda: 0.0,
+                 played: Callable[[Bucket, float, int], None] = lambda bucket, start, number: None) -> None:
+        self.computed = isinstance(algorithm, Native)           # its bytes come from the closed form
+        self.algorithm, self.device, self.clock, self.played = algorithm, world.device, clock, played
+        self.world = world.twin(through_host=not self.computed)
+        self.queue: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._walk, name="paragrad-walker", daemon=True)
+        self.thread.start()
+
+    def put(self, bucket: Bucket) -> None:
+        """Its future completes when it is summed."""
+        self.queue.put(bucket)
+
+    def _walk(self) -> None:
+        while (bucket := self.queue.get()) is not None:
+            start = self.clock()
+            try:
+                if bucket.computed is not None:
+                    torch.cuda.set_device(self.device)          # of this thread
+                    bucket.computed.synchronize()
+                number = self._play(bucket.vector)
+                if bucket.computed is not None:
+                    torch.cuda.current_stream().synchronize()
+                self.played(bucket, start, number)
+                bucket.future.set_result(bucket.vector)
+            except Exception as error:
+                bucket.future.set_exception(error)
+
+    def _play(self, vector: Tensor) -> int:
+        """Sum a bucket in place; the bytes sent."""
+        if self.computed:
+            vector.copy_(self.world.all_reduced(vector))
+            return computed_bytes("all_reduce", vector.numel() * vector.element_size(), self.world.size)
+        on_host = vector.cpu()
+        number = all_reduce(self.algorithm, on_host, self.world)
+        if on_host is not vector:
+            vector.copy_(on_host)
+        return number
+
+    def close(self) -> None:
+        self.queue.put(None)
+        self.thread.join(timeout=1)         # it may wait for a rank that failed; the launcher ends both
+
+
+def waiting_bucket(bucket: Any) -> Bucket:
+    """DDP's bucket, with the future that its hook returns."""
+    vector, computed = bucket.buffer(), None
+    if vector.is_cuda:
+        computed = torch.cuda.Event()
+        computed.record()
+    devices = [vector.device] if vector.is_cuda else None
+    return Bucket(bucket.index(), vector, torch.futures.Future(devices=devices), computed)
+
+
+def computed_bytes(collective: str, payload: int, size: int) -> int:
+    """Bytes a rank sends in a backend's own collective over `payload` bytes: gloo's are rings."""
+    return {"all_reduce": 2 * payload * (size - 1) // size, "all_gather": payload * (size - 1)}[collective]
