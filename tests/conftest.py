@@ -10,7 +10,7 @@ import pytest
 
 from paragrad.launching import Ranks
 
-# a test never takes its data, or its world, from the shell that runs it
+# a test never takes its world from the shell that runs it (its data only where it asks for the fixture `data`)
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
 
