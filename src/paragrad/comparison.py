@@ -13,6 +13,7 @@ from paragrad.job import Job, examined
 from paragrad.launching import Ranks
 from paragrad.loop import Progress
 from paragrad.record import Recorder, new_folder
+from paragrad.report.page import write_page
 from paragrad.results import TWIN, Table
 from paragrad.settings import Settings
 from paragrad.strategy import Serial, Strategy, strategies
@@ -27,7 +28,7 @@ DISTANCE_STEPS = 100            # over which the page draws the distance from se
 def compare(job: Job, chosen: str | Iterable[str | Strategy], *, runs: str | Path = "runs", seeds: int = 1,
             twin: bool = False, command: str | None = None, progress: Callable[[str], Progress | None] | None = None,
             **settings: Any) -> Table:
-    """Train a job under every strategy, check each against serial in float64 over 20 steps, and put them in one table.
+    """Train a job under every strategy, check each against serial in float64 over 20 steps; one table, and one page.html.
 
     chosen: "serial; data(2)" or a list;  runs: the folder for the comparison's own folder;  seeds: trainings of each, with
     the job's seed and the following ones;  twin: also train serial with every batch back to front, to show what rounding
@@ -61,7 +62,9 @@ def compare(job: Job, chosen: str | Iterable[str | Strategy], *, runs: str | Pat
             comparing.row(row, of_row)
         for row in baselines:
             comparing.trained(row, f"baseline-{folder_name(row.resolved)}", f"{row.resolved}, for its speed")
-    return Table(folder)
+    table = Table(folder)
+    write_page(table)
+    return table
 
 
 def replaced(settings: Settings, **changes: Any) -> Settings:

@@ -142,6 +142,8 @@ def _check_fields(job: Job) -> None:
             raise Refused(f"job {job.name}: {name} must be a whole number from {least}, got {value!r}")
     if not isinstance(job.seed, int):
         raise Refused(f"job {job.name}: seed must be a whole number, got {job.seed!r}")
+    if not isinstance(job.name, str) or not job.name or "/" in job.name:
+        raise Refused(f"job name {job.name!r}: give a text without /, of which folders can be named")
     for name in ("model", "loss", "optimizer"):
         if not callable(getattr(job, name)):
             raise Refused(f"job {job.name}: {name} must be a function, because every rank builds its own; "

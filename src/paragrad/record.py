@@ -3,8 +3,8 @@
 | kind       | fields                                                                                                   |
 |------------|----------------------------------------------------------------------------------------------------------|
 | run        | schema, id, job {name, arguments, batch, epochs, metric, samples, parameters, dtype}, strategy, resolved,   |
-|            | seed, workers, servers, backend, device, threads, machine {cpu, cores, torch, python}, prediction,        |
-|            | reverse, resumed {run, step} or null                                                                      |
+|            | seed, workers, servers, backend, device, threads, machine {cpu, cores, torch, python, paragrad},           |
+|            | prediction, reverse, resumed {run, step} or null                                                          |
 | step       | epoch, step, start, seconds, loss [sum, weight], order [first, stop], sent {kind: {bytes, computed}}, lr  |
 | epoch      | epoch, test {value, weight} or null, start, seconds                                                       |
 | span       | step, name, lane (compute, send, receive, wait, update, data), start, seconds, bytes, peer                |

@@ -121,11 +121,10 @@ def _row(table: Table, names: list[str]) -> Row:
 
 
 def _serial_seconds(table: Table, threads: int) -> float | None:
-    for record in table.records.values():
-        resolved = strategies(record.header["resolved"])[0]
-        if isinstance(resolved, Serial) and resolved.micro == 1 and resolved.threads == threads:
-            return record.seconds_per_step
-    return None
+    """The median step of plain serial with so many threads, over its runs."""
+    found = [record.seconds_per_step for record in table.records.values()
+             if strategies(record.header["resolved"])[0] == Serial(threads=threads) and not record.header["reverse"]]
+    return median([seconds for seconds in found if seconds] or [0.0]) or None
 
 
 def _reached(table: Table, record: Record) -> Reached | None:

@@ -22,6 +22,7 @@ from paragrad.settings import Settings
 from paragrad.signals import asking_to_stop
 from paragrad.strategy import Data, Serial, Strategy, strategy
 from paragrad.verification import difference
+from paragrad.version import __version__
 from paragrad.world import joined_from_environment, launched_rank, launched_size
 
 
@@ -134,7 +135,8 @@ def _write_header(record: Recorder, checked: Admitted, folder: Path) -> None:
         workers=checked.size, servers=0, backend=checked.backend if checked.size > 1 else None, device=settings.device,
         threads=checked.threads, prediction=None, reverse=settings.reverse,
         resumed=checked.saved and {"run": str(checked.saved.folder.parent), "step": checked.saved.step},
-        machine={"cpu": _cpu(), "cores": cores(), "torch": torch.__version__, "python": platform.python_version()})
+        machine={"cpu": _cpu(), "cores": cores(), "torch": torch.__version__, "python": platform.python_version(),
+                 "paragrad": __version__})
     for what, picked, because in _choices(checked):
         record.write("choice", what=what, bytes=None, picked=picked, because=because)
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table as Drawn
 
 from paragrad.record import Line
-from paragrad.results import Row, Table
+from paragrad.results import TWIN, Row, Table
 
 TOO_SHORT = 5e-3        # seconds of a serial step below which one exchange costs more than a second worker saves
 
@@ -26,12 +26,12 @@ def columns_of(table: Table) -> list[str]:
 
 def show(table: Table, console: Console) -> None:
     """Print the table and the lines that explain it."""
-    columns = columns_of(table)
+    columns, shown = columns_of(table), [*notes(table), f"record: {table.folder}", f"page: {table.folder / 'page.html'}"]
     if not console.is_terminal:
         print("\t".join(columns))
         for row in table.rows:
             print("\t".join(cells(table, row)))
-        print("\n".join(f"# {note}" for note in notes(table)))
+        print("\n".join(f"# {note}" for note in shown))
     else:
         drawn = Drawn(title=f"{table.job}: {len(table.rows)} strategies", title_justify="left")
         for place, column in enumerate(columns):
@@ -39,7 +39,7 @@ def show(table: Table, console: Console) -> None:
         for row in table.rows:
             drawn.add_row(*cells(table, row))
         console.print(drawn)
-        for note in notes(table):
+        for note in shown:
             console.print(note, highlight=False, soft_wrap=True, markup=False)
 
 
@@ -47,8 +47,7 @@ def cells(table: Table, row: Row) -> list[str]:
     """A row as text."""
     if row.seconds_per_step is None:
         return [row.strategy, f"failed: {row.failure}", *[""] * (len(columns_of(table)) - 2)]
-    serial = row.resolved.startswith("serial")
-    difference = "reference" if serial else "-" if row.difference is None else f"{row.difference:.1e}"
+    difference = "reference" if row.resolved.startswith("serial") and row.strategy != TWIN else "-" if row.difference is None else f"{row.difference:.1e}"
     return [row.strategy, _test(row), *(_goal(row) if table.until else []), f"{1e3 * row.seconds_per_step:.2f}",
             _times(row.speed_up), _times(row.speed_up_one_thread), sent(row.sent),
             f"failed: {row.failure}" if row.failure else difference, row.tensor or "", " ".join(row.digests)]
@@ -93,5 +92,4 @@ def notes(table: Table) -> list[str]:
     if serial is not None and serial < TOO_SHORT:
         lines.append(f"No speed-up is promised on {table.job}: a serial step takes {1e3 * serial:.2f} ms, "
                      "too short for an exchange to pay; it shows that the training is the same")
-    lines.append(f"record: {table.folder}")
     return lines
