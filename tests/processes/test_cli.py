@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from paragrad.cli import app
-from paragrad.comparison import read
+from paragrad.results import Table
 
 JOB_FILES = Path(__file__).parents[1] / "job_files"
 SIX = ("serial; data(2, reduce=native); data(2, reduce=ring); data(2, reduce=ring_async); data(2, reduce=tree); "
@@ -63,9 +63,9 @@ def test_compare_in_a_pipe_is_one_line_a_row_and_a_failure_is_a_row(tmp_path: Pa
     assert lines[2][1] == "failed: rank 1, step 0: RuntimeError: two is one too many"
     assert float(lines[3][6]) <= 1e-10
     folder = next(tmp_path.iterdir())
-    assert [row.failure is None for row in read(folder).rows] == [True, False, True]
+    assert [row.failure is None for row in Table(folder).rows] == [True, False, True]
     assert {path.name for path in folder.iterdir()} == {
-        "01-serial", "02-data-2-reduce-tree", "03-data-3", "baseline-serial-threads-1", "compare.jsonl"}
+        "01-serial", "02-data-2-reduce-tree", "03-data-3", "baseline-serial-threads-1", "compare.jsonl", "page.html"}
 
 
 def test_train_a_job_file(tmp_path: Path) -> None:
@@ -131,7 +131,8 @@ def test_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_lists() -> None:
-    assert [row["job"] for row in json.loads(paragrad("jobs", "--json"))] == ["digits"]
+    assert [row["job"] for row in json.loads(paragrad("jobs", "--json"))] == [
+        "digits", "mnist-mlp", "mnist-cnn", "shakespeare-lstm"]
     listed = {row["name"]: row for row in json.loads(paragrad("strategies", "--json"))}
     assert listed["ring"]["built"] == "yes"
     assert listed["pipeline"]["built"] == "not yet"
@@ -146,5 +147,5 @@ def test_draw() -> None:
 
 def test_help_names_every_verb() -> None:
     text = paragrad("--help")
-    for verb in ("train", "compare", "draw", "jobs", "strategies"):
+    for verb in ("train", "compare", "verify", "draw", "jobs", "strategies"):
         assert verb in text

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,3 +46,33 @@ def test_the_job_file_of_the_readme_trains(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     assert "0 missed" in result.stdout
+    model = next((tmp_path / "runs").iterdir()) / "model.safetensors"
+    assert ran("plain.py", tmp_path, sys.executable, "plain.py", str(model)) == "tensor([1, 0])\n"
+
+
+def ran(name: str, folder: Path, *words: str) -> str:
+    """What a Python block of the README prints, saved under the name in its first line and run in a folder."""
+    code = re.search(rf"```python\n# {name}\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert code is not None
+    (folder / name).write_text(code.group(1))
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_own_loop_of_the_readme_is_the_same_training_under_torchrun(tmp_path: Path) -> None:
+    mine = re.search(r"```python\n# mine.py\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert mine is not None
+    (tmp_path / "mine.py").write_text(mine.group(1))
+    alone = ran("own.py", tmp_path, sys.executable, "own.py").split()
+    assert alone[:2] == ["0", "80"]
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "own.py"]
+    for line in ran("own.py", tmp_path, *words).splitlines():
+        assert line.split()[1] == "80"
+        assert float(line.split()[2]) == pytest.approx(float(alone[2]), rel=1e-4)       # float32
+
+
+def test_the_pages_show_the_own_loop_that_is_tested() -> None:
+    example = (ROOT / "examples" / "own_loop.py").read_text()
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_loop.md").read_text(), re.DOTALL):
+        assert block in example

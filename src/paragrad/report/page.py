@@ -286,7 +286,8 @@ def facts(table: Table) -> list[tuple[str, str]]:
             ("training samples", f"{job['samples']:,}"), ("trained parameters", f"{job['parameters']:,}"),
             ("number type", job["dtype"]), ("seeds", ", ".join(map(str, seeds))),
             ("machine", f"{machine['cores']} cores, {machine['cpu']}"),
-            ("versions", f"torch {machine['torch']}, Python {machine['python']}; paragrad {machine.get("paragrad", __version__)}")]
+            ("versions", f"torch {machine['torch']}, Python {machine['python']}, "
+                         f"paragrad {machine.get('paragrad', __version__)}")]
 
 
 def call(table: Table) -> str:
