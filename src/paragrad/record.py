@@ -84,10 +84,12 @@ def new_folder(parent: Path, name: str) -> Path:
     raise Refused(f"{parent} is full of runs of this second; give another folder with --runs")
 
 
-def lines_of(path: Path) -> Iterator[Line]:
-    """The lines of a file; a last one that was cut off by the end of its process is left out."""
+def lines_of(path: Path, without: str | None = None) -> Iterator[Line]:
+    """The lines of a file, but for those of one kind; a last one that was cut off by the end of its process is left out."""
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
+            if without and line.startswith(f'{{"kind":"{without}"'):
+                continue
             try:
                 yield json.loads(line)
             except json.JSONDecodeError:
@@ -109,15 +111,15 @@ class Audit:
 
 
 class Record:
-    """What a run's folder says, read back."""
+    """What a run's folder says, read back. spans: with them, which are most of it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, spans: bool = True) -> None:
         self.folder = folder
         own = list(lines_of(folder / "run.jsonl"))
         self.header: Line = next((line for line in own if line["kind"] == "run"), {})
         self.end: Line | None = next((line for line in own if line["kind"] == "end"), None)
         files = sorted(folder.glob("rank-*.jsonl"), key=lambda path: int(path.stem.split("-")[1]))
-        self.ranks: list[list[Line]] = [list(lines_of(path)) for path in files]
+        self.ranks: list[list[Line]] = [list(lines_of(path, None if spans else "span")) for path in files]
         self.difference: Line | None = next((line for line in own if line["kind"] == "difference"), None)
         self.choices = [line for line in own if line["kind"] == "choice"]
 

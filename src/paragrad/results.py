@@ -58,7 +58,7 @@ class Table:
     @cached_property
     def records(self) -> dict[str, Record]:
         """Every run of the comparison, by the name of its folder."""
-        return {path.name: Record(path) for path in sorted(self.folder.iterdir()) if path.is_dir()}
+        return {path.name: Record(path, spans=False) for path in sorted(self.folder.iterdir()) if path.is_dir()}
 
     @cached_property
     def rows(self) -> list[Row]:
