@@ -154,11 +154,16 @@ def joined_from_environment(backend: str = "gloo", timeout: float = TIMEOUT, dev
         return
     if told.on_one_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    place = address(told)
-    _meet(told, place, backend, timeout)
-    with _until_left(backend, timeout, place_here, threading.Event()) as world:
-        yield world
-    gc.collect()                # DDP and its hook hold one another, and the group
+    number = next(_meetings)
+    place = address(told) or meeting_file(told, number)
+    try:
+        _meet(told, number, place, backend, timeout)
+        with _until_left(backend, timeout, place_here, threading.Event()) as world:
+            yield world
+    finally:
+        gc.collect()                            # DDP and its hook hold one another, and the group with its store
+        if isinstance(place, Path):
+            place.unlink(missing_ok=True)       # by each rank: stores that go at once leave the file, or make it anew
 
 
 def standing(timeout: float = TIMEOUT, device: torch.device = CPU) -> World | None:
@@ -206,15 +211,14 @@ def _grouped() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _meet(told: Launched, place: tuple[str, int] | None, backend: str, timeout: float) -> None:
+def _meet(told: Launched, number: int, place: tuple[str, int] | Path, backend: str, timeout: float) -> None:
     """Make the default group of the launch: over a store that rank 0 listens at, or a file on this host."""
-    number = next(_meetings)
-    where = ":".join(map(str, place)) if place else str(meeting_file(told, number))
+    where = str(place) if isinstance(place, Path) else ":".join(map(str, place))
     try:
-        if place:
-            store = dist.PrefixStore(f"paragrad/{number}", _listening(*place, told.rank, told.size, timeout))
-        else:
+        if isinstance(place, Path):
             store = dist.FileStore(where, told.size)
+        else:
+            store = dist.PrefixStore(f"paragrad/{number}", _listening(*place, told.rank, told.size, timeout))
         _initialize(told.rank, told.size, store, backend, timeout)
     except RuntimeError as error:
         raise RankFailed(f"the {told.size} ranks of {told.by} did not meet at {where} within {timeout:g} s; see that all of "

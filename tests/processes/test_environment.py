@@ -197,7 +197,7 @@ SCRIPT = textwrap.dedent("""
     for meeting in range(meetings):
         with joined_from_environment(timeout=30.0) as world:
             world.prove()
-            mine = torch.arange(3.0) + 10 ** (world.rank + meeting)
+            mine = torch.arange(3.0) + 10 ** world.rank + 1000 * meeting
             answers.append([world.rank, world.size, world.all_reduced(mine).tolist(), world.twin().agreed(world.rank)])
             if "die" in sys.argv:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -222,7 +222,7 @@ class Place:
     def check(self, size: int, meetings: int = 1, here: int | None = None) -> None:
         """Every rank was told and got the right thing, and no meeting file is left."""
         found = [json.loads((self.answers / f"rank-{rank}.json").read_text()) for rank in range(size)]
-        sums = [[sum(number + 10 ** (rank + meeting) for rank in range(size)) for number in (0., 1., 2.)]
+        sums = [[sum(number + 10 ** rank + 1000 * meeting for rank in range(size)) for number in (0., 1., 2.)]
                 for meeting in range(meetings)]
         assert found == [[[[rank, size, sums[meeting], 0] for meeting in range(meetings)], [rank, size, here or size]]
                          for rank in range(size)]
@@ -264,6 +264,13 @@ def test_two_ranks_of_one_host_meet_in_a_file(place: Place, variables: Variables
     """Three times in a row: a second `train` of one script has to meet anew, and not in what the first left."""
     finished(*(started(place.words(3), {**place.shell, **variables(rank, 2)}) for rank in (0, 1)))
     place.check(2, meetings=3)
+
+
+def test_nothing_is_left_of_many_meetings(place: Place) -> None:
+    """The store's own clean-up counts who has finished and who still holds it, one after the other: of ranks that left at the
+    same moment each took another for the last, and one meeting in sixty left its file."""
+    finished(*(started(place.words(60), {**place.shell, **mpich(rank, 3)}) for rank in (0, 1, 2)))
+    place.check(3, meetings=60)
 
 
 @pytest.mark.parametrize("variables", [torchrun, open_mpi, mpich, srun])
@@ -319,6 +326,7 @@ def test_a_rank_that_never_comes_is_waited_for_so_long_and_named(place: Place) -
         assert answer.startswith("rank 1: the 2 ranks of mpirun (MPICH) did not meet at "), complaints
         assert told in answer
         assert "within 1 s; see that all of them run, or set MASTER_ADDR" in answer
+    assert place.left() == []
 
 
 def test_a_process_group_of_the_users_is_the_world_and_stays(place: Place, tmp_path: Path) -> None:
