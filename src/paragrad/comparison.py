@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +46,10 @@ def compare(job: Job, chosen: str | Iterable[str | Strategy], *, runs: str | Pat
         raise Refused("compare needs at least one strategy")
     facts = examined(job, how.folder)
     rows = [admitted(job, each, how, facts) for each in listed]
+    honest = replace(how, sabotage=None)
     if twin:
-        rows.append(admitted(job, Serial(), replaced(how, reverse=True), facts))
-    for_speed = {each.resolved: each for each in (admitted(job, each, replaced(how, limit=BASELINE_STEPS), facts)
+        rows.append(admitted(job, Serial(), replace(honest, reverse=True), facts))
+    for_speed = {each.resolved: each for each in (admitted(job, each, replace(honest, limit=BASELINE_STEPS), facts)
                                                   for each in (Serial(), Serial(threads=1)))}
     baselines = [each for resolved, each in for_speed.items() if resolved not in [row.resolved for row in rows]]
     folder = new_folder(Path(runs), f"{job.name}-compare")
@@ -65,10 +66,6 @@ def compare(job: Job, chosen: str | Iterable[str | Strategy], *, runs: str | Pat
     table = Table(folder)
     write_page(table)
     return table
-
-
-def replaced(settings: Settings, **changes: Any) -> Settings:
-    return Settings(**{**vars(settings), **changes})
 
 
 @dataclass
