@@ -11,8 +11,10 @@ import pytest
 from paragrad.launching import Ranks
 
 # a test never takes its world from the shell that runs it (its data only where it asks for the fixture `data`)
-for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-    os.environ.pop(name, None)
+for name in list(os.environ):
+    if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") or name.startswith(
+            ("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "SLURM_")):
+        os.environ.pop(name)
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from paragrad.job import Job, opened
 from paragrad.launching import Ranks
 from paragrad.record import new_folder
 from paragrad.settings import Settings
-from paragrad.strategy import Strategy
+from paragrad.strategy import Strategy, share_weights
 from paragrad.training import folder_name
 from paragrad.verification import BOUND, STEPS, Difference, difference
 from paragrad.version import __version__
@@ -32,6 +33,9 @@ class Certificate:
     digest: str                     # of the job: its settings, initial parameters and first batch, in float64
     strategy: str
     resolved: str
+    reference: str                  # what it was compared with: serial with the same micro-batches
+    device: str
+    backend: str
     steps: int
     bound: float
     difference: float | None        # the largest; None where the ranks did not come to its end
@@ -48,17 +52,24 @@ class Certificate:
         return self.failure is None and self.difference is not None and self.difference <= self.bound
 
     def as_json(self) -> dict[str, Any]:
-        return {"schema": 1, **asdict(self), "same": self.same, "folder": str(self.folder)}
+        """Plain JSON: a difference that is not finite is null, and `tensor` says where."""
+        told = {"schema": 1, "dtype": "float64", **asdict(self), "same": self.same, "folder": str(self.folder)}
+        told["tensors"] = {name: value if math.isfinite(value) else None for name, value in self.tensors.items()}
+        told["difference"] = None if self.difference is None or not math.isfinite(self.difference) else self.difference
+        return told
 
 
-def verify(job: Job, strategy: str | Strategy, *, runs: str | Path = "runs", **settings: Any) -> Certificate:
+def verify(job: Job, strategy: str | Strategy, *, runs: str | Path = "runs", data: str | Path | None = None,
+           device: str = "cpu", backend: str = "auto", overlap: bool = True, loaders: int = 0,
+           sabotage: str | None = None) -> Certificate:
     """Train 20 steps beside serial in float64 (`verification`), and write the certificate.json below runs.
 
-    settings: data, device, backend, sabotage. A planted bug is played, whatever the proof says of it. Raises Refused.
+    The others as in `paragrad.settings.Settings`. A planted bug is played, whatever the proof says of it. Raises Refused.
     """
     if launched_size() is not None:
         raise Refused("verify starts its own ranks and cannot run under a launcher; call it with plain python")
-    checked = admitted(job, strategy, Settings(**{**settings, "unproved": True}))
+    checked = admitted(job, strategy, Settings(data=data, device=device, backend=backend, overlap=overlap, loaders=loaders,
+                                               sabotage=sabotage, unproved=True))
     found, failure = Difference(float("nan")), None
     with Ranks(checked.size) as ranks:
         try:
@@ -68,20 +79,30 @@ def verify(job: Job, strategy: str | Strategy, *, runs: str | Path = "runs", **s
             failure = str(error)
     folder = new_folder(Path(runs), f"{job.name}-verify-{folder_name(checked.asked)}")
     certificate = Certificate(
-        job.name, digest(checked), str(checked.asked), str(checked.resolved), STEPS, BOUND,
+        job.name, digest(checked), str(checked.asked), str(checked.resolved), reference(checked),
+        device, checked.backend if checked.size > 1 else "none", STEPS, BOUND,
         None if failure else found.value, found.tensor, found.first, found.tensors, failure, checked.settings.sabotage,
         {"paragrad": __version__, "torch": torch.__version__, "python": platform.python_version()}, folder)
     partial = folder / "certificate.json.partial"
-    partial.write_text(json.dumps(certificate.as_json(), indent=1) + "\n")
+    partial.write_text(json.dumps(certificate.as_json(), indent=1, allow_nan=False) + "\n")
     partial.rename(folder / "certificate.json")
     return certificate
 
 
+def reference(checked: Admitted) -> str:
+    """Serial with the same micro-batches, which is what batch norm sees."""
+    micro = share_weights(checked.resolved)[1]
+    return "serial" if micro == 1 else f"serial(micro={micro})"
+
+
 def digest(checked: Admitted) -> str:
-    """sha256 of what a training begins with: the job's settings, its initial parameters and its first batch."""
+    """sha256 of what a training begins with: the job's settings, its model, optimizer, scheduler and loss by what they show of
+    themselves, its initial parameters and its first batch."""
     job, facts = checked.job.replace(dtype=torch.float64), checked.facts
+    model = job.built_model()
     told = {"name": job.name, "arguments": dict(job.arguments), "batch": job.batch, "epochs": job.epochs, "seed": job.seed,
-            "samples": facts.samples, "clip_norm": job.clip_norm, "optimizer": facts.optimizer}
+            "samples": facts.samples, "dtype": str(checked.job.dtype), **facts.training, "model": repr(model),
+            "loss": repr(job.loss) if isinstance(job.loss, torch.nn.Module) else getattr(job.loss, "__qualname__", "")}
     found = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode())
 
     def add(leaf: Any) -> Any:
@@ -90,7 +111,7 @@ def digest(checked: Admitted) -> str:
             found.update(leaf.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
         return leaf
 
-    mapped(add, dict(job.built_model().state_dict()))
+    mapped(add, dict(model.state_dict()))
     first = facts.order.indices(0, next(facts.order.batches()))
     mapped(add, job.samples(opened(job.train, checked.settings.folder))[0, first])
     return found.hexdigest()

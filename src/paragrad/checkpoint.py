@@ -16,10 +16,13 @@ import json
 import os
 import shutil
 import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor
 
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 KEPT = 2                # the newest, and the one before it
+MARK = "a Python"
+MAPPINGS: dict[str, Any] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict, "defaultdict": dict}
 FILES, SUMS = ("model.safetensors", "optimizer.safetensors", "state.json"), "SHA256SUMS"
 
 
@@ -45,16 +50,24 @@ class Saved:
     def step(self) -> int:
         return int(self.state["step"])
 
+    @property
+    def sums(self) -> str:
+        """The checksums of its files, by which it is known."""
+        return (self.folder / SUMS).read_text()
+
 
 def save(trainer: Trainer, parent: Path, identity: dict[str, Any] | None = None) -> Path:
     """Write the trainer's model, optimizer, scheduler and step below parent; the checkpoint's folder.
 
     identity: what must be equal where it is loaded again. Call on one rank; replicas are equal. Raises StepFailed where the
-    optimizer or scheduler holds what neither tensors nor JSON can.
+    optimizer or scheduler holds what neither tensors nor JSON can, or where parent holds a later step of another training.
     """
     folder = parent / f"checkpoint-{trainer.steps:08}"
-    if folder.exists():
-        return folder
+    for later in (path for path in _folders(parent) if path > folder):
+        if damage(later) is None:
+            raise StepFailed(f"{later} is there, of a later step: another training was saved in {parent}; load it and go on "
+                             "from it, or save elsewhere")
+        shutil.rmtree(later)
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -64,10 +77,11 @@ def save(trainer: Trainer, parent: Path, identity: dict[str, Any] | None = None)
     state = {"schema": SCHEMA, "step": trainer.steps, "strategy": str(trainer.strategy), "identity": identity or {},
              "optimizer": {"class": type(trainer.optimizer).__name__, "groups": groups, "scalars": scalars},
              "scheduler": trainer.scheduler.state_dict() if trainer.scheduler is not None else None}
-    (partial / "state.json").write_text(_json(state))
+    (partial / "state.json").write_text(json.dumps(plain(state), indent=1))
     (partial / SUMS).write_text("".join(f"{_digest(partial / name)}  {name}\n" for name in FILES))
     for path in [*partial.iterdir(), partial]:
         _to_disk(path)
+    shutil.rmtree(folder, ignore_errors=True)           # of an earlier training, or damaged
     partial.rename(folder)
     _to_disk(parent)
     for old in _folders(parent)[KEPT:]:
@@ -78,23 +92,21 @@ def save(trainer: Trainer, parent: Path, identity: dict[str, Any] | None = None)
 def identity_of(job: Job, facts: Facts) -> dict[str, Any]:
     """What a job must have in common with the one that was saved."""
     return {"name": job.name, "seed": job.seed, "batch": job.batch, "samples": facts.samples,
-            "dtype": str(job.parameter_dtype).removeprefix("torch."), "optimizer": facts.optimizer, "shapes": facts.shapes}
+            "dtype": str(job.parameter_dtype).removeprefix("torch."), **facts.training,
+            **{f"shape of {name}": shape for name, shape in facts.shapes.items()}}
 
 
 def found(parent: Path, job: Job, facts: Facts) -> Saved:
     """The newest whole checkpoint of a run, if it is this job's. Raises Refused; a damaged one is warned of by name."""
     saved = newest(parent)
     ours, theirs = identity_of(job, facts), saved.state["identity"]
-    for name, hint in (("name", "resume it with that job"), ("seed", "give --seed {}"), ("batch", "give --batch {}"),
-                       ("samples", "resume it with its own training set"), ("dtype", "give it that dtype"),
-                       ("optimizer", "give it that optimizer")):
-        if ours[name] != theirs.get(name):
-            raise Refused(f"{saved.folder} was saved with {name} {theirs.get(name)}, and job {job.name} has {ours[name]}; "
-                          + hint.format(theirs.get(name)))
-    for name in {**theirs["shapes"], **ours["shapes"]}:
-        if ours["shapes"].get(name) != theirs["shapes"].get(name):
-            raise Refused(f"{saved.folder}: {name} has shape {theirs['shapes'].get(name)} there and "
-                          f"{ours['shapes'].get(name)} in job {job.name}; resume it with the model it was saved from")
+    for name in {**theirs, **ours}:
+        if ours.get(name) != theirs.get(name):
+            raise Refused(f"{saved.folder} was saved with {name} {theirs.get(name)}, and job {job.name} has {ours.get(name)}; "
+                          + (f"give --{name} {theirs[name]}" if name in ("seed", "batch") else "resume it as it was"))
+    if saved.step > job.epochs * facts.order.steps:
+        raise Refused(f"{saved.folder} has {saved.step} steps behind it, and job {job.name} wants "
+                      f"{job.epochs * facts.order.steps}; give more --epochs")
     return saved
 
 
@@ -103,10 +115,10 @@ def newest(parent: Path) -> Saved:
     folders = _folders(parent)
     damaged: list[str] = []
     for folder in folders:
-        wrong = _damage(folder)
+        wrong = damage(folder)
         if wrong is None:
-            state = json.loads((folder / "state.json").read_text())
-            return Saved(folder, state, "; ".join(damaged) or "the newest")
+            state = restored(json.loads((folder / "state.json").read_text()))
+            return Saved(folder.resolve(), state, "; ".join(damaged) or "the newest")
         damaged.append(f"{folder.name} is damaged ({wrong})")
         warnings.warn(f"{folder} is damaged ({wrong}); taking the one before it", stacklevel=2)
     if damaged:
@@ -115,24 +127,35 @@ def newest(parent: Path) -> Saved:
 
 
 def load(trainer: Trainer, saved: Saved) -> None:
-    """Put a checkpoint into a trainer that has made no step yet, whatever its strategy."""
+    """Put a checkpoint into a trainer before its first step, whatever its strategy. Raises Refused if it does not fit."""
+    kept, names = saved.state["optimizer"], _group_names(trainer)
+    _check_fit(trainer, saved, names)
     load_model(trainer.model, str(saved.folder / "model.safetensors"), device=str(trainer.world.device))
-    tensors = load_file(str(saved.folder / "optimizer.safetensors"), device=str(trainer.world.device))
-    kept = saved.state["optimizer"]
     values: dict[str, dict[str, Any]] = {name: dict(scalars) for name, scalars in kept["scalars"].items()}
-    for key, tensor in tensors.items():
+    for key, tensor in load_file(str(saved.folder / "optimizer.safetensors")).items():
         name, _, what = key.rpartition("/")
         values.setdefault(name, {})[what] = tensor
-    order = [name for names in _group_names(trainer) for name in names]
-    groups, first = [], 0
-    for group, names in zip(kept["groups"], _group_names(trainer), strict=True):
-        groups.append({**group, "params": list(range(first, first + len(names)))})
-        first += len(names)
+    order = [name for group in names for name in group]
+    places = iter(range(len(order)))
+    groups = [{**group, "params": [next(places) for _ in own]} for group, own in zip(kept["groups"], names, strict=True)]
     trainer.optimizer.load_state_dict({"state": {place: values[name] for place, name in enumerate(order) if name in values},
                                        "param_groups": groups})
+    for name, what in values.items():           # torch gives floating state its parameter's type; keep what it was
+        own = trainer.optimizer.state[trainer.parameters[name]]
+        own.update({key: own[key].to(value.dtype) for key, value in what.items() if isinstance(value, Tensor)})
     if trainer.scheduler is not None:
         trainer.scheduler.load_state_dict(saved.state["scheduler"])
     trainer.steps = saved.step
+
+
+def _check_fit(trainer: Trainer, saved: Saved, names: list[list[str]]) -> None:
+    kept = saved.state["optimizer"]
+    if kept["class"] != type(trainer.optimizer).__name__ or len(kept["groups"]) != len(names):
+        raise Refused(f"{saved.folder} was saved with a {kept['class']} of {len(kept['groups'])} group(s), and the optimizer "
+                      f"here is a {type(trainer.optimizer).__name__} of {len(names)}; resume it as it was")
+    if (saved.state["scheduler"] is None) != (trainer.scheduler is None):
+        raise Refused(f"{saved.folder} was saved {'without' if saved.state['scheduler'] is None else 'with'} a scheduler; "
+                      "resume it as it was")
 
 
 def _optimizer_state(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]], list[dict[str, Any]]]:
@@ -155,13 +178,36 @@ def _group_names(trainer: Trainer) -> list[list[str]]:
     return [[names[parameter] for parameter in group["params"]] for group in trainer.optimizer.param_groups]
 
 
-def _json(state: dict[str, Any]) -> str:
-    def refuse(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.numel() == 1:
-            return value.item()
-        raise StepFailed(f"a checkpoint cannot hold a {type(value).__name__}, which the optimizer or scheduler keeps; "
-                         "only tensors, numbers, texts and lists of them are saved")
-    return json.dumps(state, indent=1, default=refuse)
+def plain(value: Any) -> Any:
+    """A value as JSON can hold it: what is no list and no mapping of texts is marked, to come back as it was."""
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, Mapping):
+        return {MARK: type(value).__name__, "items": [[plain(key), plain(each)] for key, each in value.items()]}
+    if isinstance(value, tuple):
+        return {MARK: "tuple", "items": [plain(each) for each in value]}
+    if isinstance(value, list):
+        return [plain(each) for each in value]
+    if isinstance(value, Tensor):
+        return {MARK: "tensor", "dtype": str(value.dtype).removeprefix("torch."), "items": value.tolist()}
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise StepFailed(f"a checkpoint cannot hold a {type(value).__name__}, which the optimizer or scheduler keeps; "
+                     "only tensors, numbers, texts, and lists and mappings of them are saved")
+
+
+def restored(value: Any) -> Any:
+    """What `plain` was given."""
+    if isinstance(value, list):
+        return [restored(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if MARK not in value:
+        return {key: restored(each) for key, each in value.items()}
+    if value[MARK] == "tensor":
+        return torch.tensor(value["items"], dtype=getattr(torch, value["dtype"]))
+    items = restored(value["items"])
+    return tuple(items) if value[MARK] == "tuple" else MAPPINGS[value[MARK]](dict(items))
 
 
 def _folders(parent: Path) -> list[Path]:
@@ -169,7 +215,7 @@ def _folders(parent: Path) -> list[Path]:
     return sorted((path for path in parent.glob("checkpoint-*") if path.is_dir() and not path.suffix), reverse=True)
 
 
-def _damage(folder: Path) -> str | None:
+def damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint, or None."""
     try:
         listed = [line.split("  ", 1) for line in (folder / SUMS).read_text().splitlines()]

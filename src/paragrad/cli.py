@@ -27,7 +27,7 @@ from paragrad.schedules.sabotage import SABOTAGES
 from paragrad.settings import Settings
 from paragrad.strategy import strategy as read_strategy
 from paragrad.training import train as trained
-from paragrad.world import launched_rank, launched_size
+from paragrad.world import launched_rank
 
 DIGITS = "serial; data(2, reduce=native); data(2, reduce=ring); data(2, reduce=ring_async); data(2, reduce=tree); " \
          "data(2, reduce=butterfly)"
@@ -73,7 +73,7 @@ def train(job: JobName, strategy: Strategy = "serial",
             listing.dry_run(admitted(chosen, strategy, Settings(**settings)), as_json)
             raise typer.Exit
         with Shown(Console(stderr=True)) as shown:
-            run = trained(chosen, strategy, runs=runs, check=check and launched_size() is None, progress=shown.run(strategy),
+            run = trained(chosen, strategy, runs=runs, check=check, progress=shown.run(strategy),
                           **settings)
         if launched_rank() == 0:
             listing.run(run, as_json)

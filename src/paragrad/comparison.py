@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from paragrad.admission import Admitted, admitted
 from paragrad.errors import RankFailed, Refused
@@ -26,21 +25,24 @@ DISTANCE_STEPS = 100            # over which the page draws the distance from se
 
 
 def compare(job: Job, chosen: str | Iterable[str | Strategy], *, runs: str | Path = "runs", seeds: int = 1,
-            twin: bool = False, command: str | None = None, progress: Callable[[str], Progress | None] | None = None,
-            **settings: Any) -> Table:
+            twin: bool = False, data: str | Path | None = None, device: str = "cpu", backend: str = "auto",
+            overlap: bool = True, loaders: int = 0, until: str | None = None, sabotage: str | None = None,
+            unproved: bool = False, command: str | None = None,
+            progress: Callable[[str], Progress | None] | None = None) -> Table:
     """Train a job under every strategy, check each against serial in float64 over 20 steps; one table, and one page.html.
 
     chosen: "serial; data(2)" or a list;  runs: the folder for the comparison's own folder;  seeds: trainings of each, with
     the job's seed and the following ones;  twin: also train serial with every batch back to front, to show what rounding
     alone does;  command: what to type to repeat it;  progress(strategy) gives what is told of that run's progress;
-    settings: data, device, backend, loaders, until, sabotage, unproved, as in `paragrad.settings.Settings`.
+    the others as in `paragrad.settings.Settings`.
     All strategies are checked at the door (Refused) before the first run; one that fails while it runs says so in its row.
     """
     if launched_size() is not None:
-        raise Refused("compare starts its own ranks and cannot run under torchrun; call it with plain python")
+        raise Refused("compare starts its own ranks and cannot run under a launcher; call it with plain python")
     if not isinstance(seeds, int) or seeds < 1:
         raise Refused(f"seeds must be a whole number from 1, got {seeds!r}")
-    how = Settings(**settings)
+    how = Settings(data=data, device=device, backend=backend, overlap=overlap, loaders=loaders, until=until, sabotage=sabotage,
+                   unproved=unproved)
     listed = strategies(chosen) if isinstance(chosen, str) else list(chosen)
     if not listed:
         raise Refused("compare needs at least one strategy")

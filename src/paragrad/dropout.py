@@ -30,11 +30,16 @@ RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
 
 class Keyed(TorchFunctionMode):
-    """While active, dropout is keyed: `positions` are the places in the global batch of the samples in this forward."""
+    """While active, dropout is keyed: `positions` are the places in the global batch of the samples in this forward.
+
+    Keep it active during backward: gradient checkpointing runs parts of the forward again there, and restores torch's
+    generator for it. So every call draws a number, and a number that was drawn before is the same call again.
+    """
 
     def __init__(self, seed: int, step: int, positions: list[int]) -> None:
         super().__init__()
-        self.seed, self.step, self.positions, self.calls = seed, step, positions or [0], 0
+        self.seed, self.step, self.positions = seed, step, positions or [0]
+        self.calls: dict[int, int] = {}         # number drawn -> which call it is
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in DROPOUTS:
@@ -45,13 +50,15 @@ class Keyed(TorchFunctionMode):
                 inplace: bool = False) -> Tensor:
         if not training or p == 0.0:
             return input
-        self.calls += 1
+        drawn = int(torch.randint(2**62, ()))
+        call = self.calls.setdefault(drawn, len(self.calls) + 1)
         covered = input.dim() if dims is None else dims
         shape = torch.Size([*input.shape[:covered], *[1] * (input.dim() - covered)])
-        if shape[0] % len(self.positions):
+        elsewhere = shape[0] != len(self.positions) and input.dim() > 2 and input.shape[1] == len(self.positions)
+        if shape[0] % len(self.positions) or elsewhere:
             raise StepFailed(f"dropout got a tensor of shape {tuple(input.shape)} in a batch of {len(self.positions)} "
                              "samples; the batch must be its first dimension, so that each sample has a mask of its own")
-        key = random.Random(f"{self.seed} {self.step} {self.calls}").getrandbits(31)
+        key = random.Random(f"{self.seed} {self.step} {call}").getrandbits(31)
         kept = keep(key, self.positions, shape.numel() // len(self.positions), p, input.device).view(shape)
         scale = kept.to(input.dtype) / (1.0 - p) if p < 1.0 else kept.to(input.dtype)
         return input.mul_(scale) if inplace else input * scale

@@ -12,10 +12,10 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from paragrad.datasets.loading import Collate, Dataset, Samples, brought, called, cut, parted
+from paragrad.datasets.loading import Collate, Dataset, Samples, brought, called, copied, parted
 from paragrad.datasets.order import Order
 from paragrad.errors import Refused
-from paragrad.loss import Loss, check_adds_up, loss_in
+from paragrad.loss import Loss, loss_in, wrong_with
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -60,11 +60,11 @@ class Job:
         model = self.model()
         if not isinstance(model, nn.Module):
             raise Refused(f"job {self.name}: model() returned {type(model).__name__}; return a torch.nn.Module")
-        return model.to(self.parameter_dtype)
+        return in_precision(model, self.parameter_dtype)
 
-    def built_loss(self) -> Loss:
-        """The loss, its own tensors in the parameters' type."""
-        return loss_in(self.loss, self.parameter_dtype)
+    def built_loss(self, device: torch.device = CPU) -> Loss:
+        """The loss, its own tensors on a device and in the parameters' type."""
+        return loss_in(self.loss, device, self.parameter_dtype)
 
     @property
     def parameter_dtype(self) -> torch.dtype:
@@ -87,6 +87,15 @@ class Job:
 
     def order(self, samples: int) -> Order:
         return Order(samples, self.batch, self.seed)
+
+
+def in_precision(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model with real numbers in dtype and complex ones in the complex type of its precision."""
+    def turned(tensor: Tensor) -> Tensor:
+        if tensor.is_complex():
+            return tensor.to(dtype.to_complex())
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+    return model._apply(turned)         # Module.to(dtype) would drop the imaginary parts of complex buffers
 
 
 def seed_everything(seed: int) -> None:
@@ -116,7 +125,7 @@ class Facts:
     parameters: int
     order: Order
     shapes: dict[str, list[int]]        # of the model's state, by its serial names
-    optimizer: str                      # its class
+    training: dict[str, Any]            # optimizer, scheduler and clipping as they begin: "optimizer", "lr of group 0", ...
 
 
 def examined(job: Job, data: Path | None = None) -> Facts:
@@ -126,13 +135,23 @@ def examined(job: Job, data: Path | None = None) -> Facts:
     test = _dataset(job, "test", data) if job.test is not None else None
     model = _called(job, "model", job.built_model)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trainable:
-        raise Refused(f"job {job.name}: the model has no trainable parameters; give it at least one with requires_grad")
-    optimizer = _check_optimizer(job, model)
+    optimizer, scheduler = _check_optimizer(job, model)
     _check_loss(job, model.eval(), train)
+    shapes = {name: list(value.shape) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     return Facts(len(train), len(test) if test is not None else 0, sum(map(Tensor.numel, trainable)),
-                 job.order(len(train)), {name: list(value.shape) for name, value in model.state_dict().items()},
-                 type(optimizer).__name__)
+                 job.order(len(train)), shapes, _beginning(job, optimizer, scheduler))
+
+
+def _beginning(job: Job, optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"optimizer": type(optimizer).__name__, "clip_norm": job.clip_norm,
+                             "scheduler": type(scheduler).__name__ if scheduler else None}
+    for number, group in enumerate(optimizer.param_groups):
+        found[f"parameters in group {number}"] = len(group["params"])
+        found.update({f"{name} of group {number}": str(value) for name, value in group.items() if name != "params"})
+    if scheduler:
+        found.update({f"{name} of the scheduler": str(value) for name, value in scheduler.state_dict().items()
+                      if not callable(value)})
+    return found
 
 
 def _check_fields(job: Job) -> None:
@@ -180,46 +199,41 @@ def _called(job: Job, name: str, function: Callable[[], Any]) -> Any:
         raise Refused(f"job {job.name}: {name} raised {type(error).__name__}: {error}") from error
 
 
-def _check_optimizer(job: Job, model: nn.Module) -> torch.optim.Optimizer:
+def _check_optimizer(job: Job, model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
     optimizer = _called(job, "optimizer", lambda: job.optimizer(model.parameters()))
+    make = job.scheduler
+    scheduler = None if make is None or not isinstance(optimizer, torch.optim.Optimizer) else _called(
+        job, "scheduler", lambda: make(optimizer) or "nothing")
+    wrong = unfit(model, optimizer, scheduler)
+    if wrong:
+        raise Refused(f"job {job.name}: {wrong}")
+    return optimizer, scheduler
+
+
+def unfit(model: nn.Module, optimizer: Any, scheduler: Any = None) -> str | None:
+    """What of a model, its optimizer and its scheduler cannot be trained here, with the repair, or None."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return "the model has no trainable parameters; give it at least one with requires_grad"
+    embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
+    if any(embedding.sparse for embedding in embeddings):
+        return "an embedding has sparse gradients, which are not exchanged; build it with sparse=False"
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise Refused(f"job {job.name}: optimizer(parameters) returned {type(optimizer).__name__}; "
-                      "return a torch.optim.Optimizer")
+        return f"the optimizer is a {type(optimizer).__name__}; make it a torch.optim.Optimizer"
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise Refused(f"job {job.name}: LBFGS wants a closure, which runs the model again inside the update; "
-                      "use an optimizer whose step() takes none")
-    if job.scheduler is not None:
-        make = job.scheduler
-        scheduler = _called(job, "scheduler", lambda: make(optimizer))
-        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise Refused(f"job {job.name}: ReduceLROnPlateau wants a metric at every step; "
-                          "use a scheduler that counts steps")
-        if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
-            raise Refused(f"job {job.name}: scheduler(optimizer) returned {type(scheduler).__name__}; "
-                          "return a torch.optim.lr_scheduler.LRScheduler")
-    return optimizer
+        return "LBFGS wants a closure, which runs the model again inside the update; use an optimizer whose step() takes none"
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        return "ReduceLROnPlateau wants a metric at every step; use a scheduler that counts steps"
+    if scheduler is not None and not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+        return f"the scheduler is a {type(scheduler).__name__}; make it a torch.optim.lr_scheduler.LRScheduler"
+    return None
 
 
 def _check_loss(job: Job, model: nn.Module, train: Dataset) -> None:
     indices = list(range(min(job.batch, len(train), 256)))
     fetched = _called(job, "fetching a batch of train", lambda: parted(job.samples(train)[0, indices]))
-    batch = brought(fetched, CPU, job.parameter_dtype)
+    inputs, target = brought(fetched, CPU, job.parameter_dtype)
     with torch.no_grad(), torch.autocast("cpu", job.autocast, enabled=job.autocast is not None):
-        output = _called(job, "one batch through the model", lambda: called(model, batch[0]))
-        halves = _halves(model, batch, output, len(indices))
-        wrong = _called(job, "loss", lambda: check_adds_up(job.built_loss(), (output, batch[1]), halves))
+        _called(job, "one batch through the model", lambda: called(model, copied(inputs)))
+        wrong = _called(job, "loss", lambda: wrong_with(job.built_loss(), model, inputs, target, len(indices)))
     if wrong:
         raise Refused(f"job {job.name}: {wrong}")
-
-
-def _halves(model: nn.Module, batch: tuple[Any, Any], output: Any, samples: int) -> list[tuple[Any, Any, int]]:
-    """(output, target, samples) of the two halves of a batch, or of the whole where it is one sample."""
-    middle = samples // 2
-    if middle == 0:
-        return [(output, batch[1], samples)]
-    parts = [slice(0, middle), slice(middle, samples)]
-    if isinstance(output, Tensor) and output.dim() and len(output) == samples:
-        outputs = [output[part] for part in parts]
-    else:                                       # its first dimension is not the batch: ask the model again
-        outputs = [called(model, cut(batch[0], part)) for part in parts]
-    return [(half, cut(batch[1], part), len(range(samples)[part])) for half, part in zip(outputs, parts, strict=True)]

@@ -11,6 +11,7 @@ from safetensors.torch import save_model
 from paragrad import checkpoint
 from paragrad.admission import Admitted
 from paragrad.datasets.loading import Dataset, parted
+from paragrad.errors import StepFailed
 from paragrad.job import opened
 from paragrad.record import Recorder
 from paragrad.report.tensorboard import events
@@ -53,14 +54,15 @@ class Training:
         self.per_epoch = checked.facts.order.steps
         self.steps = min(settings.limit or 2**62, job.epochs * self.per_epoch)
         self.status = "finished"
+        self.saved_at: int | None = None
 
     def run(self) -> str:
         first, start = 0, 0
         if self.checked.saved is not None:
-            checkpoint.load(self.trainer, self.checked.saved)
+            self.load(self.checked.saved)
             first, start = divmod(self.trainer.steps, self.per_epoch)
-            if first and not start:
-                self.end_epoch(first - 1, self.record.now())        # it was saved before that epoch's test
+            if first and not start and self.end_epoch(first - 1, self.record.now()):     # it was saved before that epoch's test
+                return self.status
         for epoch in range(first, self.checked.job.epochs):
             begun = self.record.now()
             if not self.epoch(epoch, start if epoch == first else 0) or self.end_epoch(epoch, begun):
@@ -101,7 +103,16 @@ class Training:
             self.told = self.record.now()
             self.report({"epoch": epoch, "step": self.trainer.steps, "steps": self.steps, "loss": loss})
 
+    def load(self, saved: checkpoint.Saved) -> None:
+        """Go on from a checkpoint, the same on every rank (hosts may have looked at folders of their own)."""
+        if self.trainer.world.agreed(saved.sums) != saved.sums:
+            raise StepFailed(f"this rank found another checkpoint in {saved.folder} than rank 0; put the run where all hosts "
+                             "see it")
+        checkpoint.load(self.trainer, saved)
+        self.saved_at = self.trainer.steps
+
     def save(self) -> None:
         """A checkpoint of this step, unless it is there already; rank 0 writes it."""
-        if self.trainer.world.rank == 0:
+        if self.trainer.world.rank == 0 and self.saved_at != self.trainer.steps:
             checkpoint.save(self.trainer, self.folder, checkpoint.identity_of(self.checked.job, self.checked.facts))
+        self.saved_at = self.trainer.steps

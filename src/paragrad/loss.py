@@ -16,18 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paragrad.datasets.loading import called
+from paragrad.datasets.loading import brought, called, copied, cut
 
 Loss = Callable[[Any, Any], Any]
 
 
-def loss_in(loss: Loss, dtype: torch.dtype) -> Loss:
-    """The loss with its own tensors (class weights) in dtype, where it is a module or a partial that shows them."""
+def loss_in(loss: Loss, device: torch.device, dtype: torch.dtype) -> Loss:
+    """The loss, its own tensors (class weights) on a device and in dtype where it is a module or a partial that shows them."""
     if isinstance(loss, nn.Module):
-        return copy.deepcopy(loss).to(dtype)
+        return copy.deepcopy(loss).to(device, dtype)
     if isinstance(loss, functools.partial):
-        keywords = {name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-                    for name, value in loss.keywords.items()}
+        keywords = {name: brought(value, device, dtype) for name, value in loss.keywords.items()}
         return functools.partial(loss.func, *loss.args, **keywords)
     return loss
 
@@ -81,6 +80,10 @@ class Summed(nn.Module):
         self.stop = 0.0                         # 1.0: this rank was asked to stop
         self._loss = (loss,)                    # in a tuple: a loss that is a module is not part of the model
 
+    @property
+    def loss(self) -> Loss:
+        return self._loss[0]
+
     def forward(self, inputs: Any, target: Any, samples: int) -> tuple[Tensor, float]:
         """The sum over the first `samples` (0: everything weighs nothing) and its local weight."""
         total, weight = self.pair(called(self.model, inputs), target, max(samples, 1))
@@ -92,13 +95,33 @@ class Summed(nn.Module):
 
     def pair(self, output: Any, target: Any, samples: int) -> tuple[Tensor, float]:
         """The loss of an output as (sum, weight)."""
-        return summed(self._loss[0], output, target, samples)
+        return summed(self.loss, output, target, samples)
 
 
 def _counter_dtype(model: nn.Module) -> torch.dtype:
     """The gradients' own type, so that the weight shares their bucket; never below float32, which counts to 2^24."""
     dtype = next(parameter.dtype for parameter in model.parameters() if parameter.requires_grad)
     return torch.promote_types(dtype, torch.float32)
+
+
+@torch.no_grad()
+def wrong_with(loss: Loss, model: nn.Module, inputs: Any, target: Any, samples: int) -> str | None:
+    """What is wrong with a loss, seen on a batch through a model in eval mode, or None; inputs and target stay as they are."""
+    output = called(model, copied(inputs))
+    middle = samples // 2
+    if middle == 0:
+        return check_adds_up(loss, (output, target), [(output, target, samples)])
+    parts = [slice(0, middle), slice(middle, samples)]
+    try:
+        if isinstance(output, Tensor) and output.dim() and len(output) == samples:
+            outputs = [output[part] for part in parts]
+        else:                                       # its first dimension is not the batch: ask the model again
+            outputs = [called(model, cut(copied(inputs), part, samples)) for part in parts]
+        targets = [cut(target, part, samples) for part in parts]
+    except ValueError:
+        return None                                 # a batch that cannot be cut: micro-batches will say so
+    halves = [(half, each, len(range(samples)[part])) for half, each, part in zip(outputs, targets, parts, strict=True)]
+    return check_adds_up(loss, (output, target), halves)
 
 
 def check_adds_up(loss: Loss, whole: tuple[Any, Any], halves: list[tuple[Any, Any, int]]) -> str | None:

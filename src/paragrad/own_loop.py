@@ -12,6 +12,7 @@ from torch import nn
 from paragrad.admission import backend_of, check_schedule, threads_of
 from paragrad.datasets.loading import Collate
 from paragrad.errors import Refused
+from paragrad.job import unfit
 from paragrad.launching import cores
 from paragrad.loss import Loss
 from paragrad.settings import Settings
@@ -36,7 +37,7 @@ def parallelize(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, 
     (in a signal handler, say) `result.stop` is true on all ranks at the same step. Raises Refused before the first step.
     """
     settings = Settings(device=device, backend=backend)
-    _check(model, loss, optimizer, settings)
+    _check(model, loss, optimizer, scheduler, clip_norm, autocast, settings)
     chosen, size = _chosen(strategy), launched_size()
     resolved = resolve(chosen, cores=cores(), workers=size or 1)
     check_schedule(chosen, resolved, settings)
@@ -69,17 +70,19 @@ def _world(backend: str, device: str, timeout: float, alone: bool) -> Iterator[W
         yield world
 
 
-def _check(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, settings: Settings) -> None:
+def _check(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, scheduler: Any, clip_norm: float | None,
+           autocast: torch.dtype | None, settings: Settings) -> None:
     if not isinstance(model, nn.Module):
         raise Refused(f"parallelize wants a torch.nn.Module, got {type(model).__name__}")
     if not callable(loss):
         raise Refused("parallelize wants a loss: f(output, target) -> the mean over samples, or (sum, weight)")
-    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
-        raise Refused("parallelize wants a torch.optim.Optimizer whose step() takes no closure, "
-                      f"got {type(optimizer).__name__}")
+    if clip_norm is not None and not clip_norm > 0:
+        raise Refused(f"clip_norm must be above 0 or None, got {clip_norm!r}")
+    if autocast not in (None, torch.bfloat16):
+        raise Refused(f"autocast must be torch.bfloat16 or None, got {autocast}")
+    if wrong := unfit(model, optimizer, scheduler):
+        raise Refused(f"parallelize: {wrong}")
     own = set(model.parameters())
-    if not any(parameter.requires_grad for parameter in own):
-        raise Refused("the model has no trainable parameters; give it at least one with requires_grad")
     strange = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter not in own]
     if strange:
         raise Refused(f"the optimizer holds {len(strange)} parameter(s) that are not the model's; "

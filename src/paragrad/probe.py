@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paragrad.datasets.loading import called
+from paragrad.datasets.loading import called, copied
 from paragrad.dropout import Watch
+from paragrad.errors import StepFailed
 from paragrad.loss import Summed
 
 
@@ -25,8 +26,12 @@ class Probe:
 
 
 def probed(module: Summed, inputs: Any, target: Any, samples: int) -> Probe:
-    """Run a copy of the module once forward and backward; the module itself and torch's generators stay as they are."""
-    twin = copy.deepcopy(module)
+    """Run a copy of the module once forward and backward, on copies; module, batch and torch's generators stay as they are."""
+    try:
+        twin = copy.deepcopy(module)
+    except RuntimeError as error:       # tensors that are results, such as those of the old weight_norm
+        raise StepFailed(f"the model cannot be copied ({error}); keep no tensor with a history as an attribute "
+                         "(torch.nn.utils.parametrizations.weight_norm instead of torch.nn.utils.weight_norm)") from error
     own = {parameter.data_ptr() for parameter in twin.parameters()}
     kept: dict[int, int] = {}
 
@@ -37,7 +42,7 @@ def probed(module: Summed, inputs: Any, target: Any, samples: int) -> Probe:
 
     with torch.random.fork_rng(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         with Watch() as watch:
-            total, _ = twin(inputs, target, samples)
+            total, _ = twin(copied(inputs), copied(target), samples)
         trainable = [parameter for parameter in twin.parameters() if parameter.requires_grad]
         gradients = torch.autograd.grad(total, trainable, allow_unused=True)
     unused = any(gradient is None for gradient in gradients)

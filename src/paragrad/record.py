@@ -4,14 +4,14 @@
 |------------|----------------------------------------------------------------------------------------------------------|
 | run        | schema, id, job {name, arguments, batch, epochs, metric, samples, parameters, dtype}, strategy, resolved,   |
 |            | seed, workers, servers, backend, device, threads, machine {cpu, cores, torch, python, paragrad},           |
-|            | prediction, reverse, resumed {run, step} or null                                                          |
+|            | prediction, reverse, resumed {run, step} or null, settings (those that are not the default)               |
 | step       | epoch, step, start, seconds, loss [sum, weight], order [first, stop], sent {kind: {bytes, computed}}, lr  |
 | epoch      | epoch, test {value, weight} or null, start, seconds                                                       |
 | span       | step, name, lane (compute, send, receive, wait, update, data), start, seconds, bytes, peer                |
 | choice     | what, bytes, picked, because                                                                              |
 | memory     | parameters, gradients, optimizer, activations, exchange, resident (bytes)                                 |
 | event      | name, numbers                                                                                             |
-| end        | status (finished, failed, stopped), seconds, error {rank, step, tensor, message} or null                  |
+| end        | status (finished, failed, stopped, interrupted), seconds, error {rank, step, tensor, message} or null    |
 | difference | baseline, run, value, tensor                                                                              |
 | comparison | rows [[run, by seed], by strategy], until, seeds, command (the first line of compare.jsonl)               |
 | distance   | baseline, run, values (of the parameters, after every step, in the job's own type)                        |
@@ -170,9 +170,10 @@ class Record:
     def audit(self) -> Audit:
         """Count every sample of every finished epoch, by the positions in the order that the ranks recorded."""
         samples, seed = self.header["job"]["samples"], self.header["seed"]
-        epochs = [line["epoch"] for line in self.of("epoch")]
-        seen, twice, missed = samples, 0, 0
         used = self.used()
+        first = {line["epoch"] for line in used if line["order"][0] == 0 and line["order"][1]}
+        epochs = [line["epoch"] for line in self.of("epoch") if line["epoch"] in first]     # not one whose beginning is lost
+        seen, twice, missed = samples, 0, 0
         for epoch in epochs:
             order = permutation(samples, seed, epoch)
             counts = Counter(order[position] for line in used if line["epoch"] == epoch

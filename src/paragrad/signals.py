@@ -1,11 +1,26 @@
 """SIGTERM as a request: finish the step, save, end."""
-
 from __future__ import annotations
 
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+
+class Request:
+    """A wish that one part of a program sets and another sees. Without a lock, which a signal handler could find taken."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def set(self) -> None:
+        self.asked = True
+
+    def clear(self) -> None:
+        self.asked = False
+
+    def is_set(self) -> bool:
+        return self.asked
 
 
 @contextmanager

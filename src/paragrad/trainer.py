@@ -2,7 +2,7 @@
 
     batch -> loss -> gradients -> exchange -> update
 
-`training.py` drives it for Jobs, `parallelize.py` gives it to people who own their loop.
+`loop.py` drives it for Jobs, `own_loop.py` gives it to people who own their loop.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from paragrad.errors import Refused, StepFailed
 from paragrad.evaluation import Metric, evaluated, evaluating
 from paragrad.job import Job, seed_everything
 from paragrad.log import Log
-from paragrad.loss import Loss, Summed
+from paragrad.loss import Loss, Summed, wrong_with
 from paragrad.probe import first_not_finite, probed
 from paragrad.record import Recorder
 from paragrad.schedules.sabotage import sabotaged
@@ -71,16 +71,19 @@ class Trainer:
     scheduler, clip_norm, collate: as in Job;  autocast: the type that forward and loss are computed in, or None;
     record: where steps and spans go, or None;  overlap: exchange gradients while backward runs;
     like: compute what one worker must to be compared with that strategy (the union of all ranks' parts, micro-batch by
-    micro-batch);  reverse: each micro-batch in reverse order (the rounding twin);  sabotage: a planted bug, by its name.
+    micro-batch);  reverse: each micro-batch in reverse order (the rounding twin);  sabotage: a planted bug, by its name;
+    examined: the loss was looked at, at the door; otherwise it is before the first step.
     """
 
     def __init__(self, world: World, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, strategy: Strategy, *,
                  seed: int = 0, scheduler: Any = None, clip_norm: float | None = None, autocast: torch.dtype | None = None,
                  collate: Collate | None = None, record: Recorder | None = None, overlap: bool = True,
-                 like: Strategy | None = None, reverse: bool = False, sabotage: str | None = None) -> None:
+                 like: Strategy | None = None, reverse: bool = False, sabotage: str | None = None,
+                 examined: bool = False) -> None:
         self.world, self.model, self.optimizer, self.strategy = world, model, optimizer, strategy
         self.seed, self.scheduler, self.clip_norm, self.autocast, self.collate = seed, scheduler, clip_norm, autocast, collate
         self.log, self.overlap, self.reverse, self.sabotage = Log(record), overlap, reverse, sabotage
+        self.examined = examined
         self.shares, self.micro = share_weights(like or strategy)
         self.parts = list(range(len(self.shares))) if like else [world.rank]        # whose parts this rank runs
         self.parameters = dict(model.named_parameters())
@@ -102,8 +105,8 @@ class Trainer:
         """The trainer of a job, whose model and optimizer every rank builds itself."""
         model = job.built_model().to(world.device)
         optimizer = job.optimizer(model.parameters())
-        return cls(world, model, job.built_loss(), optimizer, strategy, seed=job.seed, clip_norm=job.clip_norm,
-                   scheduler=job.scheduler(optimizer) if job.scheduler else None, autocast=job.autocast,
+        return cls(world, model, job.built_loss(world.device), optimizer, strategy, seed=job.seed, clip_norm=job.clip_norm,
+                   examined=True, scheduler=job.scheduler(optimizer) if job.scheduler else None, autocast=job.autocast,
                    collate=job.collate, **more)
 
     def _join_batch_norms(self, strategy: Strategy) -> None:
@@ -168,12 +171,12 @@ class Trainer:
         loss, weight = 0.0, 0.0
         whole = len(batch.pieces) == 1
         for number, (piece, part) in enumerate(batch.cuts()):
-            pair = (inputs, target) if whole else (cut(inputs, part), cut(target, part))
+            samples = len(batch.indices)
+            pair = (inputs, target) if whole else (cut(inputs, part, samples), cut(target, part, samples))
             if self.exchange is None:
                 self.exchange = self._prepared(*pair, len(piece.positions))
             if number == 0:
-                self.optimizer.zero_grad()
-                self.module.counter.grad = None
+                self.module.zero_grad()             # also of parameters that the optimizer does not hold
                 self.exchange.begin()
             more = self._forward_backward(batch, piece, number, *pair)
             loss, weight = loss + more[0], weight + more[1]
@@ -186,8 +189,8 @@ class Trainer:
         samples = self.part.samples = len(piece.positions)
         last = number == len(batch.pieces) - 1
         self.module.stop = float(last and self.world.stop.is_set())
-        with self.exchange.micro_batch(last):
-            with self.log.span(f"F{number}", "compute"), self._keyed(batch, piece), self.casting():
+        with self.exchange.micro_batch(last), self._keyed(batch, piece):
+            with self.log.span(f"F{number}", "compute"), self.casting():
                 total, weight = self.exchange.module(inputs, target, samples)
             value = float(total.detach())
             if not math.isfinite(value):
@@ -219,7 +222,7 @@ class Trainer:
         return Result(loss / weight, weight, stop > 0), rate
 
     def _keyed(self, batch: Batch, piece: Piece) -> contextlib.AbstractContextManager[Any]:
-        """Around a forward: masks keyed by each sample's place in the global batch, if the model has dropout at all."""
+        """Around forward and backward: dropout keyed by each sample's place in the global batch, if the model has any."""
         if not self.has_dropout:
             return contextlib.nullcontext()
         return Keyed(self.seed, self.steps, [position - batch.whole.start for position in piece.positions])
@@ -231,6 +234,8 @@ class Trainer:
     def _prepared(self, inputs: Any, target: Any, samples: int) -> Alone | Exchange:
         """Look at one backward of a copy: which parameters go unused, and the bytes of activations. Then wire up."""
         self.part.samples = samples
+        if not self.examined:
+            self._examine(inputs, target, samples)
         with self.casting():
             found = probed(self.module, inputs, target, samples)
         self.activations, self.has_dropout = found.activations, found.dropout
@@ -243,6 +248,13 @@ class Trainer:
         assert isinstance(self.strategy, Data)
         return Exchange(self.module, self.world, sabotaged(self.strategy.reduce, self.sabotage), some_unused=some_unused,
                         overlap=self.overlap, clock=self.log.now, span=self.log.add_span)
+
+    def _examine(self, inputs: Any, target: Any, samples: int) -> None:
+        """Does the loss add up? What a Job is asked at the door."""
+        with evaluating(self.model), self.casting():
+            wrong = wrong_with(self.module.loss, self.model, inputs, target, max(samples, 1))
+        if wrong:
+            raise StepFailed(wrong)
 
     # ---- what others look at -------------------------------------------------------------------------------------------
     def evaluate(self, dataset: Dataset, metric: Metric | None = None, loaders: int = 0) -> float:
@@ -271,8 +283,21 @@ class Trainer:
         self.world.barrier()
 
     def load(self, folder: str | Path) -> None:
-        """Go on from the newest whole checkpoint below a folder, saved under any strategy: `trainer.steps` steps were made."""
-        checkpoint.load(self, checkpoint.newest(Path(folder)))
+        """Go on from the newest whole checkpoint below a folder, saved under any strategy: `trainer.steps` steps were made.
+
+        Collective: rank 0 chooses, and every rank reads that one. Raises Refused.
+        """
+        found: checkpoint.Saved | Refused | None = None
+        if self.world.rank == 0:
+            try:
+                found = checkpoint.newest(Path(folder))
+            except Refused as error:
+                found = error
+        found = self.world.agreed(found)
+        if isinstance(found, Refused):
+            raise found
+        assert found is not None
+        checkpoint.load(self, found)
 
     def log_memory(self) -> None:
         """Write the bytes that this rank holds into the record."""

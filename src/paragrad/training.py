@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_model
 from torch import nn
 
-from paragrad import checkpoint
 from paragrad.admission import Admitted, admitted
 from paragrad.errors import RankFailed, StepFailed
 from paragrad.job import Job
@@ -46,7 +45,8 @@ class Run(Record):
     @property
     def resumable(self) -> int | None:
         """The step of its newest checkpoint."""
-        return checkpoint.newest(self.folder).step if any(self.folder.glob("checkpoint-*")) else None
+        found = sorted(path.name for path in self.folder.glob("checkpoint-*") if not path.suffix)
+        return int(found[-1].removeprefix("checkpoint-")) if found else None
 
     def model(self) -> nn.Module:
         """The trained model, a plain module with its serial names."""
@@ -60,16 +60,17 @@ def train(job: Job, strategy: str | Strategy = "serial", *, runs: str | Path = "
     """Train a job under a strategy; returns when it is done.
 
     runs: the folder in which the run's own folder is made;  check: afterwards compare 20 steps with serial in float64
-    (`run.difference`; not under a launcher);  settings: data, device, backend, overlap, loaders, save, resume, until,
+    (`run.difference`);  settings: data, device, backend, overlap, loaders, save, resume, until,
     tensorboard, sabotage, unproved, as in `paragrad.settings.Settings`. On SIGTERM the run saves a checkpoint and ends
     (`run.stopped`). Raises Refused (at the door) or RankFailed.
     """
     checked = admitted(job, strategy, Settings(**settings))
     if launched_size() is not None:
-        return _under_launcher(checked, Path(runs), progress)
+        return _under_launcher(checked, Path(runs), check, progress)
     folder = new_folder(Path(runs), f"{job.name}-{folder_name(checked.asked)}")
     with Ranks(checked.size) as ranks:
-        finished = run(ranks, checked, folder, progress=progress)
+        with asking_to_stop(ranks.ask_to_stop):
+            finished = run(ranks, checked, folder, progress=progress)
         if finished.stopped or not check or isinstance(checked.resolved, Serial):
             return finished
         with Recorder(folder / "run.jsonl") as record:
@@ -83,7 +84,7 @@ def train(job: Job, strategy: str | Strategy = "serial", *, runs: str | Path = "
 
 def run(ranks: Ranks, checked: Admitted, folder: Path, *, progress: Progress | None = None) -> Run:
     """Train on ranks that are there already, recording into a folder."""
-    with Recorder(folder / "run.jsonl") as record, asking_to_stop(ranks.ask_to_stop):
+    with Recorder(folder / "run.jsonl") as record:
         _write_header(record, checked, folder)
         try:
             statuses = ranks.run(train_rank, checked, folder, record.origin, size=checked.size, threads=checked.threads,
@@ -93,7 +94,7 @@ def run(ranks: Ranks, checked: Admitted, folder: Path, *, progress: Progress | N
             _write_end(record, "failed", error)
             raise
         except BaseException:
-            _write_end(record, "stopped")
+            _write_end(record, "interrupted")
             raise
         _write_end(record, statuses[0])
     return Run(checked.job, folder)
@@ -106,7 +107,7 @@ def check_same(ranks: Ranks, checked: Admitted, run: str, record: Recorder) -> N
     record.write("difference", baseline="serial", run=run, value=found.value, tensor=found.tensor)
 
 
-def _under_launcher(checked: Admitted, runs: Path, progress: Progress | None) -> Run:
+def _under_launcher(checked: Admitted, runs: Path, check: bool, progress: Progress | None) -> Run:
     """This process is a rank that a launcher started: join, let rank 0 make the folder and the run's own lines."""
     leads = launched_rank() == 0
     torch.set_num_threads(checked.threads)
@@ -122,6 +123,9 @@ def _under_launcher(checked: Admitted, runs: Path, progress: Progress | None) ->
                 _write_end(record, "failed", failed)
                 raise failed from error
             _write_end(record, status)
+            if check and status == "finished" and not isinstance(checked.resolved, Serial):
+                found = difference(world, checked.job, checked.resolved, checked.settings)
+                record.write("difference", baseline="serial", run=folder.name, value=found.value, tensor=found.tensor)
     return Run(checked.job, folder)
 
 
@@ -135,6 +139,7 @@ def _write_header(record: Recorder, checked: Admitted, folder: Path) -> None:
         workers=checked.size, servers=0, backend=checked.backend if checked.size > 1 else None, device=settings.device,
         threads=checked.threads, prediction=None, reverse=settings.reverse,
         resumed=checked.saved and {"run": str(checked.saved.folder.parent), "step": checked.saved.step},
+        settings={name: str(value) for name, value in vars(settings).items() if value != getattr(Settings, name)},
         machine={"cpu": _cpu(), "cores": cores(), "torch": torch.__version__, "python": platform.python_version(),
                  "paragrad": __version__})
     for what, picked, because in _choices(checked):

@@ -66,7 +66,8 @@ def _lockstep(world: World, job: Job, strategy: Strategy, settings: Settings, st
               replicas: bool = True) -> Iterator[Comparison]:
     """Rank 0's comparison after every step that strategy and reference made; on the other ranks nothing."""
     train = opened(job.train, settings.folder)
-    trainer = Trainer.of_job(world, job, strategy, sabotage=settings.sabotage, reverse=settings.reverse)
+    trainer = Trainer.of_job(world, job, strategy, overlap=settings.overlap, sabotage=settings.sabotage,
+                             reverse=settings.reverse)
     comparison, data = None, None
     places = first_batches(job.order(len(train)), steps)
     if world.rank == 0:
@@ -74,7 +75,7 @@ def _lockstep(world: World, job: Job, strategy: Strategy, settings: Settings, st
         comparison = Comparison(trainer, Trainer.of_job(alone, job, Serial(), like=strategy))
         data = comparison.reference.batches_at(train, job.order(len(train)), places)
     try:
-        for fetched in trainer.batches_at(train, job.order(len(train)), places):
+        for fetched in trainer.batches_at(train, job.order(len(train)), places, settings.loaders):
             trainer.step(*parted(fetched))
             if replicas:
                 check_replicas(world, trainer)
@@ -140,7 +141,7 @@ class Comparison:
     def _seen(self, state: dict[str, Tensor]) -> dict[str, Tensor | None]:
         if self.masks is None:
             return dict(state)
-        return {name: state[name][mask] for name, mask in self.masks.items()}
+        return {name: state[name][mask] for name, mask in self.masks.items() if mask.any()}
 
 
 def differences(ours: Mapping[str, Tensor | None], theirs: Mapping[str, Tensor | None],
@@ -157,11 +158,14 @@ def differences(ours: Mapping[str, Tensor | None], theirs: Mapping[str, Tensor |
 def _difference(ours: Tensor | None, reference: Tensor | None, floor: float, noise: float) -> float:
     if ours is None or reference is None:
         return 0.0 if ours is reference else math.inf
-    if torch.equal(ours, reference) or max(_most(ours), _most(reference)) < noise:
+    if torch.equal(ours, reference):
+        return 0.0
+    if not (torch.isfinite(ours).all() and torch.isfinite(reference).all()):
+        return math.inf
+    if max(_most(ours), _most(reference)) < noise:
         return 0.0
     scale = max(_most(reference), floor)
-    value = _most(ours.detach() - reference.detach()) / scale if scale else math.inf
-    return math.inf if math.isnan(value) else value
+    return _most(ours.detach() - reference.detach()) / scale if scale else math.inf
 
 
 def _most(tensor: Tensor) -> float:

@@ -6,7 +6,6 @@ import functools
 import gc
 import itertools
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from paragrad.errors import RankFailed, Refused, StepFailed
 from paragrad.launched import Launched, address, launched, meeting_file
+from paragrad.signals import Request
 
 CPU = torch.device("cpu")
 TIMEOUT = 300.0         # seconds a rank waits for another before it gives up, unless told otherwise
@@ -39,7 +39,7 @@ class World:
     timeout: float = TIMEOUT                    # seconds to wait for another rank
     device: torch.device = CPU
     group: Any = field(default=None, repr=False, compare=False)
-    stop: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)      # this rank was asked to stop
+    stop: Request = field(default_factory=Request, repr=False, compare=False)      # this rank was asked to stop
 
     @property
     def carrier(self) -> torch.device:
@@ -119,9 +119,9 @@ class World:
 
 @contextmanager
 def joined(rank: int, size: int, store: Path, backend: str = "gloo", timeout: float = TIMEOUT,
-           device: str = "cpu", stop: threading.Event | None = None) -> Iterator[World]:
+           device: str = "cpu", stop: Request | None = None) -> Iterator[World]:
     """Join a world of ranks on this host that meet in the file `store`; leave it at the end. stop: set when asked to stop."""
-    stop, here = stop or threading.Event(), _device(device, rank)
+    stop, here = stop or Request(), _device(device, rank)
     if size == 1:
         yield World(device=here, stop=stop)
         return
@@ -158,7 +158,7 @@ def joined_from_environment(backend: str = "gloo", timeout: float = TIMEOUT, dev
     place = address(told) or meeting_file(told, number)
     try:
         _meet(told, number, place, backend, timeout)
-        with _until_left(backend, timeout, place_here, threading.Event()) as world:
+        with _until_left(backend, timeout, place_here, Request()) as world:
             yield world
     finally:
         gc.collect()                            # DDP and its hook hold one another, and the group with its store
@@ -166,11 +166,15 @@ def joined_from_environment(backend: str = "gloo", timeout: float = TIMEOUT, dev
             place.unlink(missing_ok=True)       # by each rank: stores that go at once leave the file, or make it anew
 
 
-def standing(timeout: float = TIMEOUT, device: torch.device = CPU) -> World | None:
-    """The world of the default process group that is there already, or None."""
+def standing(timeout: float = TIMEOUT, device: torch.device | None = None) -> World | None:
+    """The world of the default process group that is there already, or None. device: otherwise the current GPU with NCCL."""
     if not dist.is_initialized():
         return None
-    return World(dist.get_rank(), dist.get_world_size(), dist.get_backend(), timeout, device, dist.group.WORLD)
+    nccl = "nccl" in dist.get_backend_config()
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if nccl else CPU
+    backend = "nccl" if nccl and device.type == "cuda" else "gloo"
+    return World(dist.get_rank(), dist.get_world_size(), backend, timeout, device, dist.group.WORLD)
 
 
 def _device(kind: str, local_rank: int) -> torch.device:
@@ -244,7 +248,7 @@ def _initialize(rank: int, size: int, store: Any, backend: str, timeout: float) 
 
 
 @contextmanager
-def _until_left(backend: str, timeout: float, device: torch.device, stop: threading.Event) -> Iterator[World]:
+def _until_left(backend: str, timeout: float, device: torch.device, stop: Request) -> Iterator[World]:
     world = World(dist.get_rank(), dist.get_world_size(), backend, timeout, device, dist.group.WORLD, stop)
     try:
         world.prove()

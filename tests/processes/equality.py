@@ -13,6 +13,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, TensorDataset
 
 from paragrad import Job
@@ -146,6 +147,36 @@ class PartlyUsed(nn.Module):
         return self.out(hidden)
 
 
+def last_alone(parameters: object) -> torch.optim.Optimizer:
+    """The optimizer holds the last layer only; the gradients of the others count for clipping, and must not pile up."""
+    return torch.optim.SGD(list(parameters)[2:], lr=0.1)                # type: ignore[call-overload]
+
+
+class InPlace(nn.Module):
+    """Changes its input in place, as x.sub_(mean) does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x.mul_(2.0))
+
+
+class Recomputed(nn.Module):
+    """Dropout inside gradient checkpointing, which runs the forward again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.Linear(10, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = functional.dropout(torch.tanh(self.first(x)), 0.3, self.training)
+        hidden = checkpoint(lambda h: functional.dropout(torch.tanh(self.second(h)), 0.5, self.training), hidden,
+                            use_reentrant=False)
+        return self.out(functional.dropout(hidden, 0.1, self.training))
+
+
 def dropping() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 4))
 
@@ -177,6 +208,9 @@ JOBS: dict[str, Job] = {each.name: each for each in (
     job("dropout", dropping, VECTORS),
     job("dicts, padded, transformed", Predicting, Lines(), loss=labelled_loss, collate=padded),
     job("nested inputs", TwoInputs, Nested()),
+    job("optimizer of the last layer", mlp, VECTORS, optimizer=last_alone, clip_norm=0.05),
+    job("in place", InPlace, VECTORS),
+    job("dropout, recomputed", Recomputed, VECTORS),
 )}
 
 ROWS: dict[str, Callable[[int], str]] = {

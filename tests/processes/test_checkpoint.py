@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from paragrad import checkpoint
 from paragrad.admission import admitted
 from paragrad.checkpoint import FILES, newest
 from paragrad.datasets.loading import parted
+from paragrad.errors import StepFailed
 from paragrad.job import Job, examined
 from paragrad.launching import Ranks
 from paragrad.record import Record
@@ -111,6 +113,62 @@ def test_the_newest_two_are_kept_and_nothing_half_written(pool: Ranks, tmp_path:
         "checkpoint-00000005", "checkpoint-00000006", "model.safetensors", "rank-0.jsonl", "rank-1.jsonl", "run.jsonl"]
 
 
+L = torch.optim.lr_scheduler
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], L.LRScheduler]] = {
+    "LambdaLR": lambda optimizer: L.LambdaLR(optimizer, lambda step: 0.9**step),
+    "MultiplicativeLR": lambda optimizer: L.MultiplicativeLR(optimizer, lambda step: 0.9),
+    "StepLR": lambda optimizer: L.StepLR(optimizer, 3),
+    "MultiStepLR": lambda optimizer: L.MultiStepLR(optimizer, [2, 6]),
+    "ConstantLR": lambda optimizer: L.ConstantLR(optimizer, total_iters=6),
+    "LinearLR": lambda optimizer: L.LinearLR(optimizer, total_iters=7),
+    "ExponentialLR": lambda optimizer: L.ExponentialLR(optimizer, 0.8),
+    "PolynomialLR": lambda optimizer: L.PolynomialLR(optimizer, 12, 2.0),
+    "CosineAnnealingLR": lambda optimizer: L.CosineAnnealingLR(optimizer, 12),
+    "CosineAnnealingWarmRestarts": lambda optimizer: L.CosineAnnealingWarmRestarts(optimizer, 3),
+    "CyclicLR": lambda optimizer: L.CyclicLR(optimizer, 0.01, 0.2, step_size_up=3),
+    "OneCycleLR": lambda optimizer: L.OneCycleLR(optimizer, 0.2, total_steps=12),
+    "SequentialLR": lambda optimizer: L.SequentialLR(
+        optimizer, [L.LinearLR(optimizer, total_iters=3), L.MultiStepLR(optimizer, [2, 4])], [3]),
+    "ChainedScheduler": lambda optimizer: L.ChainedScheduler([L.ConstantLR(optimizer, total_iters=6), L.StepLR(optimizer, 5)])}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_scheduler_of_torch_goes_on_as_it_was(tmp_path: Path, name: str) -> None:
+    """The milestones of MultiStepLR came back as texts, and the rate never fell again."""
+    job = in64(JOBS["mlp"]).replace(scheduler=SCHEDULERS[name])
+    expected = steps_from(World(), job, Serial(threads=1), None, 0, SAVED + 5)
+    steps_from(World(), job, Serial(threads=1), None, 0, SAVED, tmp_path)
+    found = checkpoint.found(tmp_path, job, examined(job))
+    state = steps_from(World(), job, Serial(threads=1), found, SAVED, 5)
+    assert max(differences(state, expected).values()) <= 1e-12
+
+
+OPTIMIZERS = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_of_torch_goes_on_as_it_was(tmp_path: Path, name: str) -> None:
+    """To the bit: state in float32 (NAdam's product) stays in float32; a learning rate that is a tensor stays one."""
+    job = in64(JOBS["mlp"]).replace(
+        scheduler=SCHEDULERS["MultiStepLR"], optimizer=lambda parameters: getattr(torch.optim, name)(
+            parameters, lr=torch.tensor(0.01, dtype=torch.float64) if name == "Adam" else 0.01))
+    expected = steps_from(World(), job, Serial(threads=1), None, 0, SAVED + 5)
+    steps_from(World(), job, Serial(threads=1), None, 0, SAVED, tmp_path)
+    state = steps_from(World(), job, Serial(threads=1), newest(tmp_path), SAVED, 5)
+    assert all(torch.equal(state[key], expected[key]) for key in expected)
+
+
+def test_a_folder_that_holds_another_training_is_not_mixed_with_it(tmp_path: Path) -> None:
+    """A second training saved into the folder of a longer one: its checkpoints were deleted at once, as the older ones."""
+    job = JOBS["mlp"]
+    steps_from(World(), job, Serial(threads=1), None, 0, 6, tmp_path)
+    with pytest.raises(StepFailed, match="checkpoint-00000006 is there, of a later step: another training was saved in"):
+        steps_from(World(), job, Serial(threads=1), None, 0, 2, tmp_path)
+    harm(tmp_path / "checkpoint-00000006" / FILES[0], "flipped")           # a damaged one is no training to keep
+    steps_from(World(), job, Serial(threads=1), None, 0, 2, tmp_path)
+    assert newest(tmp_path).step == 2
+
+
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["cut", "flipped", "removed"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(pool: Ranks, tmp_path: Path, name: str, damage: str) -> None:
@@ -143,12 +201,16 @@ def wider() -> nn.Module:
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"model": wider}, r"0\.weight has shape \[16, 10\] there and \[17, 10\] in job mlp"),
+    ({"model": wider}, r"saved with shape of 0\.weight \[16, 10\], and job mlp has \[17, 10\]"),
     ({"batch": 13}, "saved with batch 12, and job mlp has 13; give --batch 12"),
     ({"seed": 6}, "saved with seed 5, and job mlp has 6; give --seed 5"),
     ({"optimizer": lambda parameters: torch.optim.Adam(parameters)}, "saved with optimizer SGD, and job mlp has Adam"),
+    ({"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.2, momentum=0.9)}, "saved with lr of group 0 0.1, and"),
+    ({"scheduler": stepped}, "saved with scheduler None, and job mlp has StepLR"),
+    ({"clip_norm": 1.0}, "saved with clip_norm None, and job mlp has 1.0"),
+    ({"epochs": 0}, "has 3 steps behind it, and job mlp wants 0; give more --epochs"),
     ({"dtype": torch.float64}, "saved with dtype float32"),
-    ({"name": "other"}, "resume it with that job")], ids=str)
+    ({"name": "other"}, "resume it as it was")], ids=str)
 def test_another_job_is_refused(pool: Ranks, tmp_path: Path, changes: dict[str, object], message: str) -> None:
     parent = trained(pool, tmp_path / "run", JOBS["mlp"].replace(epochs=1), "serial", save=3).folder
     with pytest.raises(pg.Refused, match=message):

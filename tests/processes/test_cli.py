@@ -68,6 +68,14 @@ def test_compare_in_a_pipe_is_one_line_a_row_and_a_failure_is_a_row(tmp_path: Pa
         "01-serial", "02-data-2-reduce-tree", "03-data-3", "baseline-serial-threads-1", "compare.jsonl", "page.html"}
 
 
+def test_a_planted_bug_in_a_comparison_is_a_failed_row_and_an_accuracy(tmp_path: Path) -> None:
+    text = paragrad("compare", "digits", "--strategies", "data(2, reduce=ring)", "--sabotage", "skip_chunk", "--unproved",
+                    "--epochs", "1", "--twin", "--runs", str(tmp_path), code=1)
+    row = text.splitlines()[1].split("\t")
+    assert float(row[1]) > 0
+    assert "not equal bit for bit" in row[6]
+
+
 def test_train_a_job_file(tmp_path: Path) -> None:
     text = paragrad("train", str(JOB_FILES / "good.py"), "--strategy", "data(2, reduce=ring, shares=[3, 1])", "--runs",
                     str(tmp_path))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import equality
 import pytest
 import torch
+from equality import JOBS
 from torch import nn
 from torch.nn import functional
 
 from paragrad.dropout import Keyed, Watch, keep
 from paragrad.errors import StepFailed
+from paragrad.strategy import Serial
+from paragrad.trainer import Trainer
+from paragrad.world import World
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
@@ -74,3 +79,28 @@ def test_watch_tells_dropout_from_draws_it_cannot_key() -> None:
         with Watch() as watch:
             draw()
         assert (watch.dropout, watch.others) == (dropout, others)
+
+
+def test_checkpointing_draws_the_same_mask_again() -> None:
+    """Recomputation ran outside the keyed forward and drew another mask: a wrong gradient, in serial too."""
+    job = JOBS["dropout, recomputed"].replace(dtype=torch.float64)
+
+    def gradient(use: bool) -> torch.Tensor:
+        trainer = Trainer.of_job(World(), job, Serial(threads=1))
+        original = torch.utils.checkpoint.checkpoint
+        if not use:
+            equality.checkpoint = lambda function, *arguments, **_: function(*arguments)
+        try:
+            trainer.step(*next(trainer.batches(job.train, batch=12, epoch=0)))
+        finally:
+            equality.checkpoint = original
+        return trainer.gradients()["first.weight"]              # type: ignore[return-value]
+
+    assert torch.equal(gradient(True), gradient(False))
+
+
+def test_time_first_is_refused_also_where_its_length_is_a_multiple_of_the_batch() -> None:
+    with Keyed(0, 0, [0, 1]), pytest.raises(StepFailed, match="must be its first dimension"):
+        functional.dropout(torch.ones(4, 2, 3))
+    with Keyed(0, 0, [0, 1]):
+        functional.dropout(torch.ones(4, 3))                    # two rows a sample: flattened tokens

@@ -114,11 +114,14 @@ def test_whole_batches_are_asked_for_at_once_where_a_dataset_gives_them() -> Non
 def test_nested_batches() -> None:
     batch = {"x": torch.arange(6.0).view(3, 2), "many": [torch.arange(3), {"deep": torch.arange(3.0)}],
              "texts": ["a", "b", "c"], "point": Point(torch.arange(3.0), torch.tensor(5)), "n": 7}
-    part = cut(batch, slice(1, 3))
+    part = cut(batch, slice(1, 3), 3)
     assert part["x"].tolist() == [[2, 3], [4, 5]]
     assert part["many"][0].tolist() == [1, 2]
     assert part["many"][1]["deep"].tolist() == [1, 2]
     assert part["texts"] == ["b", "c"]
+    assert cut(("a", "b", "c"), slice(1, 3), 3) == ("b", "c")               # texts, as torch's collate gives them
+    with pytest.raises(ValueError, match=r"shape \(7, 3\), which cannot be cut into micro-batches"):
+        cut(torch.zeros(7, 3), slice(1, 3), 3)                              # time first
     assert isinstance(part["point"], Point)
     assert part["point"].x.tolist() == [1, 2]
     assert part["point"].y == 5                                             # no first dimension: it is every sample's
@@ -140,3 +143,26 @@ def test_how_a_model_is_called() -> None:
     assert parted({"x": 1}) == ({"x": 1}, {"x": 1})
     with pytest.raises(pg.Refused, match=r"must be a pair .input, target. or a dict, got Tensor"):
         parted(torch.ones(3))
+
+
+def test_a_collate_is_used_also_on_what_could_give_whole_batches_and_draws_by_its_first_sample() -> None:
+    def mixing(samples: list[tuple[Tensor, Tensor]]) -> Tensor:
+        return torch.stack([x for x, _ in samples]) + torch.rand(1)
+
+    samples = Samples(VECTORS, 3, mixing)
+    assert torch.equal(samples[0, [4, 5]] - samples[0, [4]], samples[0, [4, 5]] - samples[0, [4]])
+    assert torch.equal(samples[0, [4, 5]][:1], samples[0, [4]])
+    assert not torch.equal(samples[1, [4]], samples[0, [4]])
+
+
+def test_complex_buffers_keep_their_imaginary_part() -> None:
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(2, 2)
+            self.register_buffer("turns", torch.polar(torch.ones(2), torch.arange(2.0)))
+
+    for dtype, expected in ((torch.float32, torch.complex64), (torch.float64, torch.complex128)):
+        model = JOBS["mlp"].replace(model=Rotary, dtype=dtype).built_model()
+        assert model.turns.dtype == expected                    # type: ignore[union-attr]
+        assert float(model.turns.imag[1]) == pytest.approx(0.8414710)           # type: ignore[index, union-attr, arg-type]

@@ -120,7 +120,10 @@ def a_trainer(**changes: object):                   # type: ignore[no-untyped-de
     ({"strategy": "dta(2)"}, "did you mean data"),
     ({"model": nn.Linear}, "wants a torch.nn.Module, got type"),
     ({"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)}, "2 parameter.s. that are not the model's"),
-    ({"optimizer": 0.1}, "wants a torch.optim.Optimizer whose step.. takes no closure, got float"),
+    ({"optimizer": 0.1}, "the optimizer is a float; make it a torch.optim.Optimizer"),
+    ({"clip_norm": -1}, "clip_norm must be above 0 or None, got -1"),
+    ({"autocast": torch.float16}, "autocast must be torch.bfloat16 or None, got torch.float16"),
+    ({"scheduler": 3}, "the scheduler is a int; make it a torch.optim.lr_scheduler.LRScheduler"),
     ({"loss": None}, "wants a loss"),
     ({"device": "cdua"}, "no device 'cdua'; did you mean cuda"),
     ({"backend": "nccl"}, "add --device cuda")], ids=str)
@@ -135,6 +138,33 @@ def test_a_step_takes_a_batch_once() -> None:
             trainer.step(inputs, target)
             with pytest.raises(StepFailed, match=r"loop over trainer\.batches"):
                 trainer.step(inputs, target)
+
+
+def test_a_loss_that_does_not_add_up_is_named_before_the_first_step() -> None:
+    with a_trainer(loss=nn.CrossEntropyLoss(reduction="sum")) as trainer:
+        batch = next(trainer.batches(VECTORS, batch=29, epoch=0))
+        with pytest.raises(StepFailed, match="the loss is a bare sum over the batch; return the mean"):
+            trainer.step(*batch)
+
+
+def unfreezing(world: World) -> str:
+    model = nn.Sequential(nn.Linear(10, 8), nn.Linear(8, 4))
+    model[0].requires_grad_(False)
+    with pg.parallelize(model, functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), "data(2)") as trainer:
+        batches = trainer.batches(VECTORS, batch=12, epoch=0)
+        trainer.step(*next(batches))
+        model[0].requires_grad_(True)
+        try:
+            trainer.step(*next(batches))
+        except StepFailed as error:
+            return f"{error.tensor}: {error}"
+    return "it trained on"
+
+
+def test_unfreezing_is_named_and_not_left_to_drift(pool: Ranks) -> None:
+    """DDP exchanges what could be trained when it was made: what is unfrozen later would differ by rank, silently."""
+    for told in pool.run(unfreezing, size=2):
+        assert told.startswith("0.weight, 0.bias: it was frozen or unfrozen after step 0")
 
 
 def test_modules_that_were_in_eval_mode_stay_there() -> None:
@@ -168,6 +198,19 @@ def test_our_all_reduces_under_plain_ddp(pool: Ranks, algorithm: str) -> None:
     for gradients in pool.run(hooked, algorithm, size=3):
         for ours, parameter in zip(gradients, model.parameters(), strict=True):
             assert torch.allclose(ours, parameter.grad / 3, rtol=1e-12)     # type: ignore[operator]
+
+
+def hook_with(world: World, text: str) -> str:
+    try:
+        pg.hook(text)
+    except pg.Refused as error:
+        return str(error)
+    return "taken"
+
+
+def test_a_hook_takes_an_all_reduce_and_nothing_else(pool: Ranks) -> None:
+    assert "did you mean ring" in pool.run(hook_with, "rang", size=2)[0]
+    assert "takes the name of an all-reduce" in pool.run(hook_with, "ring, micro=2", size=2)[0]
 
 
 def test_a_hook_without_a_world_is_refused() -> None:

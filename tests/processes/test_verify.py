@@ -56,6 +56,17 @@ def test_a_planted_bug_is_named(bug: str, tmp_path: Path) -> None:
         assert told["first"] == ["gradient of 0.weight", 0]
 
 
+def test_the_certificate_says_with_what_it_compared(tmp_path: Path) -> None:
+    """Batch norm sees micro-batches: data(2, micro=2) is serial(micro=2), not serial."""
+    text = verified("digits", "--strategy", "data(2, micro=2)", "--runs", str(tmp_path))
+    assert "same training as serial(micro=2): yes" in text
+    job = pg.job("digits")
+    digests = {pg.verify(changed, "serial", runs=tmp_path).digest for changed in (
+        job, job.replace(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.7)), job.replace(clip_norm=1.0),
+        job.replace(loss=torch.nn.functional.multi_margin_loss), job.replace(dtype=torch.bfloat16))}
+    assert len(digests) == 5
+
+
 def test_what_is_not_exact_is_not_the_same(tmp_path: Path) -> None:
     certificate = pg.verify(JOBS["cnn with batch norm"], "data(2, batch_norm=share)", runs=tmp_path)
     assert not certificate.same

@@ -43,20 +43,26 @@ class Exchange:
                  clock: Callable[[], float], span: Callable[..., None]) -> None:
         self.walker = Walker(algorithm, world, clock, self._played)
         self.world, self.overlap, self.span = world, overlap, span
-        self.module = DistributedDataParallel(
-            module, process_group=self.walker.world.group, gradient_as_bucket_view=True, find_unused_parameters=some_unused,
+        self.module = DistributedDataParallel(          # its own messages stay out of the walker's group
+            module, process_group=world.group, gradient_as_bucket_view=True, find_unused_parameters=some_unused,
             **KEEP_BUFFERS)
         self.module.register_comm_hook(self, _hook)
         self.sent: dict[str, dict[str, Any]] = {}
         self.parameters = len(list(module.parameters()))
+        self.trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
         self.some_unused = some_unused
         self.held: list[Bucket] = []
         self.complete = False
         self.largest = 0                                # bytes of the largest bucket: what the exchange keeps in memory
 
     def begin(self) -> None:
-        """A step begins: nothing was sent in it yet."""
+        """A step begins: nothing was sent in it yet. DDP exchanges what could be trained when it was made, and no more."""
         self.sent, self.complete = {}, False
+        changed = [name.removeprefix("model.") for name, parameter in self.module.module.named_parameters()
+                   if parameter.requires_grad != (name in self.trained)]
+        if changed:
+            raise StepFailed("it was frozen or unfrozen after step 0, and would not be exchanged; parallelize the model anew "
+                             "when what is trained changes", tensor=", ".join(changed))
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Around the forward and backward of one micro-batch: only the last one is exchanged."""

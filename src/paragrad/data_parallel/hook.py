@@ -26,6 +26,9 @@ def hook(algorithm: str) -> tuple[Any, Any]:
     resolved = resolve(chosen, cores=1)
     check_schedule(chosen, resolved, Settings())
     assert isinstance(resolved, Data)
+    assert isinstance(chosen, Data)
+    if chosen != Data(world.size, reduce=chosen.reduce):
+        raise Refused(f"hook takes the name of an all-reduce, such as 'ring' or 'ring_async(segments=4)'; got {algorithm!r}")
     return Walker(resolved.reduce, world), _mean
 
 

@@ -34,7 +34,7 @@ class Walker:
     def __init__(self, algorithm: Any, world: World, clock: Callable[[], float] = lambda: 0.0,
                  played: Callable[[Bucket, float, int], None] = lambda bucket, start, number: None) -> None:
         self.computed = isinstance(algorithm, Native)           # its bytes come from the closed form
-        self.algorithm, self.device, self.clock, self.played = algorithm, world.device, clock, played
+        self.algorithm, self.clock, self.played = algorithm, clock, played
         self.world = world.twin(through_host=not self.computed)
         self.queue: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._walk, name="paragrad-walker", daemon=True)
@@ -49,7 +49,7 @@ class Walker:
             start = self.clock()
             try:
                 if bucket.computed is not None:
-                    torch.cuda.set_device(self.device)          # of this thread
+                    torch.cuda.set_device(bucket.vector.device)         # of this thread
                     bucket.computed.synchronize()
                 number = self._play(bucket.vector)
                 if bucket.computed is not None:

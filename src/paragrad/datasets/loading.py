@@ -27,8 +27,9 @@ Collate = Callable[[list[Any]], Any]
 class Samples:
     """A dataset whose transforms draw the same numbers for a sample, whoever loads it: samples[epoch, indices] -> a batch.
 
-    Before each sample the generators of torch, numpy and random are seeded by (seed, epoch, index); afterwards they are as
-    they were. A plain TensorDataset draws nothing and gives its batch at once; so does a dataset with `whole_batches = True`.
+    Before each sample the generators of torch, numpy and random are seeded by (seed, epoch, index); what `collate` draws
+    follows the batch's first sample. Afterwards they are as they were. A plain TensorDataset draws nothing and gives its
+    batch at once; so does a dataset with `whole_batches = True`, unless there is a `collate`.
     """
     dataset: Dataset
     seed: int = 0
@@ -40,14 +41,16 @@ class Samples:
     def __getitem__(self, key: tuple[int, list[int]]) -> Any:
         epoch, indices = key
         dataset = self.dataset
-        if type(dataset).__getitem__ is TensorDataset.__getitem__ or getattr(dataset, "whole_batches", False):
+        at_once = type(dataset).__getitem__ is TensorDataset.__getitem__ or getattr(dataset, "whole_batches", False)
+        if at_once and self.collate is None:
             return dataset[indices]
         with _generators_kept():
             drawn = []
             for index in indices:
-                _seed_generators(random.Random(f"paragrad sample {self.seed} {epoch} {index}").getrandbits(32))
+                _seed_generators(f"sample {self.seed} {epoch} {index}")
                 drawn.append(dataset[index])
-        return (self.collate or default_collate)(drawn)
+            _seed_generators(f"collate {self.seed} {epoch} {indices[0]}")
+            return (self.collate or default_collate)(drawn)
 
 
 def loaded(samples: Samples, epoch: int, batches: Iterable[list[int]], loaders: int = 0) -> Iterator[Any]:
@@ -81,15 +84,19 @@ def called(model: Callable[..., Any], inputs: Any) -> Any:
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """value with function(leaf) for every leaf: a tensor, a list of plain values (such as texts), or any other value."""
+    """value with function(leaf) for every leaf: a tensor, a sequence of plain values (such as texts), or any other value."""
     if isinstance(value, Mapping):
         return {name: mapped(function, each) for name, each in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(mapped(function, each) for each in value))
-    if isinstance(value, tuple) or (isinstance(value, list)
-                                    and any(isinstance(each, Tensor | Mapping | tuple | list) for each in value)):
+    if isinstance(value, tuple | list) and any(isinstance(each, Tensor | Mapping | tuple | list) for each in value):
         return type(value)(mapped(function, each) for each in value)
     return function(value)
+
+
+def copied(value: Any) -> Any:
+    """value with its tensors cloned: a model may change its inputs in place."""
+    return mapped(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
 
 
 def brought(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
@@ -99,14 +106,25 @@ def brought(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
     return mapped(bring, value)
 
 
-def cut(value: Any, part: slice) -> Any:
-    """A part of the samples of a batch: of every tensor along its first dimension, of lists of plain values too."""
+def cut(value: Any, part: slice, samples: int) -> Any:
+    """A part of a batch of so many samples: of every tensor, along its first dimension, and of sequences of plain values.
+
+    Raises ValueError where a tensor's first dimension is not the samples; one without dimensions is every sample's.
+    """
     def cut_leaf(leaf: Any) -> Any:
-        return leaf[part] if isinstance(leaf, list) or (isinstance(leaf, Tensor) and leaf.dim()) else leaf
+        if isinstance(leaf, tuple | list) and len(leaf) == samples:
+            return leaf[part]
+        if not isinstance(leaf, Tensor) or not leaf.dim():
+            return leaf
+        if len(leaf) != samples:
+            raise ValueError(f"a batch of {samples} samples holds a tensor of shape {tuple(leaf.shape)}, which cannot be cut "
+                             "into micro-batches; let the samples be its first dimension, or train with micro=1")
+        return leaf[part]
     return mapped(cut_leaf, value)
 
 
-def _seed_generators(seed: int) -> None:
+def _seed_generators(text: str) -> None:
+    seed = random.Random(f"paragrad {text}").getrandbits(32)
     torch.default_generator.manual_seed(seed)
     numpy.random.seed(seed)
     random.seed(seed)

@@ -24,17 +24,19 @@ import torch
 
 from paragrad.errors import RankFailed, StepFailed
 from paragrad.launching.messages import Failure, Stop, Task
+from paragrad.signals import Request
 from paragrad.world import joined
 
 
 def main() -> None:
     """Serve tasks until the launcher closes its end of the socket."""
     launcher = Connection(int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)        # Ctrl-C reaches the launcher, which ends its ranks
+    for sent in (signal.SIGINT, signal.SIGTERM):        # they reach the launcher too, which ends its ranks or lets them save
+        signal.signal(sent, signal.SIG_IGN)
     with Path(sys.argv[2]).open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
         tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
-        stop = threading.Event()
+        stop = Request()
         threading.Thread(target=_listen, args=(launcher, tasks, stop), daemon=True).start()
         gc.freeze()                     # what is imported stays: no need to look through it again after every task
         while True:
@@ -42,7 +44,7 @@ def main() -> None:
             gc.collect()            # process groups in circles of references keep their threads and sockets
 
 
-def _listen(launcher: Connection, tasks: queue.SimpleQueue[Task], stop: threading.Event) -> None:
+def _listen(launcher: Connection, tasks: queue.SimpleQueue[Task], stop: Request) -> None:
     """Hand tasks over; when the launcher is gone, end this process whatever it is doing."""
     try:
         while True:
@@ -57,7 +59,7 @@ def _listen(launcher: Connection, tasks: queue.SimpleQueue[Task], stop: threadin
         os._exit(1)
 
 
-def _answer(task: Task, launcher: Connection, stop: threading.Event) -> tuple[str, Any]:
+def _answer(task: Task, launcher: Connection, stop: Request) -> tuple[str, Any]:
     torch.set_num_threads(task.threads)
     try:
         function, arguments = cloudpickle.loads(task.call)

@@ -67,13 +67,13 @@ class Ranks:
         seconds for everything; on_report: called with (rank, value) whenever the function calls report(value).
         """
         size = size or self.size
+        self.sending = True
         self._start(size)
         self.tasks += 1
         store = Path(self.folder.name) / f"meeting-{self.tasks}"
         call = cloudpickle.dumps((function, arguments))
         each = threads or max(1, cores() // size)
         try:
-            self.sending, self.stop_asked = True, False
             for rank, process in enumerate(self.processes[:size]):
                 task = Task(rank, size, store, backend, device, each, timeout, call, on_report is not None)
                 with contextlib.suppress(BrokenPipeError):      # it died: collecting will say how
@@ -86,6 +86,7 @@ class Ranks:
             self.stop()
             raise
         finally:
+            self.sending = self.stop_asked = False
             store.unlink(missing_ok=True)
 
     def ask_to_stop(self) -> None:

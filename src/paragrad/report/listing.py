@@ -51,7 +51,7 @@ def certificate(found: Certificate, as_json: bool) -> None:
         facts["first difference"] = f"tensor {found.first[0]}, step {found.first[1]}"
     if found.difference is not None:
         facts["largest difference"] = f"{found.difference:.1e}" + (f" at {found.tensor}" if found.tensor else "")
-    facts["same training as serial"] = f"{'yes' if found.same else 'NO'} (bound {found.bound:.0e}, float64)"
+    facts[f"same training as {found.reference}"] = f"{'yes' if found.same else 'NO'} (bound {found.bound:.0e}, float64)"
     facts["certificate"] = found.folder / "certificate.json"
     _facts((name, value) for name, value in facts.items() if value is not None)
 

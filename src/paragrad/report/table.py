@@ -47,7 +47,7 @@ def cells(table: Table, row: Row) -> list[str]:
     """A row as text."""
     if row.seconds_per_step is None:
         return [row.strategy, f"failed: {row.failure}", *[""] * (len(columns_of(table)) - 2)]
-    reference = row.resolved.startswith("serial") and row.strategy != TWIN
+    reference = row.resolved.startswith("serial") and "micro" not in row.resolved and row.strategy != TWIN
     difference = "reference" if reference else "-" if row.difference is None else f"{row.difference:.1e}"
     return [row.strategy, _test(row), *(_goal(row) if table.until else []), f"{1e3 * row.seconds_per_step:.2f}",
             _times(row.speed_up), _times(row.speed_up_one_thread), sent(row.sent),
