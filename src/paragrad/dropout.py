@@ -8,6 +8,7 @@ from torch's generators, which differ by rank: `Watch` finds them, so that the r
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ from paragrad.errors import StepFailed
 # how many dimensions of the tensor a mask covers: all of them, or (sample, channel)
 DROPOUTS: dict[Callable[..., Any], int | None] = {
     functional.dropout: None, functional.dropout1d: 2, functional.dropout2d: 2, functional.dropout3d: 2}
+NAMED = {function.__name__: (function, dims) for function, dims in DROPOUTS.items()}
 RANDOM = {torch.rand, torch.randn, torch.randint, torch.rand_like, torch.randn_like, torch.randint_like, torch.normal,
           torch.bernoulli, torch.multinomial, torch.randperm, torch.dropout, torch.alpha_dropout, torch.feature_dropout,
           torch.rrelu, Tensor.bernoulli_, Tensor.normal_, Tensor.uniform_, Tensor.exponential_,
@@ -33,13 +35,25 @@ class Keyed(TorchFunctionMode):
     """While active, dropout is keyed: `positions` are the places in the global batch of the samples in this forward.
 
     Keep it active during backward: gradient checkpointing runs parts of the forward again there, and restores torch's
-    generator for it. So every call draws a number, and a number that was drawn before is the same call again.
+    generator for it. So every call draws a number, and a number that was drawn before is the same call again. No mode
+    reaches into backward; there the functions' names in torch.nn.functional lead here.
     """
 
     def __init__(self, seed: int, step: int, positions: list[int]) -> None:
         super().__init__()
         self.seed, self.step, self.positions = seed, step, positions or [0]
         self.calls: dict[int, int] = {}         # number drawn -> which call it is
+
+    def __enter__(self) -> Keyed:
+        for name, (_, dims) in NAMED.items():
+            setattr(functional, name, functools.partial(self.dropout, dims))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for name, (original, _) in NAMED.items():
+            setattr(functional, name, original)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in DROPOUTS:
