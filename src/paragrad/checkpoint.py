@@ -28,6 +28,7 @@ from torch import Tensor
 
 from paragrad.errors import Refused, StepFailed
 from paragrad.job import Facts, Job
+from paragrad.world import World
 
 if TYPE_CHECKING:
     from paragrad.trainer import Trainer
@@ -124,6 +125,21 @@ def newest(parent: Path) -> Saved:
     if damaged:
         raise Refused(f"{parent}: no checkpoint is whole: {'; '.join(damaged)}")
     raise Refused(f"{parent} holds no checkpoint; give the folder of a run that was saved (train --save STEPS), or stopped")
+
+
+def newest_of_all(world: World, parent: Path) -> Saved:
+    """The newest whole checkpoint below a folder, as rank 0 sees it. Collective. Raises Refused on every rank."""
+    chosen: Saved | Refused | None = None
+    if world.rank == 0:
+        try:
+            chosen = newest(parent)
+        except Refused as error:
+            chosen = error
+    chosen = world.agreed(chosen)
+    if isinstance(chosen, Refused):
+        raise chosen
+    assert chosen is not None
+    return chosen
 
 
 def load(trainer: Trainer, saved: Saved) -> None:

@@ -287,17 +287,7 @@ class Trainer:
 
         Collective: rank 0 chooses, and every rank reads that one. Raises Refused.
         """
-        found: checkpoint.Saved | Refused | None = None
-        if self.world.rank == 0:
-            try:
-                found = checkpoint.newest(Path(folder))
-            except Refused as error:
-                found = error
-        found = self.world.agreed(found)
-        if isinstance(found, Refused):
-            raise found
-        assert found is not None
-        checkpoint.load(self, found)
+        checkpoint.load(self, checkpoint.newest_of_all(self.world, Path(folder)))
 
     def log_memory(self) -> None:
         """Write the bytes that this rank holds into the record."""

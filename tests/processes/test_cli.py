@@ -122,7 +122,7 @@ def test_stopped_by_the_user(tmp_path: Path) -> None:
     assert running.returncode == 130
     assert rest.rstrip().endswith("paragrad: stopped")
     end = json.loads((next(tmp_path.iterdir()) / "run.jsonl").read_text().splitlines()[-1])
-    assert (end["kind"], end["status"]) == ("end", "stopped")
+    assert (end["kind"], end["status"]) == ("end", "interrupted")
 
 
 def test_under_torchrun(tmp_path: Path) -> None:

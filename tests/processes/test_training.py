@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 import paragrad as pg
 from paragrad.admission import admitted
-from paragrad.data_parallel.all_reduce import Exchange
+from paragrad.data_parallel.walker import Walker
 from paragrad.datasets.loading import parted
 from paragrad.launching import Ranks
 from paragrad.record import Record, lines_of
@@ -70,7 +70,7 @@ def test_every_kind_of_line_has_its_fields(pool: Ranks, tmp_path: Path) -> None:
     trained(pool, tmp_path, DIGITS, "data(2, reduce=ring)")
     fields = {
         "run": {"schema", "id", "job", "strategy", "resolved", "seed", "workers", "servers", "backend", "device", "threads",
-                "machine", "prediction", "reverse", "resumed"},
+                "machine", "prediction", "reverse", "resumed", "settings"},
         "step": {"epoch", "step", "start", "seconds", "loss", "order", "sent", "lr"},
         "epoch": {"epoch", "test", "start", "seconds"},
         "span": {"step", "name", "lane", "start", "seconds", "bytes", "peer"},
@@ -132,12 +132,12 @@ def leaves_during_backward(world: World, overlap: bool) -> bool:
         def forward(self, x: Tensor) -> Tensor:
             return self.rest(Gate.apply(self.first(x)))
 
-    def leaving(exchange: Exchange, vector: Tensor) -> int:
+    def leaving(walker: Walker, vector: Tensor) -> int:
         left.set()
-        return play(exchange, vector)
+        return play(walker, vector)
 
     world_ready = False
-    play, Exchange._play = Exchange._play, leaving                  # type: ignore[method-assign]
+    play, Walker._play = Walker._play, leaving                  # type: ignore[method-assign]
     try:
         trainer = Trainer.of_job(world, make_job("gated", Gated, VECTORS), resolve(strategy("data(2, reduce=tree)"), cores=2),
                                  overlap=overlap)
@@ -148,7 +148,7 @@ def leaves_during_backward(world: World, overlap: bool) -> bool:
         trainer.step(*next(batches))
         trainer.close()
     finally:
-        Exchange._play = play                       # type: ignore[method-assign]
+        Walker._play = play                       # type: ignore[method-assign]
     return seen == [True]
 
 
