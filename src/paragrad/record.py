@@ -106,6 +106,8 @@ class Audit:
     missed: int                 # not used in an epoch, over all epochs
 
     def __str__(self) -> str:
+        if not self.epochs:
+            return "no epoch was finished"
         return (f"{self.seen} of {self.samples} samples seen in each of {self.epochs} epoch(s), "
                 f"{self.twice} twice, {self.missed} missed")
 
