@@ -1,5 +1,5 @@
 # make demo    set everything up and run the main job          make check   style, types and pure tests, under a minute
-# make test    set everything up and pass all tests            make table   the whole equality table
+# make test    set everything up and pass all tests            make table   all tables: equality, resume, verify
 # make system  Debian packages that some tests use             make clean   remove what make made
 
 PYTHON ?= python3
@@ -22,7 +22,7 @@ test: .venv/ready
 	$(BIN)/pytest -m "not table"
 
 table: .venv/ready
-	$(BIN)/pytest tests/processes/test_equality.py
+	$(BIN)/pytest tests/processes/test_equality.py tests/processes/test_checkpoint.py tests/processes/test_verify.py --timeout 300
 
 # mpirun for the tests of joining a world, a browser for those of the page; tests that miss them skip and say so
 system:
