@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -23,6 +22,7 @@ def digits(width: int = 64) -> Job:
 
 def _halves() -> tuple[TensorDataset, TensorDataset]:
     """Every fifth digit is for testing: 1,437 to train on, 360 to test."""
+    from sklearn.datasets import load_digits  # here: it takes as long to import as torch, and no rank needs it
     images, labels = load_digits(return_X_y=True)
     images, labels = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
     testing = torch.arange(len(labels)) % 5 == 4
