@@ -172,14 +172,15 @@ class Record:
     def audit(self) -> Audit:
         """Count every sample of every finished epoch, by the positions in the order that the ranks recorded."""
         samples, seed = self.header["job"]["samples"], self.header["seed"]
-        used = self.used()
-        first = {line["epoch"] for line in used if line["order"][0] == 0 and line["order"][1]}
-        epochs = [line["epoch"] for line in self.of("epoch") if line["epoch"] in first]     # not one whose beginning is lost
+        used: dict[int, list[Line]] = {}
+        for line in self.used():
+            used.setdefault(line["epoch"], []).append(line)
+        begun = {epoch for epoch, lines in used.items() if any(line["order"][0] == 0 < line["order"][1] for line in lines)}
+        epochs = [line["epoch"] for line in self.of("epoch") if line["epoch"] in begun]     # not one whose beginning is lost
         seen, twice, missed = samples, 0, 0
         for epoch in epochs:
             order = permutation(samples, seed, epoch)
-            counts = Counter(order[position] for line in used if line["epoch"] == epoch
-                             for position in range(*line["order"]))
+            counts = Counter(order[position] for line in used[epoch] for position in range(*line["order"]))
             seen = min(seen, len(counts))
             twice += sum(count > 1 for count in counts.values())
             missed += samples - len(counts)
