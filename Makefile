@@ -22,7 +22,8 @@ test: .venv/ready
 	$(BIN)/pytest -m "not table"
 
 table: .venv/ready
-	$(BIN)/pytest tests/processes/test_equality.py tests/processes/test_checkpoint.py tests/processes/test_verify.py --timeout 300
+	$(BIN)/pytest tests/processes/test_equality.py tests/processes/test_checkpoint.py tests/processes/test_verify.py \
+	    tests/processes/test_environment.py --timeout 300
 
 # mpirun for the tests of joining a world, a browser for those of the page; tests that miss them skip and say so
 system:

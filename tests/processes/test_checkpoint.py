@@ -175,7 +175,7 @@ def test_a_folder_that_holds_another_training_is_not_mixed_with_it(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", ["cut", "flipped", "removed"])
+@pytest.mark.parametrize("damage", ["flipped", *(pytest.param(how, marks=pytest.mark.table) for how in ("cut", "removed"))])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(pool: Ranks, tmp_path: Path, name: str, damage: str) -> None:
     job = JOBS["mlp, adam, clipped, scheduled"]
     parent = trained(pool, tmp_path / "run", job, "data(2)", save=2).folder

@@ -273,6 +273,7 @@ def test_nothing_is_left_of_many_meetings(place: Place) -> None:
     place.check(3, meetings=60)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("variables", [torchrun, open_mpi, mpich, srun])
 def test_two_ranks_meet_at_the_address_they_were_given(place: Place, variables: Variables) -> None:
     given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
@@ -280,6 +281,7 @@ def test_two_ranks_meet_at_the_address_they_were_given(place: Place, variables: 
     place.check(2, meetings=3)
 
 
+@pytest.mark.table
 def test_a_step_over_two_hosts_meets_at_the_first(place: Place) -> None:
     for job in range(1, 600):                               # a job whose port is free on this machine
         step = {**TWO_HOSTS, "SLURM_STEP_NODELIST": "localhost,elsewhere", "SLURM_JOB_ID": str(job), "GLOO_SOCKET_IFNAME": "lo"}
@@ -299,6 +301,7 @@ def by_hand(place: Place, *more: str) -> list[str]:
     return ["sh", "-c", " ".join(f"env {each} sh -c {wrapped} &" for each in variables) + " wait"]
 
 
+@pytest.mark.table
 def test_ranks_wrapped_in_shells_meet_and_a_crashed_launch_is_swept(place: Place) -> None:
     """A killed rank cannot remove the meeting file. The next launch does not meet in it, and removes it."""
     finished(started(by_hand(place, "die"), place.shell))
@@ -353,6 +356,7 @@ def test_a_process_group_of_the_users_is_the_world_and_stays(place: Place, tmp_p
     assert place.left() == []
 
 
+@pytest.mark.table
 def test_torchrun_itself(place: Place) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     finished(started([*torchrun, *place.words(3)[1:]], place.shell))

@@ -153,7 +153,7 @@ WHOLE = make_job("whole numbers", whole_model, torch.utils.data.TensorDataset(
     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5))
 
 
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("workers", [3, *(pytest.param(workers, marks=pytest.mark.table) for workers in (1, 2, 4))])
 @pytest.mark.parametrize("row", ROWS)
 def test_whole_numbers_bit_for_bit(pool: Ranks, row: str, workers: int) -> None:
     expected = one_step(World(), WHOLE, Serial(threads=1))
