@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from equality import CELLS, JOBS, NOT_EXACT, ROWS, SERIAL, VECTORS, WORKERS, covering, mlp
+from equality import CELLS, JOBS, NOT_EXACT, ROWS, SERIAL, VECTORS, covering, mlp
 from equality import job as make_job
 from torch import Tensor, nn
 
