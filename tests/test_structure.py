@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from equality import CELLS, JOBS, ROWS, SERIAL, WORKERS, covering
@@ -17,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "paragrad"
 MODULES = {".".join(path.relative_to(SOURCE.parent).with_suffix("").parts): path for path in SOURCE.rglob("*.py")}
 
-# who speaks to torch.distributed itself; everybody else speaks to World, Exchange or the wire
+# who speaks to torch.distributed itself, beside its backends; everybody else speaks to World, Exchange or the wire
 DISTRIBUTED = {"paragrad.world", "paragrad.players.wire"}
 # rooms without torch: what a rank does is a value there, not an act
 PURE = ("paragrad.errors", "paragrad.grammar", "paragrad.notation", "paragrad.planned", "paragrad.strategy", "paragrad.shares",
@@ -38,7 +40,7 @@ def imports(path: Path) -> set[str]:
 
 def test_who_imports_torch_distributed() -> None:
     users = {name for name, path in MODULES.items() if any(found.startswith("torch.distributed") for found in imports(path))}
-    assert users == DISTRIBUTED
+    assert {name for name in users if not name.startswith("paragrad.backends.")} == DISTRIBUTED
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.startswith(PURE)])
@@ -61,10 +63,25 @@ def test_rank_variables_are_read_in_launched_alone() -> None:
 
 
 def test_all_is_what_is_exported() -> None:
-    exported = {name for name, value in vars(paragrad).items()
-                if not name.startswith("_") and not (hasattr(value, "__file__") and name not in paragrad.__all__)}
+    found = {name: getattr(paragrad, name) for name in dir(paragrad) if not name.startswith("_")}
+    exported = {name for name, value in found.items() if not isinstance(value, ModuleType)}
     assert set(paragrad.__all__) == exported
     assert paragrad.__all__ == sorted(paragrad.__all__, key=lambda name: (name[0].islower(), name))
+
+
+def test_public_names_are_found_where_type_checkers_are_told_they_are() -> None:
+    told = {alias.name: node.module for node in ast.walk(ast.parse((SOURCE / "__init__.py").read_text()))
+            if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert told == {name: f"paragrad.{home}" for name, home in paragrad._HOMES.items()}
+    assert set(told) == {*paragrad.__all__, "__version__"}
+
+
+def test_importing_paragrad_imports_no_torch_and_functions_win_over_modules_of_their_name() -> None:
+    """Two public functions are named like modules inside; an import of such a module sets it in the package."""
+    code = ("import sys, paragrad, paragrad.launching.processes; assert 'torch' not in sys.modules; import paragrad.job, "
+            "paragrad.strategy; print(callable(paragrad.job), callable(paragrad.strategy), 'train' in dir(paragrad))")
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
+                          check=True).stdout.split() == ["True"] * 3
 
 
 def test_every_built_strategy_and_algorithm_has_rows_in_the_equality_table() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from paragrad import checkpoint
+from paragrad.backends.shm.region import unavailable
 from paragrad.errors import Refused
 from paragrad.job import Facts, Job, examined
 from paragrad.launching import cores
@@ -82,14 +83,22 @@ def threads_of(resolved: Strategy) -> int:
 
 
 def backend_of(settings: Settings, size: int) -> str:
-    """gloo; NCCL where every rank of this host has a GPU of its own. Raises Refused where NCCL is asked for and cannot be."""
+    """What carries the ranks' messages: shm where all are on this host and on the CPU, NCCL where each has a GPU of its own,
+    otherwise gloo. Raises Refused where what is asked for cannot be.
+    """
     here, gpus = ranks_here() or size, torch.cuda.device_count()
     if settings.backend == "nccl" and here > gpus:
         raise Refused(f"backend nccl wants a GPU per rank; here are {gpus} for {here} ranks: leave out --backend, and they "
                       "exchange through the host")
+    no_shm = (unavailable() if here == size else
+              f"the backend shm joins ranks of one host, and {size - here} of {size} are elsewhere")
+    if settings.backend == "shm" and no_shm:
+        raise Refused(f"{no_shm}; leave out --backend")
     if settings.backend != "auto":
         return settings.backend
-    return "nccl" if settings.device == "cuda" and here <= gpus else "gloo"
+    if settings.device == "cuda":
+        return "nccl" if here <= gpus else "gloo"
+    return "gloo" if no_shm else "shm"
 
 
 def check_schedule(asked: Strategy, resolved: Strategy, settings: Settings) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import paragrad.backends  # noqa: F401         # registers shm
 from paragrad.errors import RankFailed, Refused, StepFailed
 from paragrad.launched import Launched, address, launched, meeting_file
 from paragrad.signals import Request
@@ -31,7 +32,7 @@ _meetings = itertools.count()       # a process may join one world after another
 class World:
     """rank of size; a world of one needs no process group and is an ordinary world.
 
-    Tensors of any device go in and come out; NCCL carries them on the GPU, gloo through the host.
+    Tensors of any device go in and come out; NCCL carries them on the GPU, gloo and shm through the host.
     """
     rank: int = 0
     size: int = 1
@@ -170,10 +171,10 @@ def standing(timeout: float = TIMEOUT, device: torch.device | None = None) -> Wo
     """The world of the default process group that is there already, or None. device: otherwise the current GPU with NCCL."""
     if not dist.is_initialized():
         return None
-    nccl = "nccl" in dist.get_backend_config()
+    carriers = str(dist.get_backend_config())           # such as cpu:gloo,cuda:nccl
     if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if nccl else CPU
-    backend = "nccl" if nccl and device.type == "cuda" else "gloo"
+        device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in carriers else CPU
+    backend = "nccl" if "nccl" in carriers and device.type == "cuda" else "shm" if "shm" in carriers else "gloo"
     return World(dist.get_rank(), dist.get_world_size(), backend, timeout, device, dist.group.WORLD)
 
 

@@ -1,0 +1,97 @@
+"""Region: memory that processes of one host share.
+
+A memfd has no name: nothing can leak into /dev/shm, no size limit of /dev/shm holds, and the kernel frees it with the last
+process that maps it, however that ends. The others open it as /proc/PID/fd/N, which the kernel allows to the same user only.
+Its pages are reserved when it is made: a host without enough memory says so then, and not by a signal in mid-step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import secrets
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+TOKEN = 16              # bytes at the start of a region, by which who opens it knows that it is the right one
+LINE = 64               # bytes of a cache line: what two ranks write lies on different ones
+
+
+class Region:
+    """`size` bytes, mapped into this process; `bytes` is all of them as a uint8 tensor (the token included)."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self.size = size
+        self.map = mmap.mmap(descriptor, size)                      # shared, readable and writable
+        self.bytes: Tensor = torch.frombuffer(self.map, dtype=torch.uint8)
+        self.start = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+
+
+class OwnRegion(Region):
+    """A region that this process made; `address` tells others where it is, until `settled`."""
+
+    def __init__(self, size: int) -> None:
+        reason = unavailable()
+        if reason:
+            raise RuntimeError(reason)
+        self.descriptor = os.memfd_create("paragrad", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(self.descriptor, 0, size)
+            super().__init__(self.descriptor, size)
+        except OSError as error:
+            os.close(self.descriptor)
+            raise RuntimeError(f"no {size / 2**20:.0f} MiB of shared memory on this host ({error.strerror}); start fewer "
+                               "ranks, or use gloo") from error
+        token = secrets.token_bytes(TOKEN)
+        self.map[:TOKEN] = token
+        self.address = f"{_host()} {os.getpid()} {self.descriptor} {size} {token.hex()}"
+
+    def settled(self) -> None:
+        """Everybody has opened it."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor = -1
+
+
+def opened(address: str) -> Region:
+    """The region that another process of this host made. Raises RuntimeError where it cannot be reached from here."""
+    host, pid, descriptor, size, token = address.split(maxsplit=4)
+    if host == "-":
+        raise RuntimeError(f"rank 0 could not make shared memory: {token}")
+    path = f"/proc/{pid}/fd/{descriptor}"
+    try:
+        if host != _host():
+            raise OSError("its maker is on another host")
+        own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            region = Region(own, int(size))
+        finally:
+            os.close(own)
+        if region.map[:TOKEN].hex() != token:
+            raise OSError("another file is there")
+    except (OSError, ValueError) as error:
+        raise RuntimeError(f"the shared memory of process {pid} cannot be opened from here ({error}); the backend shm joins "
+                           "ranks of one host, one user and one container: use gloo elsewhere") from error
+    return region
+
+
+def unavailable() -> str | None:
+    """Why there are no regions on this host, or None."""
+    missing = [name for name in ("memfd_create", "posix_fallocate", "pidfd_open") if not hasattr(os, name)]
+    if sys.platform != "linux" or missing:
+        return f"the backend shm wants Linux with {', '.join(missing) or 'memfd_create'}; use gloo on this host"
+    return None
+
+
+def aligned(size: int) -> int:
+    """The next multiple of a cache line."""
+    return -(-size // LINE) * LINE
+
+
+def _host() -> str:
+    """One name per boot of a host."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

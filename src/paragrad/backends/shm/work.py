@@ -1,0 +1,162 @@
+"""Work: an operation of a group that was asked for, and who carries it out.
+
+An operation that completed inside its own call would deadlock legal programs (one rank starts an all-reduce, sends, then
+waits; the other receives before it all-reduces), and one that needs its waiter would never complete a future. So operations
+are queued in a lane (one for collectives, one for messages: neither may hold the other up), and
+
+* whoever waits for one carries out the lane until that one is done: no hand-over between threads on the usual way;
+* what nobody waits for within a millisecond, or has a future, a daemon thread of the lane carries out.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+PATIENCE = 0.001        # seconds in which somebody may come and wait, before the daemon takes over
+TURN = 0.001            # seconds between two looks whether the lane has become free
+
+_telling = threading.Lock()     # who finishes a work and who asks for its future may both want to tell the future
+
+
+class Work(dist.Work):
+    """One operation. seconds: its time limit, from when it begins;  source: the rank a message came from."""
+
+    def __init__(self, lane: Lane, tensors: list[Tensor], seconds: float) -> None:
+        super().__init__()
+        self.lane, self.tensors, self.seconds = lane, tensors, seconds
+        self.source = -1
+        self.done = False
+        self.error: BaseException | None = None
+        self.future: torch.futures.Future[Any] | None = None
+        self.urgent = False
+
+    def finish(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self.done = True
+        if self.future is not None:
+            self._tell()
+
+    def _tell(self) -> None:
+        with _telling:
+            future, self.future = self.future, None
+        if future is None:
+            return
+        if self.error is not None:
+            future.set_exception(self.error)
+        else:
+            future.set_result(self.tensors)
+
+    # ---- as torch.distributed.Work ----------------------------------------------------------------------------------------
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Until it is done. Raises what went wrong."""
+        if not self.done:
+            seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+            self.lane.carry_out(self, time.monotonic() + (seconds or self.seconds))
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def is_completed(self) -> bool:
+        return self.done
+
+    def is_success(self) -> bool:
+        return self.done and self.error is None
+
+    def exception(self) -> BaseException | None:
+        return self.error
+
+    def result(self) -> list[Tensor]:
+        return self.tensors
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        if self.future is not None:                     # asked for before
+            self.future.then(lambda other: _copy(other, future))
+            return future
+        self.future = future
+        if self.done:
+            self._tell()
+        else:
+            self.lane.hurry(self)
+        return future
+
+    def source_rank(self) -> int:
+        return self.source
+
+    def _source_rank(self) -> int:
+        return self.source
+
+
+def _copy(done: torch.futures.Future[Any], future: torch.futures.Future[Any]) -> None:
+    try:
+        future.set_result(done.wait())
+    except Exception as error:
+        future.set_exception(error)
+
+
+class Lane:
+    """Operations in the order they were asked for. A subclass says how to `advance` until one is done.
+
+    A thread that advances holds `lock`; it finishes every work it passes, in whichever thread that waits.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.left: SimpleQueue[Work | None] = SimpleQueue()     # what nobody waited for when it was asked for
+        self.called = threading.Event()
+        self.daemon: threading.Thread | None = None
+
+    def advance(self, work: Work, deadline: float, patient: bool) -> None:
+        """Until `work` is done, with the lock held; its error is the work's. patient: nobody waits, so do not spin."""
+        raise NotImplementedError
+
+    def carry_out(self, work: Work, deadline: float, patient: bool = False) -> None:
+        """Until `work` is done, here or by the thread that is at it."""
+        while not work.done:
+            if self.lock.acquire(timeout=TURN):
+                try:
+                    if not work.done:
+                        self.advance(work, deadline, patient)
+                finally:
+                    self.lock.release()
+
+    def leave(self, work: Work) -> None:
+        """Its caller goes on: the daemon takes it over in a moment."""
+        if self.daemon is None:
+            self.daemon = threading.Thread(target=_daemon, args=(self.left, self.called), daemon=True, name="paragrad shm")
+            self.daemon.start()
+        self.left.put(work)
+
+    def hurry(self, work: Work) -> None:
+        """Somebody waits for its future, who cannot carry it out."""
+        work.urgent = True
+        self.called.set()
+
+    def close(self) -> None:
+        self.left.put(None)
+        self.called.set()
+
+
+DONE = Work(Lane(), [], 0.0)             # what was asked for without async_op
+DONE.finish()
+
+
+def _daemon(left: SimpleQueue[Work | None], called: threading.Event) -> None:
+    """Without a reference to the lane between two works: a group that nobody holds may go."""
+    while (work := left.get()) is not None:
+        if not work.done and not work.urgent:
+            called.wait(PATIENCE)
+        called.clear()
+        work.lane.carry_out(work, time.monotonic() + work.seconds, patient=True)
+        del work

@@ -1,0 +1,206 @@
+"""The backend shm: every operation of torch.distributed's Python functions, against what it should give, on real ranks."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paragrad.backends.shm import collectives
+from paragrad.launching import Ranks
+from paragrad.world import World
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8)
+LONG = 700_001          # float32: more than two areas, and an odd number
+
+
+def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Small whole numbers, other ones on every rank: every sum is exact in every type."""
+    count = torch.Size(shape).numel()
+    return ((torch.arange(count) * (rank + 1) + 3 * rank) % 5).to(dtype).view(shape)
+
+
+def same(found: Tensor, wanted: Tensor) -> None:
+    assert found.dtype == wanted.dtype
+    assert torch.equal(found, wanted), (found, wanted)
+
+
+# ---- all_reduce --------------------------------------------------------------------------------------------------------
+def all_reduces(world: World) -> None:
+    for dtype in DTYPES:
+        for shape in ((), (0,), (1,), (3, 5), (20_000,), (LONG if dtype == torch.float32 else 9_001,)):
+            mine = values(world.rank, *shape, dtype=dtype)
+            dist.all_reduce(mine)
+            same(mine, sum((values(rank, *shape, dtype=dtype) for rank in range(world.size)), torch.zeros((), dtype=dtype)))
+
+
+def operations(world: World) -> None:
+    everyone = torch.stack([values(rank, 5, 7) + 1 for rank in range(world.size)])
+    wholes = everyone.long()
+    for operation, wanted, given in (
+            (dist.ReduceOp.SUM, everyone.sum(0), everyone), (dist.ReduceOp.AVG, everyone.mean(0), everyone),
+            (dist.ReduceOp.PRODUCT, everyone.prod(0), everyone), (dist.ReduceOp.MIN, everyone.amin(0), everyone),
+            (dist.ReduceOp.MAX, everyone.amax(0), everyone),
+            (dist.ReduceOp.AVG, wholes.sum(0) // world.size, wholes),
+            (dist.ReduceOp.BAND, combined(torch.bitwise_and, wholes), wholes),
+            (dist.ReduceOp.BOR, combined(torch.bitwise_or, wholes), wholes),
+            (dist.ReduceOp.BXOR, combined(torch.bitwise_xor, wholes), wholes),
+            (dist._make_nccl_premul_sum(0.5), everyone.sum(0) * 0.5, everyone)):
+        mine = given[world.rank].clone()
+        dist.all_reduce(mine, op=operation)
+        torch.testing.assert_close(mine, wanted, rtol=1e-6, atol=0)
+    flags = torch.tensor([world.rank == 0, True, False])
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    same(flags, torch.tensor([True, True, False]))
+    pair = torch.complex(values(world.rank, 4), values(world.rank, 4) + 1)
+    dist.all_reduce(pair)
+    same(pair.real, sum(values(rank, 4) for rank in range(world.size)))
+    with pytest.raises(ValueError, match="BAND wants whole numbers"):
+        dist.all_reduce(torch.ones(3), op=dist.ReduceOp.BAND)
+
+
+def combined(function: object, stacked: Tensor) -> Tensor:
+    result = stacked[0]
+    for each in stacked[1:]:
+        result = function(result, each)                                 # type: ignore[operator]
+    return result
+
+
+def not_contiguous(world: World) -> None:
+    whole = values(world.rank, 6, 8)
+    dist.all_reduce(whole[:, ::2].t())
+    wanted = values(world.rank, 6, 8)
+    wanted[:, ::2] = sum(values(rank, 6, 8) for rank in range(world.size))[:, ::2]
+    same(whole, wanted)
+    wide = torch.zeros(4, 2 * world.size)[:, ::2]                       # rows of the output are not contiguous
+    dist.all_gather_into_tensor(wide.t(), values(world.rank, 1, 4))
+    same(wide.t().contiguous(), torch.cat([values(rank, 1, 4) for rank in range(world.size)]))
+    column = values(world.rank, 9, 2)[:, 1]
+    if world.rank == 0:
+        dist.send(column, dst=1)
+    elif world.rank == 1:
+        taken = torch.zeros(9, 3)
+        dist.recv(taken[:, 2], src=0)
+        same(taken[:, 2].contiguous(), values(0, 9, 2)[:, 1].contiguous())
+
+
+def same_bits(world: World) -> None:
+    """Both ways of adding, short and long, are in rank order."""
+    for count in (7, collectives.SMALL // 4, collectives.SMALL // 4 + 1, 300_000):
+        everyone = [torch.randn(count, generator=torch.Generator().manual_seed(rank)) for rank in range(world.size)]
+        mine = everyone[world.rank].clone()
+        dist.all_reduce(mine)
+        same(mine, sum(everyone[1:], everyone[0]))
+
+
+# ---- the other collectives ---------------------------------------------------------------------------------------------
+def gathers(world: World) -> None:
+    ranks = range(world.size)
+    for shape in ((0,), (3, 2), (LONG,)):
+        everyone = [values(rank, *shape) for rank in ranks]
+        mine = everyone[world.rank]
+        taken = [torch.empty(shape) for _ in ranks]
+        dist.all_gather(taken, mine)
+        for found, wanted in zip(taken, everyone, strict=True):
+            same(found, wanted)
+        flat, stacked = torch.empty(world.size * shape[0], *shape[1:]), torch.empty(world.size, *shape)
+        dist.all_gather_into_tensor(flat, mine)
+        dist.all_gather_into_tensor(stacked, mine)
+        same(flat, torch.cat(everyone))
+        same(stacked, torch.stack(everyone))
+        taken = [torch.empty(shape) for _ in ranks]
+        dist.gather(mine, taken if world.rank == 1 else None, dst=1)
+        if world.rank == 1:
+            same(torch.stack(taken), torch.stack(everyone))
+        part = torch.empty(shape)
+        dist.scatter(part, [each + 1 for each in everyone] if world.rank == 1 else None, src=1)
+        same(part, mine + 1)
+        dist.broadcast(part, src=world.size - 1)
+        same(part, everyone[-1] + 1)
+        dist.reduce(part, dst=0)
+        if world.rank == 0:
+            same(part, (everyone[-1] + 1) * world.size)
+    uneven = [torch.empty(rank + 1) for rank in ranks]
+    dist.all_gather(uneven, values(world.rank, world.rank + 1))
+    same(torch.cat(uneven), torch.cat([values(rank, rank + 1) for rank in ranks]))
+    first, second = torch.empty(world.size * 2), torch.empty(world.size * 3)
+    with dist._coalescing_manager(async_ops=True) as both:
+        dist.all_gather_into_tensor(first, values(world.rank, 2))
+        dist.all_gather_into_tensor(second, values(world.rank, 3))
+    both.wait()
+    same(first, torch.cat([values(rank, 2) for rank in ranks]))
+    same(second, torch.cat([values(rank, 3) for rank in ranks]))
+
+
+def scatters(world: World) -> None:
+    ranks = range(world.size)
+    for shape in ((0,), (3, 2), (LONG,)):
+        inputs = [[values(rank, *shape) + to for to in ranks] for rank in ranks]        # by rank, by destination
+        wanted = sum(inputs[rank][world.rank] for rank in ranks)
+        out = torch.empty(shape)
+        dist.reduce_scatter(out, inputs[world.rank])
+        same(out, wanted)
+        dist.reduce_scatter_tensor(out, torch.cat(inputs[world.rank]), op=dist.ReduceOp.AVG)
+        torch.testing.assert_close(out, wanted / world.size)
+        dist.reduce_scatter_tensor(out, torch.stack(inputs[world.rank]))
+        same(out, wanted)
+        stacked = torch.stack(inputs[world.rank])
+        dist.reduce_scatter_tensor(stacked[world.rank], stacked)                        # in place, as FSDP may
+        same(stacked[world.rank], wanted)
+        taken = [torch.empty(shape) for _ in ranks]
+        dist.all_to_all(taken, inputs[world.rank])
+        same(torch.stack(taken), torch.stack([inputs[rank][world.rank] for rank in ranks]))
+        flat = torch.empty(world.size * shape[0], *shape[1:])
+        dist.all_to_all_single(flat, torch.cat(inputs[world.rank]))
+        same(flat, torch.cat([inputs[rank][world.rank] for rank in ranks]))
+    out, uneven = torch.empty(world.rank + 1), [values(world.rank, to + 1) for to in ranks]
+    dist.reduce_scatter(out, uneven)
+    same(out, sum(values(rank, world.rank + 1) for rank in ranks))
+    sends, takes = [world.rank + to for to in ranks], [rank + world.rank for rank in ranks]
+    rows = torch.empty(sum(takes), 2)
+    dist.all_to_all_single(rows, values(world.rank, sum(sends), 2), takes, sends)
+    same(rows, torch.cat([values(rank, sum(rank + to for to in ranks), 2).split([rank + to for to in ranks])[world.rank]
+                          for rank in ranks]))
+    lists = [torch.empty(rank + world.rank) for rank in ranks]
+    dist.all_to_all(lists, [values(world.rank, world.rank + to) for to in ranks])
+    same(torch.cat(lists), torch.cat([values(rank, rank + world.rank) for rank in ranks]))
+    first, second = torch.empty(2), torch.empty(3)
+    with dist._coalescing_manager() as _:
+        dist.reduce_scatter_tensor(first, values(world.rank, world.size * 2))
+        dist.reduce_scatter_tensor(second, values(world.rank, world.size * 3))
+    same(second, sum(values(rank, world.size, 3)[world.rank] for rank in ranks))
+
+
+def objects_and_groups(world: World) -> None:
+    ranks = range(world.size)
+    found = [None] * world.size
+    dist.all_gather_object(found, {"rank": world.rank, "name": "x" * world.rank})
+    assert found == [{"rank": rank, "name": "x" * rank} for rank in ranks]
+    lists = [world.rank, "only rank 1's" if world.rank == 1 else None]
+    dist.broadcast_object_list(lists, src=1)
+    assert lists == [1, "only rank 1's"]
+    out = [None]
+    dist.scatter_object_list(out, [f"to {rank}" for rank in ranks] if world.rank == 0 else None, src=0)
+    assert out == [f"to {world.rank}"]
+    groups = [dist.new_group([rank, (rank + 1) % world.size]) for rank in ranks] if world.size > 2 else [dist.new_group()]
+    for number, group in enumerate(groups):
+        pair = sorted({number, (number + 1) % world.size})
+        if world.rank in pair:
+            mine = values(world.rank, 5)
+            dist.all_reduce(mine, group=group)
+            same(mine, sum(values(rank, 5) for rank in pair))
+            dist.broadcast(mine, src=pair[1], group=group)
+    dist.barrier()
+    dist.group.WORLD.monitored_barrier(timedelta(seconds=20))
+
+
+COLLECTIVES = (all_reduces, operations, not_contiguous, same_bits, gathers, scatters, objects_and_groups)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("function", COLLECTIVES, ids=lambda each: each.__name__)
+def test_collectives(pool: Ranks, function: object, size: int) -> None:
+    pool.run(function, size=size, backend="shm")

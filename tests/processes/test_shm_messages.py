@@ -1,0 +1,300 @@
+"""The backend shm: messages, operations that are waited for later, and how failures end."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_shm import LONG, same, values
+
+from paragrad.launching import Ranks
+from paragrad.world import World
+
+
+# ---- messages ----------------------------------------------------------------------------------------------------------
+def passed_around(world: World) -> None:
+    right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64):
+        for count in (0, 1, 1000, LONG):
+            taken = torch.empty(count, dtype=dtype)
+            work = dist.isend(values(world.rank, count).to(dtype), right)
+            dist.recv(taken, left)
+            work.wait()
+            same(taken, values(left, count).to(dtype))
+
+
+def batches(world: World) -> None:
+    right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    mine, taken = [values(world.rank, 3) + turn for turn in range(4)], [torch.empty(3) for _ in range(4)]
+    operations = [dist.P2POp(dist.irecv, each, left) for each in taken] + [dist.P2POp(dist.isend, each, right) for each in mine]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    same(torch.stack(taken), torch.stack([values(left, 3) + turn for turn in range(4)]))
+
+
+def tags(world: World) -> None:
+    """Messages wait for a receive of their tag, in order within one tag."""
+    if world.rank == 0:
+        for tag, number in ((1, 10), (2, 20), (1, 11), (3, 30)):
+            dist.send(torch.full((LONG if tag == 2 else 3,), float(number)), 1, tag=tag)
+    elif world.rank == 1:
+        for tag, number in ((3, 30), (1, 10), (2, 20), (1, 11)):
+            taken = torch.empty(LONG if tag == 2 else 3)
+            dist.recv(taken, 0, tag=tag)
+            assert (taken == number).all()
+
+
+def from_any(world: World) -> None:
+    if world.rank == 0:
+        seen = set()
+        for _ in range(2 * (world.size - 1)):
+            taken = torch.empty(2)
+            source = dist.recv(taken)
+            assert taken[0] == source
+            seen.add((source, float(taken[1])))
+        assert seen == {(rank, turn) for rank in range(1, world.size) for turn in (0.0, 1.0)}
+    else:
+        for turn in range(2):
+            dist.send(torch.tensor([float(world.rank), turn]), 0)
+
+
+def both_send_first(world: World) -> None:
+    """More than the region holds, both ways at once."""
+    if world.rank < 2:
+        count = 3_000_000
+        work = dist.isend(values(world.rank, count), 1 - world.rank)
+        taken = torch.empty(count)
+        dist.recv(taken, 1 - world.rank)
+        work.wait()
+        same(taken, values(1 - world.rank, count))
+
+
+def sends_while_others_wait(world: World) -> None:
+    """A long send that nobody waits for moves on while its rank is in a collective."""
+    count = 3_000_000
+    if world.rank == 0:
+        work = dist.isend(values(0, count), 1)
+        dist.barrier()
+        work.wait()
+    elif world.rank == 1:
+        taken = torch.empty(count)
+        dist.recv(taken, 0)
+        same(taken, values(0, count))
+        dist.barrier()
+    else:
+        dist.barrier()
+
+
+def crosswise(world: World) -> None:
+    """Rank 0 starts an all-reduce, sends, then waits; rank 1 receives before it all-reduces."""
+    mine, message = values(world.rank, 40_000), torch.zeros(4)
+    if world.rank == 0:
+        work = dist.all_reduce(mine, async_op=True)
+        dist.send(torch.ones(4), 1)
+        work.wait()
+    else:
+        if world.rank == 1:
+            dist.recv(message, 0)
+            same(message, torch.ones(4))
+        dist.all_reduce(mine)
+    same(mine, sum(values(rank, 40_000) for rank in range(world.size)))
+
+
+def later(world: World) -> None:
+    """Works in any order of waiting, futures that nobody here carries out, and what they give."""
+    tensors = [values(world.rank, 30_000) + turn for turn in range(6)]
+    works = [dist.all_reduce(each, async_op=True) for each in tensors]
+    random.Random(world.rank).shuffle(works)
+    for work in works:
+        assert work.wait()
+        assert work.is_completed()
+        assert work.is_success()
+    for turn, each in enumerate(tensors):
+        same(each, sum(values(rank, 30_000) for rank in range(world.size)) + turn * world.size)
+    mine = values(world.rank, 10)
+    future = dist.all_reduce(mine, async_op=True).get_future().then(lambda done: done.value()[0] * 2)
+    same(future.wait(), 2 * sum(values(rank, 10) for rank in range(world.size)))
+    mine = values(world.rank, 10)
+    work = dist.all_reduce(mine, async_op=True)
+    end = time.monotonic() + 20
+    while not work.is_completed() and time.monotonic() < end:           # nobody waits: the daemon carries it out
+        pass
+    same(mine, sum(values(rank, 10) for rank in range(world.size)))
+    taken = torch.empty(5)
+    receive = dist.irecv(taken, (world.rank - 1) % world.size)
+    told = receive.get_future()
+    dist.send(values(world.rank, 5), (world.rank + 1) % world.size)
+    told.wait()
+    same(taken, values((world.rank - 1) % world.size, 5))
+
+
+PROGRAMS = (passed_around, batches, tags, from_any, both_send_first, sends_while_others_wait, crosswise, later)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("function", PROGRAMS, ids=lambda each: each.__name__)
+def test_programs(pool: Ranks, function: object, size: int) -> None:
+    pool.run(function, size=size, backend="shm")
+
+
+def storm(world: World, seed: int) -> list[float]:
+    """A random program, the same draw on all ranks: collectives and messages mixed, waited for in random order."""
+    draw, total = random.Random(seed), []
+    pending, size = [], world.size
+    for turn in range(120):
+        kind, count = draw.choice(("reduce", "gather", "message", "wait")), draw.choice((1, 100, 9_000, 70_000))
+        sender, taker = draw.sample(range(size), 2)
+        if kind == "reduce":
+            mine = values(world.rank, count) + turn
+            wanted = sum(values(rank, count) for rank in range(size)) + turn * size
+            pending.append((dist.all_reduce(mine, async_op=True), mine, wanted))
+        elif kind == "gather":
+            out = torch.empty(size * count)
+            wanted = torch.cat([values(rank, count) for rank in range(size)])
+            pending.append((dist.all_gather_into_tensor(out, values(world.rank, count), async_op=True), out, wanted))
+        elif kind == "message" and world.rank == sender:
+            mine = values(sender, count) + turn
+            pending.append((dist.isend(mine, taker), mine, mine.clone()))
+        elif kind == "message" and world.rank == taker:
+            mine = torch.empty(count)
+            pending.append((dist.irecv(mine, sender), mine, values(sender, count) + turn))
+        elif kind == "wait":
+            own = random.Random(1000 * seed + 10 * turn + world.rank)
+            own.shuffle(pending)
+            for work, found, wanted in pending[:2]:
+                work.wait()
+                same(found, wanted)
+            pending = pending[2:]
+    for work, found, wanted in pending:
+        work.wait()
+        same(found, wanted)
+        total.append(float(found.sum()))
+    return total
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_storm(pool: Ranks, size: int) -> None:
+    for seed in range(5):
+        pool.run(storm, seed, size=size, backend="shm")
+
+
+# ---- disagreement, deaths, limits ----------------------------------------------------------------------------------------
+def disagreeing(world: World) -> list[str]:
+    """What every rank is told; and afterwards the group goes on."""
+    told = []
+    for calls in ((lambda: dist.all_reduce(torch.ones(3)), lambda: dist.all_reduce(torch.ones(4))),
+                  (lambda: dist.all_reduce(torch.ones(3)), lambda: dist.all_reduce(torch.ones(3, dtype=torch.int32))),
+                  (lambda: dist.all_reduce(torch.ones(3)), lambda: dist.all_reduce(torch.ones(3), op=dist.ReduceOp.MAX)),
+                  (lambda: dist.all_reduce(torch.ones(2, 3)), lambda: dist.broadcast(torch.ones(2, 3), src=0)),
+                  (lambda: dist.all_gather([torch.ones(2)] * world.size, torch.ones(2)),
+                   lambda: dist.all_gather([torch.ones(2)] * world.size, torch.ones(3)))):
+        with pytest.raises(RuntimeError) as caught:
+            calls[min(world.rank, 1)]()
+        told.append(str(caught.value))
+    mine = values(world.rank, 3)
+    dist.all_reduce(mine)
+    same(mine, sum(values(rank, 3) for rank in range(world.size)))
+    return told
+
+
+def test_ranks_that_disagree_are_all_told(pool: Ranks) -> None:
+    for rank, told in enumerate(pool.run(disagreeing, size=3, backend="shm")):
+        for message, words in zip(told, (("float32 [3], 12 bytes", "float32 [4]"), ("float32", "int32"), ("SUM", "MAX"),
+                                         ("all_reduce", "broadcast from 0"), ("all_gather", "gives")), strict=True):
+            assert "ranks disagree in collective" in message
+            assert f"rank {rank} does" in message
+            for word in words:
+                assert word in message
+
+
+def mismatched_message(world: World) -> str:
+    group = dist.new_group()
+    long = lambda: dist.send(torch.ones(2_000_000), 1, group=group)     # noqa: E731   # than the blocks: it would not end
+    short = lambda: dist.recv(torch.ones(3), 0, group=group)            # noqa: E731
+    with pytest.raises(RuntimeError) as caught:
+        (long if world.rank == 0 else short)()
+    return str(caught.value)
+
+
+def test_a_message_of_another_length_ends_both(pool: Ranks) -> None:
+    for message in pool.run(mismatched_message, size=2, backend="shm"):
+        assert "rank 0 sends float32, 8000000 bytes" in message
+        assert "receive from rank 0 of float32 [3], 12 bytes" in message
+
+
+def given_up(world: World) -> str:
+    """Rank 1 does not come, and rank 0 has little patience: rank 2, which has more, is told as well, and so is rank 1 later."""
+    group = dist.new_group()
+    if world.rank == 1:
+        dist.recv(torch.empty(1), 0)
+    work = dist.all_reduce(torch.ones(5), group=group, async_op=True)
+    with pytest.raises(RuntimeError) as caught:
+        work.wait(timedelta(seconds=0.3 if world.rank == 0 else 20))
+    if world.rank == 0:
+        dist.send(torch.ones(1), 1)
+    return str(caught.value)
+
+
+def test_who_gives_up_tells_the_others(pool: Ranks) -> None:
+    for message in pool.run(given_up, size=3, backend="shm"):
+        assert "rank 0 gave up waiting" in message
+        assert "to which rank 1 has not come" in message
+        assert "all_reduce (SUM) of float32 [5], 20 bytes, collective 2 of its group of 3" in message
+
+
+def waiting_for_the_dead(rank: int, store: str) -> None:
+    """Rank 1 is killed; rank 0 waits for it in a collective, rank 2 for a message of it, rank 3 at a future."""
+    dist.init_process_group("shm", store=dist.FileStore(store, 4), rank=rank, world_size=4, timeout=timedelta(seconds=300))
+    mine = torch.ones(100)
+    dist.all_reduce(mine)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        if rank == 0:
+            dist.all_reduce(mine)
+        elif rank == 2:
+            dist.recv(mine, 1)
+        else:
+            dist.all_reduce(mine, async_op=True).get_future().wait()
+    except RuntimeError as error:
+        print(error)
+
+
+def test_a_death_ends_every_wait(tmp_path: Path) -> None:
+    """All waits are bounded by 300 s; the test is not that patient."""
+    call = "import sys, paragrad.backends, test_shm_messages as t; t.waiting_for_the_dead(int(sys.argv[1]), sys.argv[2])"
+    ranks = [subprocess.Popen([sys.executable, "-c", call, str(rank), str(tmp_path / "store")], cwd=Path(__file__).parent,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(4)]
+    told = [rank.communicate(timeout=60) for rank in ranks]
+    assert ranks[1].returncode == -signal.SIGKILL
+    for rank, words in ((0, "all_reduce (SUM) of float32 [100], 400 bytes, collective 3"),
+                        (2, "receive from rank 1 of float32 [100], 400 bytes"), (3, "collective 3 of its group of 4")):
+        assert f"rank 1 (process {ranks[1].pid}) ended" in told[rank][0], told[rank]
+        assert words in told[rank][0]
+
+
+def missing_from_a_barrier(world: World) -> str:
+    group = dist.new_group()
+    if world.rank in (1, 3):
+        dist.recv(torch.empty(1), 0)
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        group.monitored_barrier(timedelta(seconds=0.3))
+    if world.rank == 0:
+        dist.send(torch.ones(1), 1)
+        dist.send(torch.ones(1), 3)
+    return str(caught.value)
+
+
+def test_a_barrier_names_who_did_not_come(pool: Ranks) -> None:
+    for message in pool.run(missing_from_a_barrier, size=4, backend="shm")[::2]:
+        assert "rank 1, rank 3 have not come" in message
