@@ -1,7 +1,10 @@
-"""SIGTERM as a request: finish the step, save, end."""
+"""SIGTERM as a request: finish the step, save, end. Ctrl-C before there is anything to end."""
+
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,3 +37,16 @@ def asking_to_stop(ask: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def leaving_at_once() -> Iterator[None]:
+    """While active, Ctrl-C ends this process with 130 and one line: an import that is under way would give a traceback."""
+    def leave(*_: object) -> None:
+        print("paragrad: stopped", file=sys.stderr, flush=True)
+        os._exit(130)
+    before = signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

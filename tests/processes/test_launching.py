@@ -17,7 +17,6 @@ from equality import JOBS
 
 from paragrad.errors import RankFailed, StepFailed
 from paragrad.launching import Ranks, cores
-from paragrad.launching.ranks import Process
 from paragrad.strategy import resolve, strategy
 from paragrad.verification import difference
 from paragrad.world import World
@@ -29,8 +28,8 @@ def two() -> Iterator[Ranks]:
         yield ranks
 
 
-def gone(processes: list[Process]) -> bool:
-    return all(process.popen.poll() is not None for process in processes)
+def gone(pids: list[int]) -> bool:
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def who(world: World, name: str) -> tuple[int, int, str, int]:
@@ -66,14 +65,14 @@ def fail_on_one(world: World) -> None:
 
 def test_the_first_failure_is_raised_with_rank_step_and_tensor(two: Ranks) -> None:
     two._start(2)
-    processes = list(two.processes)
+    pids = [process.pid for process in two.processes]
     with pytest.raises(RankFailed) as caught:
         two.run(fail_on_one)
     error = caught.value
     assert (error.rank, error.step, error.tensor) == (1, 7, "fc.weight")
     assert str(error) == "rank 1, step 7, tensor fc.weight: it broke"
     assert "fail_on_one" in error.traceback
-    assert gone(processes)
+    assert gone(pids)
     assert two.run(who, "again")[1][0] == 1                 # the next run starts fresh ranks
 
 
@@ -98,11 +97,12 @@ def hang(world: World) -> None:
 
 def test_a_hang_is_ended_by_the_deadline_and_names_the_rank(two: Ranks) -> None:
     two.run(who, "awake")                                   # the deadline shall not count the start of processes
+    pids = [process.pid for process in two.processes]
     with pytest.raises(RankFailed) as caught:
         two.run(hang, deadline=5.0, timeout=60.0)
     assert "rank(s) 0, 1" in str(caught.value)              # rank 0 waits for rank 1 at the end of the world
     assert "in hang" in caught.value.traceback
-    assert gone(two.processes)
+    assert gone(pids)
 
 
 def exits(world: World) -> None:
@@ -115,8 +115,8 @@ def test_sys_exit_in_a_task_is_a_failure(two: Ranks) -> None:
 
 
 SCRIPT = textwrap.dedent("""
-    import signal, sys
-    from paragrad.launching import Ranks
+    import signal
+    from paragrad.launching import Ranks, processes
 
     def wait(world, report):
         report(None)
@@ -127,7 +127,7 @@ SCRIPT = textwrap.dedent("""
     def told(rank, value):
         started.append(rank)
         if len(started) == 2:
-            print(*(process.popen.pid for process in ranks.processes), flush=True)
+            print(processes.server().popen.pid, *(process.pid for process in ranks.processes), flush=True)
 
     with Ranks(2) as ranks:
         ranks.run(wait, on_report=told)
@@ -135,31 +135,34 @@ SCRIPT = textwrap.dedent("""
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_no_rank_outlives_its_launcher(tmp_path: Path, how: signal.Signals) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+def test_no_rank_and_no_server_outlives_its_launcher(tmp_path: Path, how: signal.Signals) -> None:
+    """The signal goes to the launcher's process group, as Ctrl-C at a terminal does."""
     (tmp_path / "temporary").mkdir()
     environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                          text=True, env=environment) as launcher:
+    with subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                          text=True, env=environment, process_group=0) as launcher:
         assert launcher.stdout is not None
         watched = [os.pidfd_open(int(pid)) for pid in launcher.stdout.readline().split()]
-        assert len(watched) == 2
-        launcher.send_signal(how)
+        assert len(watched) == 3
+        os.killpg(launcher.pid, how)
         launcher.wait(timeout=20)
-    poll = select.poll()
-    for rank in watched:
-        poll.register(rank, select.POLLIN)
-    ended: set[int] = set()
-    while len(ended) < 2:
-        events = poll.poll(10_000)
-        assert events, "a rank is still there 10 s after its launcher"
-        for descriptor, _ in events:
-            ended.add(descriptor)
-            poll.unregister(descriptor)
-    for rank in watched:
-        os.close(rank)
+    wait_for_ends(watched)
     assert list((tmp_path / "temporary").glob("paragrad-*")) == []          # and nothing of them is left
+
+
+def wait_for_ends(handles: list[int]) -> None:
+    """Wait until the processes of all these pidfds are gone, and close them."""
+    poll = select.poll()
+    for handle in handles:
+        poll.register(handle, select.POLLIN)
+    left = set(handles)
+    while left:
+        events = poll.poll(10_000)
+        assert events, f"{len(left)} process(es) are still there after 10 s"
+        for handle, _ in events:
+            left.remove(handle)
+            poll.unregister(handle)
+            os.close(handle)
 
 
 def proved(world: World) -> bool:
@@ -190,7 +193,7 @@ def test_a_rank_that_serves_many_runs_keeps_no_threads_or_sockets(pool: Ranks) -
     groups of a finished run lived on, and the whole equality table slowed down as it went."""
     def train() -> int:
         pool.run(difference, JOBS["cnn with batch norm"], resolve(strategy("data(3, reduce=ring)"), cores=2), size=3)
-        return len(list(Path(f"/proc/{pool.processes[1].popen.pid}/fd").iterdir()))
+        return len(list(Path(f"/proc/{pool.processes[1].pid}/fd").iterdir()))
 
     train()
     before = train()

@@ -1,11 +1,24 @@
-"""What the launcher and its ranks say to each other."""
+"""What the launcher, its ranks and the server they come from say to each other."""
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 
 from paragrad.errors import RankFailed
+
+NUMBER = struct.Struct("q")             # what the server tells of a rank: its pid, and at its end its exit code
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a rank's process takes over from its launcher before its first task, as a child of it would."""
+    environment: dict[str, str]
+    path: list[str]                     # sys.path, so that what is importable there is here
+    folder: str                         # the working directory
+    affinity: set[int] | None           # the cores it may run on, where the system says
+    stacks: Path                        # where SIGUSR1 writes the stacks of all threads
 
 
 @dataclass(frozen=True)
@@ -17,7 +30,7 @@ class Task:
     backend: str
     device: str
     threads: int
-    timeout: float
+    timeout: float | None   # seconds a rank waits for another; None: the world's own
     call: bytes             # (function, arguments), by cloudpickle
     reports: bool           # pass report=... to the function
 

@@ -1,6 +1,7 @@
 """A rank's own process: wait for a task, join the world, run it, answer; end when the launcher is gone.
 
-Started by `ranks.py` as `python -m paragrad.launching.rank FD STACK_FILE`; the socket FD carries pickled tasks and answers.
+Forked by `server.py`, or started by it as `python -m paragrad.launching.rank FD`; the socket FD carries pickled tasks and
+answers.
 """
 
 from __future__ import annotations
@@ -9,31 +10,33 @@ import faulthandler
 import gc
 import os
 import queue
-import shutil
 import signal
 import sys
 import threading
 import time
 import traceback
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import torch
 
 from paragrad.errors import RankFailed, StepFailed
-from paragrad.launching.messages import Failure, Stop, Task
+from paragrad.launching.messages import Failure, Setup, Stop, Task
 from paragrad.signals import Request
-from paragrad.world import joined
+from paragrad.world import TIMEOUT, joined
 
 
-def main() -> None:
-    """Serve tasks until the launcher closes its end of the socket."""
-    launcher = Connection(int(sys.argv[1]))
+def serve(launcher: Connection) -> None:
+    """Take over what the launcher says of itself, then serve tasks until it closes its end of the socket."""
     for sent in (signal.SIGINT, signal.SIGTERM):        # they reach the launcher too, which ends its ranks or lets them save
         signal.signal(sent, signal.SIG_IGN)
-    with Path(sys.argv[2]).open("w") as stacks:
+    try:
+        setup: Setup = launcher.recv()
+        _take_over(setup)
+    except (EOFError, OSError):                         # it is gone already
+        os._exit(1)
+    with setup.stacks.open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
         tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
         stop = Request()
@@ -42,6 +45,17 @@ def main() -> None:
         while True:
             launcher.send(_answer(tasks.get(), launcher, stop))
             gc.collect()            # process groups in circles of references keep their threads and sockets
+
+
+def _take_over(setup: Setup) -> None:
+    for name in os.environ.keys() - setup.environment.keys():
+        del os.environ[name]
+    os.environ.update(setup.environment)
+    sys.path[:] = setup.path
+    sys.argv[:] = [""]
+    os.chdir(setup.folder)
+    if setup.affinity is not None:
+        os.sched_setaffinity(0, setup.affinity)
 
 
 def _listen(launcher: Connection, tasks: queue.SimpleQueue[Task], stop: Request) -> None:
@@ -55,7 +69,6 @@ def _listen(launcher: Connection, tasks: queue.SimpleQueue[Task], stop: Request)
                 stop.clear()                    # it was meant for an earlier task
                 tasks.put(message)
     except (EOFError, OSError):
-        shutil.rmtree(Path(sys.argv[2]).parent, ignore_errors=True)         # what the launcher can no longer remove
         os._exit(1)
 
 
@@ -64,7 +77,7 @@ def _answer(task: Task, launcher: Connection, stop: Request) -> tuple[str, Any]:
     try:
         function, arguments = cloudpickle.loads(task.call)
         more = {"report": lambda value: launcher.send(("report", value))} if task.reports else {}
-        with joined(task.rank, task.size, task.store, task.backend, task.timeout,
+        with joined(task.rank, task.size, task.store, task.backend, task.timeout or TIMEOUT,
                     task.device, stop) as world:
             try:
                 result = function(world, *arguments, **more)
@@ -84,4 +97,4 @@ def _failure(task: Task, error: BaseException) -> Failure:
 
 
 if __name__ == "__main__":
-    main()
+    serve(Connection(int(sys.argv[1])))

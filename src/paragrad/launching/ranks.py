@@ -1,7 +1,7 @@
 """The launcher: processes of this host that serve as ranks, one after another task, until closed.
 
 When one rank fails all are stopped, and what is raised is the failure that came first. A rank notices the end of its
-launcher by the end of their socket, so nobody outlives it, whatever kills it.
+launcher by the end of their socket, and so does the server it came from, so nobody outlives it, whatever kills it.
 """
 
 from __future__ import annotations
@@ -9,22 +9,20 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
 from paragrad.errors import RankFailed
+from paragrad.launching import processes
 from paragrad.launching.messages import Failure, Stop, Task
-from paragrad.world import TIMEOUT
+from paragrad.launching.processes import Process, Server
 
 GRACE = 0.5             # seconds in which a killed rank must show, before a peer's complaint counts as the cause
 
@@ -34,21 +32,16 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@dataclass
-class Process:
-    """A rank's process and this end of its socket."""
-    popen: subprocess.Popen[bytes]
-    socket: Connection
-    stacks: Path
-
-
 class Ranks:
-    """Up to `size` ranks of this host; `run` plays a function on them. A context manager that leaves no process."""
+    """Up to `size` ranks of this host; `run` plays a function on them. A context manager that leaves no rank.
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    server: where they come from; otherwise this process's own, which stays for the next Ranks.
+    """
+
+    def __init__(self, size: int, server: Server | None = None) -> None:
+        self.size, self.server = size, server
         self.processes: list[Process] = []
-        self.folder = tempfile.TemporaryDirectory(prefix="paragrad-", ignore_cleanup_errors=True)
+        self.folder: tempfile.TemporaryDirectory[str] | None = None
         self.tasks = 0
         self.sending = self.stop_asked = False
 
@@ -59,7 +52,7 @@ class Ranks:
         self.close()
 
     def run(self, function: Callable[..., Any], *arguments: Any, size: int | None = None, backend: str = "gloo",
-            device: str = "cpu", threads: int | None = None, timeout: float = TIMEOUT, deadline: float | None = None,
+            device: str = "cpu", threads: int | None = None, timeout: float | None = None, deadline: float | None = None,
             on_report: Callable[[int, Any], None] | None = None) -> list[Any]:
         """function(world, *arguments) on ranks 0..size-1; their results. Raises RankFailed.
 
@@ -67,16 +60,16 @@ class Ranks:
         seconds for everything; on_report: called with (rank, value) whenever the function calls report(value).
         """
         size = size or self.size
-        self.sending = True
-        self._start(size)
-        self.tasks += 1
-        store = Path(self.folder.name) / f"meeting-{self.tasks}"
         call = cloudpickle.dumps((function, arguments))
+        self.sending = True
+        self.tasks += 1
         each = threads or max(1, cores() // size)
+        store: Path | None = None
         try:
+            store = self._start(size) / f"meeting-{self.tasks}"
             for rank, process in enumerate(self.processes[:size]):
                 task = Task(rank, size, store, backend, device, each, timeout, call, on_report is not None)
-                with contextlib.suppress(BrokenPipeError):      # it died: collecting will say how
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):       # it died: collecting will say how
                     process.socket.send(task)
             self.sending = False
             if self.stop_asked:
@@ -87,7 +80,8 @@ class Ranks:
             raise
         finally:
             self.sending = self.stop_asked = False
-            store.unlink(missing_ok=True)
+            if store is not None:
+                store.unlink(missing_ok=True)
 
     def ask_to_stop(self) -> None:
         """Ask the task under way to finish its step, save and end: its ranks see `world.stop`. A signal handler may call it."""
@@ -98,34 +92,29 @@ class Ranks:
             with contextlib.suppress(OSError):
                 process.socket.send(Stop())
 
-    def _start(self, size: int) -> None:
-        while len(self.processes) < size:
-            self.processes.append(_started(Path(self.folder.name) / f"stacks-{len(self.processes)}"))
+    def _start(self, size: int) -> Path:
+        """Have processes for that many ranks; the folder they share."""
+        server = self.server or processes.server()
+        if self.folder is None:
+            self.folder = tempfile.TemporaryDirectory(prefix="ranks-", dir=server.folder, ignore_cleanup_errors=True)
+        folder = Path(self.folder.name)
+        self.processes += server.start([folder / f"stacks-{number}" for number in range(len(self.processes), size)])
+        return folder
 
     def stop(self) -> None:
         """Kill every rank; the next `run` starts fresh ones."""
         for process in self.processes:
-            process.popen.kill()
+            process.signal(signal.SIGKILL)
         for process in self.processes:
-            process.popen.wait()
-            process.socket.close()
+            process.end()
         self.processes = []
+        if self.folder is not None:
+            self.folder.cleanup()
+            self.folder = None
 
     def close(self) -> None:
         """End the ranks and forget their folder."""
         self.stop()
-        self.folder.cleanup()
-
-
-def _started(stacks: Path) -> Process:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        paths = [path or os.getcwd() for path in sys.path]          # so that what is importable here is there
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        popen = subprocess.Popen(
-            [sys.executable, "-m", "paragrad.launching.rank", str(theirs.fileno()), str(stacks)],
-            pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2, env=environment, process_group=0)
-    return Process(popen, Connection(ours.detach()), stacks)
 
 
 @dataclass
@@ -149,17 +138,19 @@ class Collection:
 
     def take(self, seconds: float | None) -> bool:
         """Take what ranks have sent within some seconds; False if none did."""
-        silent = {rank: process.socket for rank, process in enumerate(self.processes)
+        silent = {rank: process for rank, process in enumerate(self.processes)
                   if rank not in self.answers and rank not in self.dead}
-        ready = wait(list(silent.values()), seconds)
-        for rank, connection in silent.items():
-            if connection not in ready:
+        ready = wait([end for process in silent.values() for end in (process.socket, process.notes)], seconds)
+        for rank, process in silent.items():
+            if process.socket not in ready and process.notes not in ready:
                 continue
             try:
-                kind, value = connection.recv()
+                if process.socket not in ready:         # it ended, and what it started holds its socket open
+                    raise EOFError
+                kind, value = process.socket.recv()
             except (EOFError, OSError):
                 self.dead.add(rank)
-                self.failures.append(Failure(self.death(rank), 0.0))        # a death is the cause of what others say
+                self.failures.append(Failure(process.failed(rank), 0.0))        # a death is the cause of what others say
                 continue
             if kind == "report":
                 if self.on_report:
@@ -172,22 +163,18 @@ class Collection:
         return bool(ready)
 
     def cause(self) -> RankFailed:
-        """The failure that came first, having waited a moment for one that was slower to show."""
+        """The failure that came first. A complaint is given a moment for a death to show: that would be its cause."""
         end = time.monotonic() + GRACE
-        while (left := end - time.monotonic()) > 0 and len(self.dead) + len(self.answers) < len(self.processes):
+        while ((left := end - time.monotonic()) > 0 and len(self.dead) + len(self.answers) < len(self.processes)
+               and all(failure.when for failure in self.failures)):
             self.take(left)
         return min(self.failures, key=lambda failure: failure.when).error
-
-    def death(self, rank: int) -> RankFailed:
-        code = self.processes[rank].popen.wait(timeout=10)
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        return RankFailed(f"the process of rank {rank} {how}", rank=rank)
 
     def silence(self) -> RankFailed:
         """Nobody answered in time: name the first silent rank, with the stacks of all of them."""
         silent = [rank for rank in range(len(self.processes)) if rank not in self.answers]
         for rank in silent:
-            self.processes[rank].popen.send_signal(signal.SIGUSR1)
+            self.processes[rank].signal(signal.SIGUSR1)
         wait([self.processes[rank].socket for rank in silent], GRACE)       # time to write their stacks
         stacks = "\n".join(f"rank {rank} stands at:\n{self.processes[rank].stacks.read_text()}" for rank in silent)
         return RankFailed(f"no answer from rank(s) {', '.join(map(str, silent))} within {self.deadline:g} s\n{stacks}",

@@ -1,0 +1,98 @@
+"""What all benchmarks share: their options, the machine they ran on, alternating measurements, figures and bars."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+
+def machine() -> dict[str, Any]:
+    """What stands beside every figure: the processor, its cores and how busy they were, and the versions."""
+    info = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), platform.processor())
+    return {"cpu": cpu, "cores": len(os.sched_getaffinity(0)), "load": round(os.getloadavg()[0], 2), "torch": version("torch"),
+            "python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
+
+
+def alternated(measures: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Every measure once in each round, in turn (A B A B ...), so that what disturbs the machine disturbs all alike."""
+    found: dict[str, list[float]] = {name: [] for name in measures}
+    for number in range(rounds):
+        for name, measure in measures.items():
+            found[name].append(measure())
+            print(f"round {number + 1} of {rounds}: {name} {found[name][-1]:.4g}", file=sys.stderr, flush=True)
+    return found
+
+
+def differences(ours: list[float], theirs: list[float]) -> list[float]:
+    """Ours less theirs, round by round."""
+    return [our - their for our, their in zip(ours, theirs, strict=True)]
+
+
+def ratios(ours: list[float], theirs: list[float]) -> list[float]:
+    """Ours over theirs, round by round."""
+    return [our / their for our, their in zip(ours, theirs, strict=True)]
+
+
+class Bench:
+    """One run of a benchmark: its options, what it measured, its figures with their bars.
+
+        bench = Bench(__doc__)
+        times = alternated({"ours": ..., "theirs": ...}, rounds=3 if bench.quick else 15)
+        bench.figure("ours over theirs", ratios(times["ours"], times["theirs"]), at_most=0.9)
+        bench.finish()
+    """
+
+    def __init__(self, about: str | None, options: Callable[[argparse.ArgumentParser], Any] | None = None) -> None:
+        """about: the file's docstring, whose table states the bars;  options: adds the benchmark's own to the parser."""
+        parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser.add_argument("--check", action="store_true", help="exit with 1 if a figure falls short of its bar")
+        parser.add_argument("--quick", action="store_true", help="a smaller sample")
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
+        if options:
+            options(parser)
+        self.options = parser.parse_args()
+        self.quick: bool = self.options.quick
+        self.machine = machine()
+        self.figures: dict[str, dict[str, Any]] = {}
+        self.measured: dict[str, Any] = {}
+
+    def figure(self, name: str, value: float | list[float], *, at_most: float | None = None,
+               at_least: float | None = None) -> None:
+        """A figure and its bar. Of a list: the median, and the list is kept with it."""
+        sample = value if isinstance(value, list) else [value]
+        self.figures[name] = {"value": median(sample), "lowest": min(sample), "highest": max(sample), "sample": sample,
+                              "at_most": at_most, "at_least": at_least}
+
+    def short(self) -> list[str]:
+        """What falls short, in words."""
+        return [f"{name} is {found['value']:.4g}, the bar is {word} {bar:.4g}" for name, found in self.figures.items()
+                for word, bar, wrong in (("at most", found["at_most"], lambda value, bar: not value <= bar),
+                                         ("at least", found["at_least"], lambda value, bar: not value >= bar))
+                if bar is not None and wrong(found["value"], bar)]
+
+    def finish(self) -> None:
+        """Print machine and figures, write the file, and exit: 1 where --check finds one that falls short, otherwise 0."""
+        if self.options.json:
+            self.options.json.write_text(json.dumps(
+                {"command": " ".join(["python", *sys.argv]), "quick": self.quick, "machine": self.machine,
+                 "figures": self.figures, "measured": self.measured}, indent=1) + "\n")
+        short = self.short()
+        print("machine: " + ", ".join(f"{name} {value}" for name, value in self.machine.items()))
+        for name, found in self.figures.items():
+            if len(found["sample"]) > 1:
+                print(f"{name}: median {found['value']:.4g}, {found['lowest']:.4g} to {found['highest']:.4g}, "
+                      f"of {len(found['sample'])}")
+        for line in short:
+            print(f"falls short: {line}")
+        for name, found in self.figures.items():
+            print(f"figure: {name} = {found['value']:.4g}")
+        sys.exit(1 if short and self.options.check else 0)

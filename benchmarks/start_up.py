@@ -1,0 +1,131 @@
+"""From a command, or a call in a script, to the end of the first training step on the digits.
+
+| figure (seconds; medians, differences and ratios round by round)                      | bar          |
+|---------------------------------------------------------------------------------------|--------------|
+| command, 2 ranks after serial                                                         | at most 0.5  |
+| command, 4 ranks after serial                                                         | at most 1.0  |
+| script, first step of the second call, 2 ranks                                        | at most 0.3  |
+| command, serial; 2 and 4 ranks over torchrun with plain DDP; script, first call       | (no bar)     |
+
+The commands are `python -m paragrad train digits`, and `torchrun` with `start_up_ddp.py`: the same data, model, batch and
+optimizer. In one round each runs once. Everything is timed from outside, by the files that appear.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from common import Bench, alternated, differences, ratios
+
+LIMIT = 120.0           # seconds for a command
+LOOK = 0.002            # seconds between two looks at a file
+HERE = Path(__file__).parent
+
+# two calls; each tells when it begins
+SCRIPT = textwrap.dedent("""
+    import sys, time
+    import paragrad as pg
+    if __name__ == "__main__":
+        for folder in sys.argv[3:]:
+            print(time.monotonic(), flush=True)
+            pg.train(pg.job("digits").replace(epochs=1), sys.argv[1], backend=sys.argv[2], runs=folder)
+""")
+
+
+def stepped(folder: Path) -> bool:
+    """Has a run below the folder recorded its first step? (Or the peer, which makes a file of that name.)"""
+    return any(b'"step"' in path.read_bytes() for path in folder.glob("*/rank-0.jsonl"))
+
+
+def watched(words: Sequence[str], folders: Sequence[Path]) -> tuple[float, list[float], str]:
+    """Run a command to its end: when it was started, when the first step in each folder was done, what it printed."""
+    begun, seen = time.monotonic(), []
+    with tempfile.TemporaryFile("w+") as output, subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=HERE) as running:
+        while running.poll() is None:
+            if len(seen) < len(folders) and stepped(folders[len(seen)]):
+                seen.append(time.monotonic())
+            if time.monotonic() - begun > LIMIT:
+                running.kill()
+            time.sleep(LOOK)
+        output.seek(0)
+        printed = output.read()
+    if running.returncode or len(seen) < len(folders):
+        raise SystemExit(f"{' '.join(words)} ended with {running.returncode}\n{printed}")
+    return begun, seen, printed
+
+
+def command(*words: str) -> Callable[[], float]:
+    """A measure: seconds from a command, which is given a folder as its last word, to its first step."""
+    def measure() -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            begun, (first,), _ = watched([sys.executable, "-m", *words, folder], [Path(folder)])
+            return first - begun
+    return measure
+
+
+def ours(strategy: str, backend: str) -> Callable[[], float]:
+    return command("paragrad", "train", "digits", "--strategy", strategy, "--backend", backend, "--epochs", "1", "--no-check",
+                   "--runs")
+
+
+def torchrun(workers: int) -> Callable[[], float]:
+    return command("torch.distributed.run", "--standalone", "--nproc-per-node", str(workers), str(HERE / "start_up_ddp.py"))
+
+
+def calls(strategy: str, backend: str) -> tuple[float, float]:
+    """Seconds from each of two calls in one script to its first step."""
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [Path(folder, name) for name in ("first", "second")]
+        script = Path(folder, "script.py")
+        script.write_text(SCRIPT)
+        _, seen, printed = watched([sys.executable, str(script), strategy, backend, *map(str, folders)], folders)
+        called = [float(line) for line in printed.splitlines() if line.replace(".", "").isdigit()]
+    first, second = (step - call for step, call in zip(seen, called, strict=True))
+    return first, second
+
+
+def main() -> None:
+    def options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--backend", default="auto", help="of our ranks")
+
+    bench = Bench(__doc__, options)
+    rounds = 2 if bench.quick else 7
+    os.environ.pop("OMP_NUM_THREADS", None)             # torchrun chooses it; we divide the cores
+    second: dict[int, list[float]] = {2: [], 4: []}
+
+    def script(workers: int) -> Callable[[], float]:
+        def measure() -> float:
+            first, again = calls(f"data({workers})", bench.options.backend)
+            second[workers].append(again)
+            return first
+        return measure
+
+    times = alternated({
+        "serial": ours("serial", bench.options.backend),
+        **{f"data({workers})": ours(f"data({workers})", bench.options.backend) for workers in (2, 4)},
+        **{f"torchrun {workers}": torchrun(workers) for workers in (2, 4)},
+        **{f"script {workers}": script(workers) for workers in (2, 4)}}, rounds)
+    bench.measured = {**times, "script, second call": {str(workers): found for workers, found in second.items()}}
+    bench.figure("command, serial", times["serial"])
+    for workers, bar in ((2, 0.5), (4, 1.0)):
+        found = times[f"data({workers})"]
+        bench.figure(f"command, {workers} ranks", found)
+        bench.figure(f"command, {workers} ranks after serial", differences(found, times["serial"]), at_most=bar)
+        bench.figure(f"command, {workers} ranks over torchrun", ratios(found, times[f"torchrun {workers}"]))
+    for workers, bar in ((2, 0.3), (4, None)):
+        bench.figure(f"script, first call, {workers} ranks", times[f"script {workers}"])
+        bench.figure(f"script, second call, {workers} ranks", second[workers], at_most=bar)
+    bench.finish()
+
+
+if __name__ == "__main__":
+    main()
