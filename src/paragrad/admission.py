@@ -32,6 +32,7 @@ class Admitted:
     settings: Settings
     facts: Facts
     saved: checkpoint.Saved | None = None           # what to go on from
+    tried: str | None = None                        # what a trial saw (`trial.py`)
 
     @property
     def size(self) -> int:
@@ -46,6 +47,10 @@ class Admitted:
     def backend(self) -> str:
         return backend_of(self.settings, self.size)
 
+    @property
+    def not_shm(self) -> str | None:
+        return not_shm(self.size)
+
     def with_seed(self, seed: int) -> Admitted:
         """The same training under another seed."""
         job = self.job.replace(seed=seed)
@@ -59,8 +64,10 @@ def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, 
     settings = settings or Settings()
     asked = strategy(asked)
     refuse_unbuilt(asked)
-    resolved = resolve(asked, cores=cores(), workers=launched_size())
     settings.check(job)
+    resolved = resolve(asked, cores=cores(), workers=launched_size(), sharing=not_sharing(settings) is None)
+    if isinstance(resolved, Data) and resolved.state == "shared_memory" and (why := not_sharing(settings)):
+        raise Refused(f"{asked}: {why}; leave out state=shared_memory")
     facts = facts or examined(job, settings.folder)
     full = min(job.batch, facts.samples)
     if isinstance(resolved.workers, int) and full < resolved.workers:
@@ -90,20 +97,31 @@ def backend_of(settings: Settings, size: int) -> str:
     if settings.backend == "nccl" and here > gpus:
         raise Refused(f"backend nccl wants a GPU per rank; here are {gpus} for {here} ranks: leave out --backend, and they "
                       "exchange through the host")
-    no_shm = (unavailable() if here == size else
-              f"the backend shm joins ranks of one host, and {size - here} of {size} are elsewhere")
-    if settings.backend == "shm" and no_shm:
-        raise Refused(f"{no_shm}; leave out --backend")
+    if settings.backend == "shm" and (why := not_shm(size)):
+        raise Refused(f"{why}; leave out --backend")
     if settings.backend != "auto":
         return settings.backend
     if settings.device == "cuda":
         return "nccl" if here <= gpus else "gloo"
-    return "gloo" if no_shm else "shm"
+    return "gloo" if not_shm(size) else "shm"
+
+
+def not_shm(size: int) -> str | None:
+    """Why ranks on the CPU cannot talk through shared memory, or None."""
+    elsewhere = size - (ranks_here() or size)
+    return f"{elsewhere} of {size} ranks are on other hosts" if elsewhere else unavailable()
+
+
+def not_sharing(settings: Settings) -> str | None:
+    """Why the ranks cannot keep parameters in one memory, or None."""
+    if settings.device != "cpu":
+        return f"parameters on {settings.device} are each rank's own"
+    return not_shm(launched_size() or 1)
 
 
 def check_schedule(asked: Strategy, resolved: Strategy, settings: Settings) -> None:
     """Prove the all-reduce at the size of this world, before any rank starts."""
-    if not isinstance(resolved, Data) or isinstance(resolved.reduce, Native):
+    if not isinstance(resolved, Data) or isinstance(resolved.reduce, Native | str):
         if settings.sabotage:
             raise Refused(f"{asked} has no schedule to sabotage; name an algorithm, such as data(2, reduce=ring)")
         return

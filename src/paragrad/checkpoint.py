@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import warnings
 from collections import Counter, OrderedDict
@@ -26,8 +27,10 @@ import torch
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor
 
+from paragrad.data_parallel.alone import OptimizerState
 from paragrad.errors import Refused, StepFailed
 from paragrad.job import Facts, Job
+from paragrad.record import lines_of
 from paragrad.world import World
 
 if TYPE_CHECKING:
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 KEPT = 2                # the newest, and the one before it
+NAME = re.compile(r"checkpoint-\d{8,}")
 MARK = "a Python"
 MAPPINGS: dict[str, Any] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict, "defaultdict": dict}
 FILES, SUMS = ("model.safetensors", "optimizer.safetensors", "state.json"), "SHA256SUMS"
@@ -56,11 +60,17 @@ class Saved:
         """The checksums of its files, by which it is known."""
         return (self.folder / SUMS).read_text()
 
+    def tested(self, epoch: int) -> dict[str, Any] | None:
+        """What the record of the run that was saved says of an epoch's end and test; None if it did not come to it."""
+        return next((line for line in lines_of(self.folder.parent / "rank-0.jsonl", "span")
+                     if line["kind"] == "epoch" and line["epoch"] == epoch), None)
 
-def save(trainer: Trainer, parent: Path, identity: dict[str, Any] | None = None) -> Path:
+
+def save(trainer: Trainer, held: OptimizerState, parent: Path, identity: dict[str, Any] | None = None) -> Path:
     """Write the trainer's model, optimizer, scheduler and step below parent; the checkpoint's folder.
 
-    identity: what must be equal where it is loaded again. Call on one rank; replicas are equal. Raises StepFailed where the
+    held: trainer.optimizer_state(), which all ranks ask for;  identity: what must be equal where it is loaded again. Call on
+    rank 0; replicas are equal. Raises StepFailed where the
     optimizer or scheduler holds what neither tensors nor JSON can, or where parent holds a later step of another training.
     """
     folder = parent / f"checkpoint-{trainer.steps:08}"
@@ -72,7 +82,7 @@ def save(trainer: Trainer, parent: Path, identity: dict[str, Any] | None = None)
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    tensors, scalars, groups = _optimizer_state(trainer)
+    tensors, scalars, groups = _optimizer_state(trainer, held)
     save_model(trainer.model, str(partial / "model.safetensors"))
     save_file(tensors, str(partial / "optimizer.safetensors"))
     state = {"schema": SCHEMA, "step": trainer.steps, "strategy": str(trainer.strategy), "identity": identity or {},
@@ -112,19 +122,25 @@ def found(parent: Path, job: Job, facts: Facts) -> Saved:
 
 
 def newest(parent: Path) -> Saved:
-    """The newest checkpoint below a folder that is whole. Raises Refused where there is none."""
-    folders = _folders(parent)
+    """The newest checkpoint below a folder that is whole, or the folder's own if it is one. Raises Refused where is none."""
+    if parent.is_dir() and NAME.fullmatch(parent.resolve().name):
+        if (wrong := damage(parent)) is not None:
+            raise Refused(f"{parent} is damaged ({wrong}); give the folder of its run, to take the newest that is whole")
+        return _saved(parent, "asked for")
     damaged: list[str] = []
-    for folder in folders:
+    for folder in _folders(parent):
         wrong = damage(folder)
         if wrong is None:
-            state = restored(json.loads((folder / "state.json").read_text()))
-            return Saved(folder.resolve(), state, "; ".join(damaged) or "the newest")
+            return _saved(folder, "; ".join(damaged) or "the newest")
         damaged.append(f"{folder.name} is damaged ({wrong})")
         warnings.warn(f"{folder} is damaged ({wrong}); taking the one before it", stacklevel=2)
     if damaged:
         raise Refused(f"{parent}: no checkpoint is whole: {'; '.join(damaged)}")
     raise Refused(f"{parent} holds no checkpoint; give the folder of a run that was saved (train --save STEPS), or stopped")
+
+
+def _saved(folder: Path, because: str) -> Saved:
+    return Saved(folder.resolve(), restored(json.loads((folder / "state.json").read_text())), because)
 
 
 def newest_of_all(world: World, parent: Path) -> Saved:
@@ -174,12 +190,13 @@ def _check_fit(trainer: Trainer, saved: Saved, names: list[list[str]]) -> None:
                       "resume it as it was")
 
 
-def _optimizer_state(trainer: Trainer) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]], list[dict[str, Any]]]:
+def _optimizer_state(trainer: Trainer, held: OptimizerState) -> tuple[
+        dict[str, Tensor], dict[str, dict[str, Any]], list[dict[str, Any]]]:
     """(tensors by "parameter/what", plain values by parameter, groups without their parameters)."""
     names = {parameter: name for name, parameter in trainer.parameters.items()}
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
-    for parameter, values in trainer.optimizer.state.items():
+    for parameter, values in held.items():
         for what, value in values.items():
             if isinstance(value, Tensor):
                 tensors[f"{names[parameter]}/{what}"] = value.detach().clone().contiguous()

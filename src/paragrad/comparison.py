@@ -17,6 +17,7 @@ from paragrad.results import TWIN, Table
 from paragrad.settings import Settings
 from paragrad.strategy import Serial, Strategy, strategies
 from paragrad.training import check_same, folder_name, run
+from paragrad.trial import settled
 from paragrad.verification import distances
 from paragrad.world import launched_size
 
@@ -62,7 +63,7 @@ def compare(job: Job, chosen: str | Iterable[str | Strategy], *, runs: str | Pat
                  for place, row in enumerate(rows, start=1)]
         record.write("comparison", rows=names, until=str(how.goal) if how.goal else None, seeds=seeds, command=command)
         for row, of_row in zip(rows, names, strict=True):
-            comparing.row(row, of_row)
+            comparing.row(settled(ranks, row), of_row)
         for row in baselines:
             comparing.trained(row, f"baseline-{folder_name(row.resolved)}", f"{row.resolved}, for its speed")
     table = Table(folder)

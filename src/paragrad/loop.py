@@ -48,6 +48,7 @@ class Training:
                  show: Callable[..., None]) -> None:
         self.trainer, self.checked, self.folder, self.record = trainer, checked, folder, record
         self.report, self.show, self.told = report, show, 0.0
+        self.last: tuple[int, float] | None = None          # (epoch, loss) of the last step
         job, settings = checked.job, checked.settings
         self.train: Dataset = opened(job.train, settings.folder)
         self.test: Dataset | None = None if job.test is None else opened(job.test, settings.folder)
@@ -61,7 +62,7 @@ class Training:
         if self.checked.saved is not None:
             self.load(self.checked.saved)
             first, start = divmod(self.trainer.steps, self.per_epoch)
-            if first and not start and self.end_epoch(first - 1, self.record.now()):     # it was saved before that epoch's test
+            if first and not start and self.ended(first - 1, self.checked.saved):
                 return self.status
         for epoch in range(first, self.checked.job.epochs):
             begun = self.record.now()
@@ -69,6 +70,9 @@ class Training:
                 break
         if self.checked.settings.save and self.status == "finished":
             self.save()
+        if self.status == "finished" and self.last and self.trainer.steps < self.steps:     # the goal was reached before
+            self.steps = self.trainer.steps
+            self.tell(*self.last)
         return self.status
 
     def epoch(self, epoch: int, start: int) -> bool:
@@ -77,7 +81,8 @@ class Training:
         for fetched in self.trainer.batches(self.train, job.batch, epoch, start=start, loaders=settings.loaders):
             rate = self.trainer.optimizer.param_groups[0]["lr"]
             result = self.trainer.step(*parted(fetched))
-            self.tell(epoch, result.loss, rate)
+            self.show(self.trainer.steps, loss=result.loss, lr=rate)
+            self.tell(epoch, result.loss)
             if result.stop:
                 self.status = "stopped"
                 self.save()
@@ -97,8 +102,17 @@ class Training:
             self.show(self.trainer.steps, **{f"test {job.metric_name}": test["value"]})
         return bool(goal and test and goal.reached(test["value"]))
 
-    def tell(self, epoch: int, loss: float, rate: float) -> None:
-        self.show(self.trainer.steps, loss=loss, lr=rate)
+    def ended(self, epoch: int, saved: checkpoint.Saved) -> bool:
+        """Going on from the last step of an epoch: its test, unless the run that was saved made it; True where the goal is
+        reached."""
+        line = self.trainer.world.agreed(saved.tested(epoch))
+        if line is None:
+            return self.end_epoch(epoch, self.record.now())
+        goal, test = self.checked.settings.goal, line["test"]
+        return bool(goal and test and goal.reached(test["value"]))
+
+    def tell(self, epoch: int, loss: float) -> None:
+        self.last = epoch, loss
         if self.trainer.world.rank == 0 and (self.record.now() - self.told > 0.1 or self.trainer.steps == self.steps):
             self.told = self.record.now()
             self.report({"epoch": epoch, "step": self.trainer.steps, "steps": self.steps, "loss": loss})
@@ -113,6 +127,9 @@ class Training:
 
     def save(self) -> None:
         """A checkpoint of this step, unless it is there already; rank 0 writes it."""
-        if self.trainer.world.rank == 0 and self.saved_at != self.trainer.steps:
-            checkpoint.save(self.trainer, self.folder, checkpoint.identity_of(self.checked.job, self.checked.facts))
+        if self.saved_at == self.trainer.steps:
+            return
+        state = self.trainer.optimizer_state()
+        if self.trainer.world.rank == 0:
+            checkpoint.save(self.trainer, state, self.folder, checkpoint.identity_of(self.checked.job, self.checked.facts))
         self.saved_at = self.trainer.steps

@@ -16,7 +16,7 @@ from paragrad.job import unfit
 from paragrad.launching import cores
 from paragrad.loss import Loss
 from paragrad.settings import Settings
-from paragrad.strategy import Serial, Strategy, refuse_unbuilt, resolve
+from paragrad.strategy import Data, Serial, Strategy, refuse_unbuilt, resolve
 from paragrad.strategy import strategy as read_strategy
 from paragrad.trainer import Trainer
 from paragrad.world import TIMEOUT, World, joined_from_environment, launched_size
@@ -40,6 +40,9 @@ def parallelize(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, 
     _check(model, loss, optimizer, scheduler, clip_norm, autocast, settings)
     chosen, size = _chosen(strategy), launched_size()
     resolved = resolve(chosen, cores=cores(), workers=size or 1)
+    if isinstance(resolved, Data) and resolved.state == "shared_memory":
+        raise Refused(f"{chosen}: in a loop of your own every rank holds the parameters and their mean gradients; leave out "
+                      "state=shared_memory, or make it a Job")
     check_schedule(chosen, resolved, settings)
     if size is not None or (isinstance(chosen, Serial) and chosen.threads != "auto"):
         torch.set_num_threads(threads_of(resolved))

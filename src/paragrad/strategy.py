@@ -76,7 +76,7 @@ class Data(Strategy):
     workers: int | str = option(Integer(), Word("auto"))
     reduce: Choice | str = option(One(*ALGORITHMS), Word("auto"), default="auto")
     state: str = option(Word("replicated", "shared_memory", "fully_sharded", "auto"), default="auto",
-                        later=("shared_memory", "fully_sharded"))
+                        later=("fully_sharded",))
     shares: tuple[int, ...] | str = option(Integers(0), Word("equal", "auto"), default="equal", later=("auto",))
     micro: int = option(Integer(), default=1)
     compress: Choice | None = option(One(*planned.COMPRESSORS), Word("none"), default=None)
@@ -225,6 +225,7 @@ class Product(Strategy, planned.Planned):
 
 STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (
     Serial, Data, Tensor, Spatial, Branch, Place, Pipeline, Server, Local, Federated)}
+REDUCES = {cls.name: f"data(2, reduce={cls.name})" for cls in ALGORITHMS}       # all-reduces are no strategies of their own
 
 
 def factors_of(strategy: Strategy) -> tuple[Strategy, ...]:
@@ -235,7 +236,7 @@ def strategies(text: str) -> tuple[Strategy, ...]:
     """Read `strategy; strategy; ...`."""
     read = []
     for product in parse_products(text):
-        factors = [build(call, dict(STRATEGIES), "strategy") for call in product]
+        factors = [build(call, dict(STRATEGIES), "strategy", elsewhere=REDUCES) for call in product]
         assert all(isinstance(factor, Strategy) for factor in factors)
         read.append(factors[0] if len(factors) == 1 else Product(tuple(factors)))  # type: ignore[arg-type]
     return tuple(read)  # type: ignore[arg-type]
@@ -269,8 +270,9 @@ def built_names() -> list[str]:
     return [cls.name for cls in (*STRATEGIES.values(), *ALGORITHMS) if cls.built]
 
 
-def resolve(chosen: Strategy, *, cores: int, workers: int | None = None) -> Strategy:
-    """The same strategy with every `auto` replaced. `workers`: the world's size where one is given already.
+def resolve(chosen: Strategy, *, cores: int, workers: int | None = None, sharing: bool = False) -> Strategy:
+    """The same strategy with every `auto` replaced. workers: the world's size where one is given already;  sharing: its ranks
+    can share memory.
 
     Raises Refused where the world has another size than the strategy asks for.
     """
@@ -278,10 +280,13 @@ def resolve(chosen: Strategy, *, cores: int, workers: int | None = None) -> Stra
         found: Strategy = replace(chosen, threads=cores) if chosen.threads == "auto" else chosen
     elif isinstance(chosen, Data):
         count = chosen.workers if isinstance(chosen.workers, int) else workers or cores
-        reduce = Native() if chosen.reduce == "auto" else chosen.reduce
+        state = chosen.state
+        if state == "auto":
+            state = "shared_memory" if sharing and count > 1 and chosen.reduce == "auto" else "replicated"
+        reduce = Native() if chosen.reduce == "auto" and state == "replicated" else chosen.reduce
         if isinstance(reduce, RingAsync):
             reduce = replace(reduce, segments=reduce.count())
-        found = replace(chosen, workers=count, reduce=reduce, state="replicated")
+        found = replace(chosen, workers=count, reduce=reduce, state=state)
     else:
         raise Refused(f"{chosen} is not built yet")
     if workers is not None and found.workers != workers:

@@ -17,13 +17,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from paragrad import checkpoint
 from paragrad.batches import Batch, Piece, batch_of
 from paragrad.data_parallel.all_reduce import Exchange
+from paragrad.data_parallel.alone import Alone, OptimizerState
 from paragrad.data_parallel.batch_norm import Part, batch_norms, make_own, make_whole
+from paragrad.data_parallel.shared_memory import SharedMemory
 from paragrad.data_parallel.walker import computed_bytes
-from paragrad.datasets.loading import Collate, Dataset, Samples, brought, cut, loaded
+from paragrad.datasets.loading import Collate, Dataset, Samples, brought, cut, loaded, tensors_of
 from paragrad.datasets.order import Order
 from paragrad.dropout import Keyed
 from paragrad.errors import Refused, StepFailed
@@ -47,22 +50,6 @@ class Result:
     loss: float
     weight: float
     stop: bool = False
-
-
-class Alone:
-    """The exchange of a world of one: nothing."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.sent, self.largest = module, dict[str, Any](), 0
-
-    def begin(self) -> None: ...
-
-    def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
-
-    def finish(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class Trainer:
@@ -90,8 +77,9 @@ class Trainer:
         self.dtype = next(parameter.dtype for parameter in model.parameters() if parameter.requires_grad)
         self.module = Summed(model, loss)
         self.part = Part()
-        self.exchange: Alone | Exchange | None = None
+        self.exchange: Alone | None = None
         self.batch: Batch | None = None             # what `batches` gave last, and when it began to load
+        self.passed_over = WeakTensorKeyDictionary()            # what it gave before that, and no step took
         self.began = 0.0
         self.steps = 0
         self.activations = 0
@@ -117,7 +105,7 @@ class Trainer:
             make_whole(self.model, self.world.twin(), self.part, self._count_batch_norm)
 
     def _count_batch_norm(self, payload: int) -> None:
-        if isinstance(self.exchange, Exchange):
+        if self.exchange is not None:
             self.exchange.count("batch_norm", computed_bytes("all_gather", payload, self.world.size), computed=True)
 
     # ---- batches -------------------------------------------------------------------------------------------------------
@@ -147,6 +135,8 @@ class Trainer:
                     fetched = brought(next(data), self.world.device, self.dtype)
                 self.batch = batch
                 yield fetched
+                if self.batch is batch:         # no step took it: it was skipped, or something looks ahead
+                    self.passed_over.update(dict.fromkeys(tensors_of(fetched)))
 
     # ---- the step ------------------------------------------------------------------------------------------------------
     def step(self, inputs: Any, target: Any = None) -> Result:
@@ -156,6 +146,9 @@ class Trainer:
             if batch is None:
                 raise StepFailed("step wants what trainer.batches(...) gave last, once; loop over trainer.batches and call "
                                  "step in it")
+            if len(self.passed_over) and any(tensor in self.passed_over for tensor in tensors_of([inputs, target])):
+                raise StepFailed("step got an earlier batch than the one trainer.batches gave last: something looks ahead, "
+                                 "which would mix shares; loop over trainer.batches itself (loaders=1 loads ahead)")
             loss, weight = self._gradients(batch, inputs, inputs if target is None else target)
             result, rate = self._update()
         except Exception as error:
@@ -205,18 +198,14 @@ class Trainer:
         Returns the result and the learning rate of this update.
         """
         with self.log.span("update", "update"):
-            assert self.module.counter.grad is not None
-            weight, loss, stop = self.module.counter.grad.tolist()
+            assert self.exchange is not None
+            weight, loss, stop = self.exchange.counted()
             if weight == 0:
                 raise StepFailed("no sample of this batch counts: its weight is 0")
             if self.sabotage == "mean_twice":       # the planted bug divides the gradients, not the weight beside them
                 weight, loss = weight * self.world.size, loss * self.world.size
-            gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-            torch._foreach_div_(gradients, weight)
-            if self.clip_norm is not None:
-                nn.utils.clip_grad_norm_(self.parameters.values(), self.clip_norm)
             rate = float(self.optimizer.param_groups[0]["lr"])
-            self.optimizer.step()
+            self.exchange.update(weight)
             if self.scheduler is not None:
                 self.scheduler.step()
         return Result(loss / weight, weight, stop > 0), rate
@@ -231,7 +220,7 @@ class Trainer:
         return torch.autocast(self.world.device.type, self.autocast, enabled=self.autocast is not None)
 
     # ---- before the first step -----------------------------------------------------------------------------------------
-    def _prepared(self, inputs: Any, target: Any, samples: int) -> Alone | Exchange:
+    def _prepared(self, inputs: Any, target: Any, samples: int) -> Alone:
         """Look at one backward of a copy: which parameters go unused, and the bytes of activations. Then wire up."""
         self.part.samples = samples
         if not self.examined:
@@ -243,11 +232,15 @@ class Trainer:
             self.log.choice("random", "by rank",
                             f"{', '.join(found.other_draws)} draw(s) by the layout: not the numbers of serial")
         if self.world.size == 1:
-            return Alone(self.module)
+            return Alone(self.module, self.optimizer, self.clip_norm)
+        if isinstance(self.strategy, Data) and self.strategy.state == "shared_memory":
+            shared = SharedMemory(self.module, self.world, self.optimizer, self.clip_norm, self.log.now, self.log.add_span)
+            self.log.choice("slices", type(self.optimizer).__name__, shared.because)
+            return shared
         some_unused = bool(self.world.all_reduced(torch.tensor([float(found.some_unused)]), "MAX"))
         assert isinstance(self.strategy, Data)
-        return Exchange(self.module, self.world, sabotaged(self.strategy.reduce, self.sabotage), some_unused=some_unused,
-                        overlap=self.overlap, clock=self.log.now, span=self.log.add_span)
+        return Exchange(self.module, self.world, self.optimizer, self.clip_norm, sabotaged(self.strategy.reduce, self.sabotage),
+                        some_unused=some_unused, overlap=self.overlap, clock=self.log.now, span=self.log.add_span)
 
     def _examine(self, inputs: Any, target: Any, samples: int) -> None:
         """Does the loss add up? What a Job is asked at the door."""
@@ -268,8 +261,13 @@ class Trainer:
             return evaluated(self.world, self.module, samples, metric, self.dtype, loaders)
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """The gradient of every parameter as the last update used it (mean, clipped)."""
-        return {name: parameter.grad for name, parameter in self.parameters.items()}
+        """The gradient of every parameter as the last update used it (mean, clipped); until any rank begins the next step."""
+        assert self.exchange is not None
+        return self.exchange.gradients()
+
+    def optimizer_state(self) -> OptimizerState:
+        """The optimizer's state in serial shapes, by parameter; whole on rank 0. Collective."""
+        return self.exchange.optimizer_state() if self.exchange else dict(self.optimizer.state)
 
     def state(self) -> dict[str, Tensor]:
         """Parameters, and buffers unless the strategy lets them differ by rank."""
@@ -278,8 +276,9 @@ class Trainer:
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint of this step below a folder, and keep the one before it. Collective."""
+        state = self.optimizer_state()
         if self.world.rank == 0:
-            checkpoint.save(self, Path(folder))
+            checkpoint.save(self, state, Path(folder))
         self.world.barrier()
 
     def load(self, folder: str | Path) -> None:
@@ -292,7 +291,8 @@ class Trainer:
     def log_memory(self) -> None:
         """Write the bytes that this rank holds into the record."""
         state = [value for group in self.optimizer.state.values() for value in group.values() if isinstance(value, Tensor)]
-        self.log.memory(parameters=_bytes(self.parameters.values()), optimizer=_bytes(state),
+        sharing = self.exchange.sharing if self.exchange else 1
+        self.log.memory(parameters=_bytes(self.parameters.values()) // sharing, optimizer=_bytes(state),
                         gradients=_bytes(each for each in self.parameters.values() if each.requires_grad),
                         activations=self.activations, exchange=self.exchange.largest if self.exchange else 0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_model
 from torch import nn
 
-from paragrad.admission import Admitted, admitted
+from paragrad.admission import Admitted, admitted, not_sharing
 from paragrad.errors import RankFailed, StepFailed
 from paragrad.job import Job
 from paragrad.launching import Ranks, cores
@@ -20,6 +21,7 @@ from paragrad.record import SCHEMA, Record, Recorder, new_folder
 from paragrad.settings import Settings
 from paragrad.signals import asking_to_stop
 from paragrad.strategy import Data, Serial, Strategy, strategy
+from paragrad.trial import settled
 from paragrad.verification import difference
 from paragrad.version import __version__
 from paragrad.world import joined_from_environment, launched_rank, launched_size
@@ -31,6 +33,19 @@ class Run(Record):
     def __init__(self, job: Job, folder: Path) -> None:
         super().__init__(folder)
         self.job = job
+
+    def __repr__(self) -> str:
+        """What it was and how it ended, in one line."""
+        told = [f"Run of {self.job.name} under {self.header['strategy']}: {self.end['status'] if self.end else 'died'}"]
+        if losses := self.losses:
+            told.append(f"{len(losses)} steps, last loss {losses[-1]:.4f}")
+        if self.test is not None:
+            told.append(f"test {self.job.metric_name} {self.test:.2f}")
+        if self.seconds_per_step is not None:
+            told.append(f"{1e3 * self.seconds_per_step:.2f} ms per step")
+        if self.stopped:
+            told.append(f"stopped at step {self.resumable}, to go on with resume={str(self.folder)!r}")
+        return ", ".join([*told, f"in {self.folder}"])
 
     @property
     def resolved(self) -> Strategy:
@@ -70,6 +85,7 @@ def train(job: Job, strategy: str | Strategy = "serial", *, runs: str | Path = "
     folder = new_folder(Path(runs), f"{job.name}-{folder_name(checked.asked)}")
     with Ranks(checked.size) as ranks:
         with asking_to_stop(ranks.ask_to_stop):
+            checked = settled(ranks, checked)
             finished = run(ranks, checked, folder, progress=progress)
         if finished.stopped or not check or isinstance(checked.resolved, Serial):
             return finished
@@ -140,8 +156,8 @@ def _write_header(record: Recorder, checked: Admitted, folder: Path) -> None:
         threads=checked.threads, prediction=None, reverse=settings.reverse,
         resumed=checked.saved and {"run": str(checked.saved.folder.parent), "step": checked.saved.step},
         settings={name: str(value) for name, value in vars(settings).items() if value != getattr(Settings, name)},
-        machine={"cpu": _cpu(), "cores": cores(), "torch": torch.__version__, "python": platform.python_version(),
-                 "paragrad": __version__})
+        machine={"cpu": _cpu(), "cores": cores(), "load": _load(), "torch": torch.__version__,
+                 "python": platform.python_version(), "paragrad": __version__})
     for what, picked, because in _choices(checked):
         record.write("choice", what=what, bytes=None, picked=picked, because=because)
 
@@ -153,8 +169,19 @@ def _choices(checked: Admitted) -> Iterator[tuple[str, str, str]]:
         yield "checkpoint", checked.saved.folder.name, checked.saved.because
     if settings.sabotage:
         yield "sabotage", settings.sabotage, "asked for; " + ("not proved" if settings.unproved else "proved")
-    if isinstance(checked.asked, Data):
-        if checked.asked.reduce == "auto":
+    if checked.size > 1 and settings.backend == "auto" and settings.device == "cpu":
+        yield "backend", checked.backend, checked.not_shm or "all ranks are on this host"
+    asked, resolved = checked.asked, checked.resolved
+    if checked.tried:
+        yield "strategy", str(resolved), checked.tried
+    if isinstance(asked, Data) and isinstance(resolved, Data):
+        shared = resolved.state == "shared_memory"
+        if asked.state == "auto":
+            yield "state", resolved.state, not_sharing(settings) or (
+                "all ranks are on this host" if shared else "an exchange was asked for, or there is one worker")
+        if shared:
+            return
+        if asked.reduce == "auto":
             yield "reduce", "native", "auto is the backend's own all-reduce until this machine's prices are measured"
         yield "overlap", "on" if settings.overlap else "off", (
             "gradients are exchanged while backward runs" if settings.overlap else "asked for: exchange after backward")
@@ -177,3 +204,11 @@ def _cpu() -> str:
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+def _load() -> float | None:
+    """The host's load average over the last minute."""
+    try:
+        return round(os.getloadavg()[0], 2)
+    except (AttributeError, OSError):           # a system without one
+        return None

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from paragrad.world import World
 
 STEPS = 20
 BOUND = 1e-10           # of an exact strategy in float64
+UNEQUAL = "are not equal bit for bit"       # said of replicas; by it a difference is told from a run that failed
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,16 @@ class Difference:
 
 
 def difference(world: World, job: Job, strategy: Strategy, settings: Settings | None = None, *, steps: int = STEPS,
-               dtype: torch.dtype = torch.float64) -> Difference:
-    """Train `steps` steps of a resolved strategy beside serial. Collective; every rank gets the answer."""
+               dtype: torch.dtype = torch.float64, report: Callable[[dict[str, Any]], None] | None = None) -> Difference:
+    """Train `steps` steps of a resolved strategy beside serial. Collective; every rank gets the answer.
+
+    report: told {"step", "steps", "difference"} after every step, on rank 0.
+    """
     comparison = None
     for comparison in _lockstep(world, job.replace(dtype=dtype), strategy, settings or Settings(), steps):
         comparison.take()
+        if report is not None:
+            report({"step": comparison.reference.steps, "steps": steps, "difference": comparison.worst.value})
     found: Difference = world.agreed(comparison and comparison.worst)
     return found
 
@@ -82,6 +89,7 @@ def _lockstep(world: World, job: Job, strategy: Strategy, settings: Settings, st
             if comparison is not None and data is not None:
                 comparison.reference.step(*parted(next(data)))
                 yield comparison
+            world.barrier()                     # shared gradients are looked at until here
     finally:
         trainer.close()
 
@@ -181,5 +189,5 @@ def check_replicas(world: World, trainer: Trainer) -> None:
     for rank, theirs in enumerate(world.gathered(mine)):
         unequal = (mine != theirs).any(dim=1)
         if unequal.any():
-            raise StepFailed(f"the replicas of rank {world.rank} and rank {rank} are not equal bit for bit",
+            raise StepFailed(f"the replicas of rank {world.rank} and rank {rank} {UNEQUAL}",
                              step=trainer.steps - 1, tensor=list(state)[int(unequal.nonzero()[0])])

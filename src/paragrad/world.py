@@ -77,6 +77,14 @@ class World:
             dist.broadcast_object_list(values, src=0, group=self.group)
         return values[0]
 
+    def collected(self, value: Any) -> list[Any]:
+        """The values (any that pickle) of all ranks, on rank 0; an empty list on the others."""
+        if self.size == 1:
+            return [value]
+        values = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, values, group=self.group, group_dst=0)
+        return values or []
+
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier(group=self.group)

@@ -224,6 +224,9 @@ ROWS: dict[str, Callable[[int], str]] = {
     "uneven shares": lambda n: f"data({n}, reduce=ring, shares={[5, 2, 1, 1][:n]})",
     "micro-batches": lambda n: f"data({n}, reduce=tree, micro=2)",
     "uneven shares and micro-batches": lambda n: f"data({n}, reduce=butterfly, shares={[1, 6, 1, 2][:n]}, micro=2)",
+    "shared memory": lambda n: f"data({n}, state=shared_memory)",
+    "shared memory, uneven shares and micro-batches":
+        lambda n: f"data({n}, state=shared_memory, shares={[3, 1, 1, 2][:n]}, micro=2)",
     "own batch norm": lambda n: f"data({n}, batch_norm=share)",
 }
 SERIAL = {"serial": "serial", "serial, micro-batches": "serial(micro=3)", "serial, threads": "serial(threads=2)"}

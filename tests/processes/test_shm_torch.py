@@ -32,7 +32,7 @@ def model() -> nn.Sequential:
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(step)
-    return (torch.randn(BATCH, 12, generator=draw, dtype=torch.float64), torch.randn(BATCH, 4, generator=draw, dtype=torch.float64))
+    return tuple(torch.randn(BATCH, width, generator=draw, dtype=torch.float64) for width in (12, 4))       # type: ignore[return-value]
 
 
 def optimizer(parameters: object) -> torch.optim.Optimizer:

@@ -20,11 +20,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from paragrad.data_parallel.alone import Alone
 from paragrad.data_parallel.walker import Bucket, Walker, computed_bytes, waiting_bucket
 from paragrad.errors import StepFailed
+from paragrad.loss import Summed
 from paragrad.world import World
 
 # torch 2.13 renamed the switch that leaves buffers alone in forward
@@ -32,33 +34,32 @@ _new_name = "forward_sync_buffers" in inspect.signature(DistributedDataParallel)
 KEEP_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _new_name else "broadcast_buffers": False}
 
 
-class Exchange:
-    """Wraps a module so that its backward sums the gradients of all ranks.
+class Exchange(Alone):
+    """Wraps a module so that its backward sums the gradients of all ranks; every rank updates all parameters.
 
     span(name, lane, start, bytes) is told of every bucket's exchange; clock() is the record's. With overlap=False the
     exchange begins when backward has ended.
     """
 
-    def __init__(self, module: nn.Module, world: World, algorithm: Any, *, some_unused: bool, overlap: bool,
-                 clock: Callable[[], float], span: Callable[..., None]) -> None:
+    def __init__(self, module: Summed, world: World, optimizer: torch.optim.Optimizer, clip_norm: float | None, algorithm: Any,
+                 *, some_unused: bool, overlap: bool, clock: Callable[[], float], span: Callable[..., None]) -> None:
+        super().__init__(module, optimizer, clip_norm)
         self.walker = Walker(algorithm, world, clock, self._played)
         self.world, self.overlap, self.span = world, overlap, span
         self.module = DistributedDataParallel(          # its own messages stay out of the walker's group
             module, process_group=world.group, gradient_as_bucket_view=True, find_unused_parameters=some_unused,
             **KEEP_BUFFERS)
         self.module.register_comm_hook(self, _hook)
-        self.sent: dict[str, dict[str, Any]] = {}
         self.parameters = len(list(module.parameters()))
         self.trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
         self.some_unused = some_unused
         self.held: list[Bucket] = []
         self.complete = False
-        self.largest = 0                                # bytes of the largest bucket: what the exchange keeps in memory
 
     def begin(self) -> None:
         """A step begins: nothing was sent in it yet. DDP exchanges what could be trained when it was made, and no more."""
         self.sent, self.complete = {}, False
-        changed = [name.removeprefix("model.") for name, parameter in self.module.module.named_parameters()
+        changed = [name.removeprefix("model.") for name, parameter in self.summed.named_parameters()
                    if parameter.requires_grad != (name in self.trained)]
         if changed:
             raise StepFailed("it was frozen or unfrozen after step 0, and would not be exchanged; parallelize the model anew "
@@ -75,15 +76,11 @@ class Exchange:
     def finish(self) -> None:
         """After the last backward: everything was exchanged, or the names of what got no gradient."""
         if not self.complete:
-            names = [name.removeprefix("model.") for name, parameter in self.module.module.named_parameters()
+            names = [name.removeprefix("model.") for name, parameter in self.summed.named_parameters()
                      if parameter.requires_grad and parameter.grad is None]
             raise StepFailed("no gradient in this step, although all parameters had one in step 0; a parameter whose use "
                              "depends on the data must go unused on some rank in step 0 too, or be used always",
                              tensor=", ".join(names) or None)
-
-    def count(self, kind: str, number: int, *, computed: bool) -> None:
-        before = self.sent.get(kind, {"bytes": 0})["bytes"]
-        self.sent[kind] = {"bytes": before + number, "computed": computed}
 
     def ready(self, bucket: Bucket, last: bool) -> None:
         """DDP says that a bucket's gradients are there."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from paragrad.backends.shm.reductions import Reduction
 from paragrad.backends.shm.region import LINE
-from paragrad.backends.shm.signals import GroupError, Peers, Semaphores
+from paragrad.backends.shm.signals import GroupError, Meeting, Peers, Semaphores
 
 SMALL = 32 * 2**10      # bytes up to which an all-reduce is one exchange
 TITLE = 256             # bytes in which a rank says what it does
@@ -42,7 +42,7 @@ class Port:
     def __init__(self, rank: int, size: int, areas: Tensor, titles: memoryview, numbers: memoryview, signals: Semaphores,
                  peers: Peers) -> None:
         self.rank, self.size, self.areas, self.titles, self.numbers = rank, size, areas, titles, numbers
-        self.signals, self.peers = signals, peers
+        self.meeting, self.peers = Meeting(rank, size, signals, peers), peers
         self.capacity = areas.size(2)                           # bytes of one area
         self.part = self.capacity // size // LINE * LINE        # bytes of an area cut in one part per rank
         self.turn = 0                                           # which of the two areas is written
@@ -51,9 +51,6 @@ class Port:
         self.title: bytes | None = None                         # what all ranks must be doing, until that was seen
         self.deadline, self.patient = 0.0, False
         self.views: dict[tuple[int, int, torch.dtype, int, int], Tensor] = {}
-        hops = [1 << bit for bit in range((size - 1).bit_length())]         # a dissemination barrier (Hensgen et al. 1988)
-        self.meetings = [(rank * size + (rank + hop) % size, (rank - hop) % size * size + rank, (rank - hop) % size)
-                         for hop in hops]
 
     def begin(self, doing: str, deadline: float, patient: bool = False) -> None:
         """A collective begins. patient: nobody waits for it, so do not spin."""
@@ -67,10 +64,7 @@ class Port:
 
     def meet(self) -> None:
         """Until every rank has come here: what each wrote before, all may read after. Raises GroupError."""
-        for post, wait, frm in self.meetings:
-            self.signals.post(post)
-            if not self.signals.taken(wait):
-                self.peers.wait(self.signals, wait, frm, self.deadline, self.late, self.patient)
+        self.meeting.meet(self.deadline, self.late, self.patient)
         if self.title is not None:
             first = self._place(0)
             if self.titles[first:first + self.size * TITLE] != self.title * self.size:

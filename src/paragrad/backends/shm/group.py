@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -28,11 +27,10 @@ from paragrad.backends.shm import collectives
 from paragrad.backends.shm.collectives import Port
 from paragrad.backends.shm.joining import Joined, join
 from paragrad.backends.shm.reductions import reduction
+from paragrad.backends.shm.tensors import Flats, Run, check, performed, titled, type_of
 from paragrad.backends.shm.work import DONE, Lane, Work
 
-Flats = list[Tensor]
 _NONE = timedelta(0)
-Run = Callable[[Port, Flats, Flats], None]          # on flat outputs and inputs
 
 
 def register() -> None:
@@ -147,21 +145,21 @@ class SharedMemoryGroup(dist.ProcessGroup):
         def run(port: Port, outs: Flats, _: Flats) -> None:
             for out in outs:
                 collectives.all_reduce(port, out, how, root)
-        return self._ask(_titled(f"{what} ({how.name})", tensors), run, tensors, (), opts)
+        return self._ask(titled(f"{what} ({how.name})", tensors), run, tensors, (), opts)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
         def run(port: Port, outs: Flats, _: Flats) -> None:
             for out in outs:
                 collectives.broadcast(port, out, root)
         root = opts.rootRank
-        return self._ask(_titled(f"broadcast from {root}", tensors), run, tensors, (), opts)
+        return self._ask(titled(f"broadcast from {root}", tensors), run, tensors, (), opts)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
         def run(port: Port, outs: Flats, ins: Flats) -> None:
             collectives.all_gather(port, outs, ins[0])
-        title, own = _titled("all_gather", outputs[0]), outputs[0][self.rank()]
+        title, own = titled("all_gather", outputs[0]), outputs[0][self.rank()]
         if own.numel() != inputs[0].numel() or own.dtype != inputs[0].dtype:        # all ranks raise, and this one is named
-            title += f", of which rank {self.rank()} gives {_titled('', inputs)}"
+            title += f", of which rank {self.rank()} gives {titled('', inputs)}"
         return self._ask(title, run, outputs[0], inputs, opts)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
@@ -169,7 +167,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         def run(port: Port, outs: Flats, ins: Flats) -> None:
             for place, each in enumerate(ins):
                 collectives.all_gather(port, outs[place::len(ins)], each)
-        return self._ask(_titled("all_gather_coalesced", inputs), run, [each for row in outputs for each in row], inputs, opts)
+        return self._ask(titled("all_gather_coalesced", inputs), run, [each for row in outputs for each in row], inputs, opts)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
         return self.all_gather_single_coalesced([output], [tensor], opts)
@@ -180,23 +178,23 @@ class SharedMemoryGroup(dist.ProcessGroup):
             for out, each in zip(outs, ins, strict=True):
                 collectives.all_gather(port, self._equal_parts(out), each)
         self._fit("all_gather", outputs, inputs)
-        return self._ask(_titled("all_gather_single", inputs), run, outputs, inputs, opts)
+        return self._ask(titled("all_gather_single", inputs), run, outputs, inputs, opts)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
         def run(port: Port, outs: Flats, ins: Flats) -> None:
             collectives.gather(port, outs, ins[0])
         results = outputs[0] if outputs else []
         if any(each.numel() != inputs[0].numel() for each in results):
-            raise ValueError(f"gather wants tensors of one length, got {_titled('', [*inputs, *results])}")
-        return self._ask(_titled(f"gather to {opts.rootRank}", inputs), run, results, inputs, opts)
+            raise ValueError(f"gather wants tensors of one length, got {titled('', [*inputs, *results])}")
+        return self._ask(titled(f"gather to {opts.rootRank}", inputs), run, results, inputs, opts)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
         def run(port: Port, outs: Flats, ins: Flats) -> None:
             collectives.scatter(port, outs[0], ins, root)
         root, given = opts.rootRank, inputs[0] if inputs else []
         if any(each.numel() != outputs[0].numel() for each in given):
-            raise ValueError(f"scatter wants tensors of one length, got {_titled('', [*outputs, *given])}")
-        return self._ask(_titled(f"scatter from {root}", outputs), run, outputs, given, opts)
+            raise ValueError(f"scatter wants tensors of one length, got {titled('', [*outputs, *given])}")
+        return self._ask(titled(f"scatter from {root}", outputs), run, outputs, given, opts)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
         def run(port: Port, outs: Flats, ins: Flats) -> None:
@@ -204,8 +202,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         opts = opts or dist.ReduceScatterOptions()
         how = reduction(opts.reduceOp, outputs[0].dtype)
         if inputs[0][self.rank()].numel() != outputs[0].numel():
-            raise ValueError(f"reduce_scatter: rank {self.rank()} takes {_titled('', outputs)} of {_titled('', inputs[0])}")
-        return self._ask(_titled(f"reduce_scatter ({how.name})", inputs[0]), run, outputs, inputs[0], opts)
+            raise ValueError(f"reduce_scatter: rank {self.rank()} takes {titled('', outputs)} of {titled('', inputs[0])}")
+        return self._ask(titled(f"reduce_scatter ({how.name})", inputs[0]), run, outputs, inputs[0], opts)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
@@ -217,12 +215,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
         opts = opts or dist.ReduceScatterOptions()
         how = reduction(opts.reduceOp, outputs[0].dtype)
         self._fit("reduce_scatter", inputs, outputs)
-        return self._ask(_titled(f"reduce_scatter_single ({how.name})", inputs), run, outputs, inputs, opts)
+        return self._ask(titled(f"reduce_scatter_single ({how.name})", inputs), run, outputs, inputs, opts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         def run(port: Port, outs: Flats, ins: Flats) -> None:
             collectives.all_to_all(port, outs, ins)
-        return self._ask(f"all_to_all of {_dtype(inputs[0])}", run, outputs, inputs, opts)
+        return self._ask(f"all_to_all of {type_of(inputs[0])}", run, outputs, inputs, opts)
 
     def all_to_all_single(self, output: Tensor, tensor: Tensor, output_rows: list[int], input_rows: list[int],
                           opts: Any = None) -> Work:
@@ -232,7 +230,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         for each, rows in ((output, output_rows), (tensor, input_rows)):
             if (sum(rows) != len(each)) if rows else len(each) % self.size():
                 raise ValueError(f"all_to_all_single: {len(each)} rows cannot be split into {rows or self.size()}")
-        return self._ask(f"all_to_all_single of {_dtype(tensor)}", run, [output], [tensor], opts)
+        return self._ask(f"all_to_all_single of {type_of(tensor)}", run, [output], [tensor], opts)
 
     def barrier(self, opts: Any = None) -> Work:
         return self._ask("barrier", lambda port, outs, ins: collectives.barrier(port), (), (), opts)
@@ -261,15 +259,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _fit(self, what: str, large: list[Tensor], small: list[Tensor]) -> None:
         for whole, part in zip(large, small, strict=True):
             if whole.numel() != self.size() * part.numel() or whole.dtype != part.dtype:
-                raise ValueError(f"{what}: {_titled('', [whole])} is not {self.size()} times {_titled('', [part])}")
+                raise ValueError(f"{what}: {titled('', [whole])} is not {self.size()} times {titled('', [part])}")
 
     def _ask(self, title: str, run: Run, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Work:
         """Queue a collective. What its caller waits for at once is carried out here, if nothing is before it."""
         opts = opts or dist.AllgatherOptions()
         for each in (*outputs, *inputs):
-            _check(each)
+            check(each)
         lane, seconds = self.lane, _seconds(opts, self.seconds)
-        perform = functools.partial(_performed, run, outputs, inputs)
+        perform = functools.partial(performed, run, outputs, inputs)
         if not opts.asyncOp and not lane.queue and lane.lock.acquire(blocking=False):
             try:
                 lane.perform(title, perform, time.monotonic() + seconds)
@@ -294,52 +292,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def _message(self, ask: Callable[..., Work], tensors: list[Tensor], peer: int | None, tag: int) -> Work:
         tensor, = tensors
-        _check(tensor)
+        check(tensor)
         self.peers.check(lambda: "a new message")
         work = ask(tensor, peer, tag, self.seconds)
         if not work.done:
             self.messages.leave(work)
         return work
-
-
-def _performed(run: Run, outputs: Sequence[Tensor], inputs: Sequence[Tensor], port: Port) -> None:
-    """On flat tensors; outputs that are not contiguous get theirs copied back."""
-    outs, ins = [_flat(each) for each in outputs], [_flat(each) for each in inputs]
-    run(port, outs, ins)
-    for output, flat in zip(outputs, outs, strict=True):
-        if not output.is_contiguous():
-            output.detach().copy_(flat.view(output.shape))
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    return tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.contiguous().view(-1)
-
-
-def _check(tensor: Tensor) -> None:
-    if not tensor.is_cpu or tensor.layout is not torch.strided:
-        raise ValueError(f"the backend shm takes dense tensors of the CPU, got {tensor.layout} on {tensor.device}; use "
-                         "nccl or gloo for others")
-
-
-def _titled(what: str, tensors: Sequence[Tensor]) -> str:
-    return _title(what, *[(each.dtype, each.shape) for each in tensors])
-
-
-@functools.lru_cache(maxsize=1024)
-def _title(what: str, *kinds: tuple[torch.dtype, torch.Size]) -> str:
-    """Such as `all_reduce (SUM) of float32 [1024], 4096 bytes`."""
-    size = sum(shape.numel() * dtype.itemsize for dtype, shape in kinds)
-    return f"{what} of {', '.join(f'{_name(dtype)} {list(shape)}' for dtype, shape in kinds)}, {size} bytes"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _dtype(tensor: Tensor) -> str:
-    return _name(tensor.dtype)
 
 
 def _seconds(opts: Any, otherwise: float) -> float:

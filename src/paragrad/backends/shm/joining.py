@@ -89,7 +89,7 @@ def _made(store: Any, layout: Layout, spins: int) -> Joined:
         store.set("region", f"- - - - {error}")
         raise
     joined = _carved(region, layout, 0, spins)
-    joined.port.signals.initialize(lambda number: 0)
+    joined.port.meeting.signals.initialize(lambda number: 0)
     joined.peers.flags.initialize(lambda number: 1 - number)            # nobody has given up
     joined.messages.filled.initialize(lambda number: 0)
     joined.messages.room.initialize(lambda number: BLOCKS)

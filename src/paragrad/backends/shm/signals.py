@@ -150,6 +150,27 @@ class Peers:
         self.lives = {}
 
 
+class Meeting:
+    """A barrier of the ranks of a group: what each wrote before it, all may read after it.
+
+    Dissemination (Hensgen, Finkel, Manber 1988): in round k a rank tells the one 2^k above it and waits for the one 2^k below.
+    signals: semaphore `from * size + to`, one per ordered pair, so that posts of two meetings never mix.
+    """
+
+    def __init__(self, rank: int, size: int, signals: Semaphores, peers: Peers) -> None:
+        self.signals, self.peers = signals, peers
+        hops = [1 << bit for bit in range((size - 1).bit_length())]
+        self.rounds = [(rank * size + (rank + hop) % size, (rank - hop) % size * size + rank, (rank - hop) % size)
+                       for hop in hops]
+
+    def meet(self, deadline: float, late: Callable[[], str], patient: bool = False) -> None:
+        """Until every rank has come here. Raises GroupError; as `Peers.wait`."""
+        for post, wait, frm in self.rounds:
+            self.signals.post(post)
+            if not self.signals.taken(wait):
+                self.peers.wait(self.signals, wait, frm, deadline, late, patient)
+
+
 def _ended(lives: list[int]) -> list[int]:
     """Those of some pidfds whose process has ended."""
     poll = select.poll()

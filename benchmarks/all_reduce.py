@@ -1,0 +1,190 @@
+"""All-reduce of float32 vectors on one host: our shm backend, gloo, OpenMPI, and the limit of the memory.
+
+The limit: all ranks at once copy n bytes in, add p slices of n/p, copy n bytes out, without any synchronisation.
+
+| figure | bar |
+|---|---|
+| shm over gloo (time of gloo / time of shm), 2 ranks, 1 to 16 KB | at least 20 |
+| ... 256 KB and 1 MB | at least 6 |
+| ... 4 MB | at least 3 |
+| ... 64 MB | at least 1.3 |
+| shm over gloo, 4 ranks, 1 to 16 KB | at least 8 |
+| ... 256 KB | at least 5 |
+| ... 4 MB | at least 1.5 |
+| shm's time / OpenMPI's, geometric mean over 1 to 64 MB | at most 1 |
+| shm's time / the limit's, 4 MB | at most 2 |
+
+Worlds of all four stay up and are asked in turn; a figure is the median over rounds of the ratio within a round. gloo and shm
+are started by torchrun. OpenMPI wants `mpirun` and mpi4py; without them its figures are left out, and that is said.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+
+from common import Bench, alternated, ratios
+
+KB, MB = 2**10, 2**20
+SIZES = (KB, 4 * KB, 16 * KB, 64 * KB, 256 * KB, MB, 4 * MB, 16 * MB, 64 * MB)
+GLOO_BARS = {2: {KB: 20, 4 * KB: 20, 16 * KB: 20, 256 * KB: 6, MB: 6, 4 * MB: 3, 64 * MB: 1.3},
+             4: {KB: 8, 4 * KB: 8, 16 * KB: 8, 256 * KB: 5, 4 * MB: 1.5}}
+LARGE = (MB, 4 * MB, 16 * MB, 64 * MB)
+
+
+def main() -> None:
+    bench = Bench(__doc__, lambda parser: parser.add_argument("--worker", nargs=2))
+    if bench.options.worker:
+        worker(*bench.options.worker)
+        return
+    rounds = 2 if bench.quick else 7
+    for ranks in (2, 4):
+        worlds = {kind: World(kind, ranks) for kind in ("shm", "gloo", "limit")}
+        if shutil.which("mpirun") and importlib.util.find_spec("mpi4py"):
+            worlds["mpi"] = World("mpi", ranks)
+        else:
+            print("OpenMPI is left out: it wants mpirun (make system) and mpi4py (pip install mpi4py)", file=sys.stderr)
+        times = {size: alternated({f"{kind}, {ranks} ranks, {named(size)} [us]": measure(world, size)
+                                   for kind, world in worlds.items()}, rounds) for size in SIZES}
+        for world in worlds.values():
+            world.close()
+        report(bench, ranks, {size: dict(zip(worlds, found.values(), strict=True)) for size, found in times.items()})
+    bench.finish()
+
+
+def measure(world: World, size: int) -> Callable[[], float]:
+    return lambda: world.microseconds(size)
+
+
+def report(bench: Bench, ranks: int, times: dict[int, dict[str, list[float]]]) -> None:
+    bench.measured[f"{ranks} ranks [us]"] = {named(size): found for size, found in times.items()}
+    for size, found in times.items():
+        bench.figure(f"gloo / shm, {ranks} ranks, {named(size)}", ratios(found["gloo"], found["shm"]),
+                     at_least=GLOO_BARS[ranks].get(size))
+    if "mpi" in times[MB]:
+        each = [ratios(times[size]["shm"], times[size]["mpi"]) for size in LARGE]
+        bench.figure(f"shm / OpenMPI, {ranks} ranks, geometric mean of 1 to 64 MB",
+                     [math.prod(row) ** (1 / len(row)) for row in zip(*each, strict=True)], at_most=1.0)
+    bench.figure(f"shm / limit, {ranks} ranks, 4 MB", ratios(times[4 * MB]["shm"], times[4 * MB]["limit"]), at_most=2.0)
+
+
+def named(size: int) -> str:
+    return f"{size // MB} MB" if size >= MB else f"{size // KB} KB"
+
+
+class World:
+    """Processes of one kind that wait for orders, each at a socket of its own."""
+
+    def __init__(self, kind: str, ranks: int) -> None:
+        self.folder = tempfile.TemporaryDirectory(prefix="all_reduce-")
+        address = str(Path(self.folder.name) / "socket")
+        call = [str(Path(__file__)), "--worker", kind, address]
+        start = (["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(ranks), sys.executable] if kind == "mpi" else
+                 [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)])
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        with Listener(address, "AF_UNIX", backlog=ranks) as listener:
+            self.process = subprocess.Popen([*start, *call], env=environment)
+            self.sockets: list[Connection] = [listener.accept() for _ in range(ranks)]
+
+    def microseconds(self, size: int) -> float:
+        repeats = max(5, min(300, 100 * MB // size // 4))
+        for socket in self.sockets:
+            socket.send((size, repeats))
+        return max(socket.recv() for socket in self.sockets)
+
+    def close(self) -> None:
+        for socket in self.sockets:
+            socket.send(None)
+        self.process.wait(timeout=60)
+        self.folder.cleanup()
+
+
+# ---- in a rank ---------------------------------------------------------------------------------------------------------
+def worker(kind: str, address: str) -> None:
+    prepare, leave = {"mpi": of_mpi, "limit": of_the_limit}.get(kind, lambda: of_torch(kind))()
+    orders = Client(address, "AF_UNIX")
+    while (order := orders.recv()) is not None:
+        size, repeats = order
+        barrier, play = prepare(size)
+        taken = []
+        for _ in range(repeats + 3):
+            barrier()
+            start = time.perf_counter()
+            play()
+            taken.append(time.perf_counter() - start)
+        barrier()
+        orders.send(1e6 * statistics.median(taken[3:]))
+    leave()
+
+
+Prepared = tuple[Callable[[int], tuple[Callable[[], object], Callable[[], object]]], Callable[[], object]]
+
+
+def of_torch(kind: str) -> Prepared:
+    import torch
+    import torch.distributed as dist
+
+    import paragrad.backends  # noqa: F401
+    torch.set_num_threads(1)
+    dist.init_process_group(kind)
+
+    def prepare(size: int) -> tuple[Callable[[], object], Callable[[], object]]:
+        vector = torch.ones(size // 4)
+        return dist.barrier, lambda: dist.all_reduce(vector)
+    return prepare, dist.destroy_process_group
+
+
+def of_the_limit() -> Prepared:
+    """The copies and additions alone; shm keeps the ranks together between measurements, and gives them the memory."""
+    import torch
+    import torch.distributed as dist
+
+    import paragrad.backends  # noqa: F401
+    from paragrad.backends.shm.region import OwnRegion, opened
+    torch.set_num_threads(1)
+    dist.init_process_group("shm")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def prepare(size: int) -> tuple[Callable[[], object], Callable[[], object]]:
+        own = OwnRegion(64 + (ranks + 1) * size) if rank == 0 else None
+        told = [own.address if own else ""]
+        dist.broadcast_object_list(told, src=0)
+        region = own or opened(told[0])
+        dist.barrier()
+        count = size // 4
+        shared = region.bytes[64:].view(torch.float32).view(ranks + 1, count)
+        vector, result, piece = torch.ones(count), shared[ranks], slice(count * rank // ranks, count * (rank + 1) // ranks)
+
+        def play() -> None:
+            shared[rank].copy_(vector)
+            torch.add(shared[0, piece], shared[1, piece], out=result[piece])
+            for other in range(2, ranks):
+                result[piece].add_(shared[other, piece])
+            vector.copy_(result)
+        return dist.barrier, play
+    return prepare, dist.destroy_process_group
+
+
+def of_mpi() -> Prepared:
+    import numpy
+    from mpi4py import MPI
+    world = MPI.COMM_WORLD
+
+    def prepare(size: int) -> tuple[Callable[[], object], Callable[[], object]]:
+        vector, out = numpy.ones(size // 4, dtype=numpy.float32), numpy.empty(size // 4, dtype=numpy.float32)
+        return world.Barrier, lambda: world.Allreduce(vector, out)
+    return prepare, lambda: None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Data parallelism of ranks that share memory: parameters, and the optimizer's state, are on the host once.
+
+In a step every rank puts its gradients into a row of its own; all meet; every rank adds up *its slice* of all rows, divides it
+by the global weight and updates that slice of the parameters with that slice of the optimizer's state; all meet again, and the
+parameters are new for everybody. With clipping they meet once more, for the norm. So the exchange is one reading of every
+gradient, and the update, which data parallelism usually repeats on every rank, is done once, in parallel (as ZeRO does it
+between hosts: Rajbhandari et al. 2020, arXiv 1910.02054).
+
+* A large gradient moves into the row as soon as backward has it, and is freed; small ones in one operation at the end.
+* The sum, and then the mean, lies in row 0 (each rank writes its own slice there), until the next step begins.
+* The optimizer is the user's own object: its parameter groups hold the slice's pieces instead of the parameters, so schedulers
+  and settings by group go on working. `slices.py` says which optimizers may be cut how.
+* Parameters of which no rank had a gradient in a step have none, as in serial: every rank says which it used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paragrad.backends.shm.region import aligned
+from paragrad.data_parallel.alone import Alone, OptimizerState
+from paragrad.data_parallel.host_memory import HostMemory
+from paragrad.data_parallel.slices import ELEMENTWISE, Piece, slices, updated
+from paragrad.errors import StepFailed
+from paragrad.loss import Summed
+from paragrad.world import World
+
+LARGE = 2**16           # bytes from which a gradient moves in backward
+
+
+class SharedMemory(Alone):
+    """The exchange of `data(n, state=shared_memory)`. Collective: all ranks make it together."""
+
+    def __init__(self, module: Summed, world: World, optimizer: torch.optim.Optimizer, clip_norm: float | None,
+                 clock: Callable[[], float], span: Callable[..., None]) -> None:
+        super().__init__(module, optimizer, clip_norm)
+        self.world, self.clock, self.span, self.sharing = world, clock, span, world.size
+        self.step = 0
+        trained = {name: parameter for name, parameter in module.model.named_parameters() if parameter.requires_grad}
+        self.names, self.parameters = list(trained), list(trained.values())
+        self.frozen = [parameter for parameter in module.model.parameters() if not parameter.requires_grad]
+        self.pieces, self.because = slices(optimizer, [parameter.numel() for parameter in self.parameters], world.size)
+        self.memory = HostMemory(world, list(module.model.parameters()), self.parameters)
+        self._share()
+        self.row = [self.memory.gradient(world.rank, index) for index in range(len(self.parameters))]
+        self.mean = [self.memory.gradient(0, index) for index in range(len(self.parameters))]
+        self.sums = [[self.memory.stretch(rank, *run) for rank in range(world.size)] for run in self._runs()]
+        self.read = sum(rows[0].numel() * rows[0].element_size() for rows in self.sums) * (world.size - 1)
+        self.largest = self.memory.row
+        self.cut = type(optimizer) in ELEMENTWISE
+        self.own = [(piece, self._piece(self.parameters, piece), self._piece(self.mean, piece))
+                    for piece in self.pieces[world.rank]]
+        if self.cut:
+            _cut(optimizer, self.parameters, self.own)
+        self.used = [False] * len(self.parameters)          # in this step, by this rank
+        self.anyone = bytes(len(self.parameters))           # in the last step, by any rank
+        self.hooks = [parameter.register_post_accumulate_grad_hook(self._mover(index))
+                      for index, parameter in enumerate(self.parameters)
+                      if parameter.numel() * parameter.element_size() >= LARGE]
+
+    def _share(self) -> None:
+        """Rank 0's values become everybody's, in one place."""
+        parameters = list(self.summed.model.parameters())
+        if self.world.rank == 0:
+            torch._foreach_copy_(self.memory.shared, [parameter.detach() for parameter in parameters])
+        self._meet("sharing the parameters")
+        for parameter, place in zip(parameters, self.memory.shared, strict=True):
+            parameter.data = place
+
+    def _piece(self, tensors: list[Any], piece: Piece) -> Tensor:
+        """A flat piece where the optimizer updates by element, otherwise the tensor itself."""
+        tensor: Tensor = tensors[piece.index]
+        return tensor.detach().view(-1)[piece.start:piece.stop] if self.cut else tensor
+
+    def _runs(self) -> list[tuple[torch.dtype, int, int]]:
+        """(type, start, stop in bytes of the row) of the stretches of this rank's slice: what is added up at once."""
+        runs: list[tuple[torch.dtype, int, int]] = []
+        for piece in self.pieces[self.world.rank]:
+            parameter = self.parameters[piece.index]
+            place, size = self.memory.places[piece.index], parameter.element_size()
+            start, stop = place + piece.start * size, place + piece.stop * size
+            if runs and runs[-1][0] == parameter.dtype and aligned(runs[-1][2]) == start:
+                runs[-1] = (parameter.dtype, runs[-1][1], stop)         # what lies between is zero in every row
+            else:
+                runs.append((parameter.dtype, start, stop))
+        return runs
+
+    # ---- in a step -----------------------------------------------------------------------------------------------------
+    def begin(self) -> None:
+        self.sent = {}
+        self.used = [False] * len(self.parameters)
+        changed = [name for name, parameter in self.summed.model.named_parameters()
+                   if parameter.requires_grad != (name in self.names)]
+        if changed:
+            raise StepFailed("it was frozen or unfrozen after step 0; train with what is trained from the beginning",
+                             tensor=", ".join(changed))
+
+    def _mover(self, index: int) -> Callable[[Tensor], None]:
+        row = self.row[index]
+
+        def move(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            if self.used[index]:                            # a later micro-batch
+                row.add_(parameter.grad)
+            else:
+                row.copy_(parameter.grad)
+                self.used[index] = True
+            parameter.grad = None
+        return move
+
+    def finish(self) -> None:
+        rows, gradients = [], []
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                rows.append(self.row[index])
+                gradients.append(parameter.grad)
+                parameter.grad = None
+                self.used[index] = True
+            elif not self.used[index] and self.anyone[index]:
+                self.row[index].zero_()                     # of the last gradient, or in row 0 of the mean
+        if rows:
+            torch._foreach_copy_(rows, gradients)
+        self.memory.used(self.world.rank)[:] = bytes(self.used)
+        assert self.summed.counter.grad is not None
+        self.memory.counts[self.world.rank].copy_(self.summed.counter.grad)
+        self._meet("adding up gradients")
+
+    def counted(self) -> list[float]:
+        return self.memory.counts.sum(0).tolist()           # type: ignore[no-any-return]
+
+    def update(self, weight: float) -> None:
+        start = self.clock()
+        for mean, *others in self.sums:
+            for row in others:
+                mean.add_(row)
+            mean.div_(weight)
+        self.count("gradients", self.read, computed=False)
+        self.span("reduce", "receive", start, bytes=self.read)
+        if self.clip_norm is not None:
+            self._clip(self.clip_norm)
+        anyone = bytes(map(max, *map(self.memory.used, range(self.world.size))))
+        if anyone != self.anyone or not self.cut:
+            for piece, place, gradient in self.own:
+                place.grad = gradient if anyone[piece.index] else None
+        self.anyone = anyone
+        updated(self.optimizer)
+        self._meet("updating parameters")
+        self.step += 1
+
+    def _clip(self, most: float) -> None:
+        """As torch.nn.utils.clip_grad_norm_, over all slices."""
+        self.memory.norms[self.world.rank] = sum(
+            float(torch.linalg.vector_norm(mean, dtype=torch.promote_types(mean.dtype, torch.float32))) ** 2
+            for mean, *_ in self.sums)
+        self._meet("taking the norm of gradients")
+        norm = float(self.memory.norms.sum().sqrt())
+        for mean, *_ in self.sums:
+            mean.mul_(min(1.0, most / (norm + 1e-6)))
+
+    def _meet(self, doing: str) -> None:
+        self.memory.meet(lambda: f"{doing}, step {self.step}")
+
+    # ---- what others look at -------------------------------------------------------------------------------------------
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Until any rank begins the next step."""
+        found: dict[str, Tensor | None] = dict.fromkeys(name for name, _ in self.summed.model.named_parameters())
+        found.update({name: self.mean[index].clone() for index, name in enumerate(self.names) if self.anyone[index]})
+        return found
+
+    def optimizer_state(self) -> OptimizerState:
+        """As Alone's; empty on the other ranks."""
+        mine = [(piece, self.optimizer.state.get(place, {})) for piece, place, _ in self.own]
+        found: OptimizerState = {}
+        for piece, values in (each for pieces in self.world.collected(mine) for each in pieces):
+            parameter = self.parameters[piece.index]
+            for what, value in values.items():
+                whole = found.setdefault(parameter, {})
+                if self.cut and isinstance(value, Tensor) and value.dim():
+                    whole.setdefault(what, torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False))
+                    whole[what].view(-1)[piece.start:piece.stop] = value
+                else:
+                    whole[what] = value
+        return found
+
+    def close(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        self.memory.forget()
+
+
+def _cut(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], own: list[tuple[Piece, Tensor, Tensor]]) -> None:
+    """Let the optimizer hold a slice's pieces, and their part of the state, instead of the parameters."""
+    before, optimizer.state = optimizer.state, type(optimizer.state)(dict)
+    pieces = {parameters[piece.index]: (piece, place) for piece, place, _ in own}
+    for group in optimizer.param_groups:
+        held = [pieces[parameter] for parameter in group["params"] if parameter in pieces]
+        for parameter in group["params"]:
+            if parameter in pieces and parameter in before:
+                piece, place = pieces[parameter]
+                optimizer.state[place] = {
+                    what: value.reshape(-1)[piece.start:piece.stop].clone() if isinstance(value, Tensor) and value.dim() else
+                    value for what, value in before[parameter].items()}
+        group["params"] = [place for _, place in held]

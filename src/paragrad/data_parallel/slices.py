@@ -1,0 +1,82 @@
+"""Slices: which rank adds up and updates which part of all gradients, where parameters are shared by the ranks of a host.
+
+A slice is a list of pieces, one per parameter it touches. Which pieces may be cut out of a parameter depends on the optimizer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+# updates every element by itself, so any piece of a parameter will do (their own classes: a subclass may do more)
+ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop,
+               torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax)
+# updates every tensor by itself, but needs the whole of it
+PER_TENSOR = tuple(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name))
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)         # have a fused kernel for the CPU
+GRAIN = 64              # elements: no cache line of a float's is written by two ranks
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements start to stop of parameter number `index`."""
+    index: int
+    start: int
+    stop: int
+
+
+def slices(optimizer: torch.optim.Optimizer, lengths: list[int], ranks: int) -> tuple[list[list[Piece]], str]:
+    """(the pieces of every rank, why so), for parameters of some lengths (elements)."""
+    name = type(optimizer).__name__
+    if type(optimizer) in ELEMENTWISE:
+        return _even(lengths, ranks), f"{name} updates element by element: every rank 1/{ranks} of all"
+    if type(optimizer) in PER_TENSOR:
+        return _whole(lengths, ranks), f"{name} wants whole tensors: each is one rank's"
+    everything = [Piece(index, 0, length) for index, length in enumerate(lengths)]
+    return ([everything] + [[] for _ in range(ranks - 1)],
+            f"{name} is not known to update element by element or tensor by tensor: rank 0 updates everything")
+
+
+def updated(optimizer: torch.optim.Optimizer) -> None:
+    """optimizer.step() by torch's fused kernel where it has one for the CPU, otherwise by operations over lists of tensors.
+
+    torch by itself chooses neither on a CPU. What its user chose stays, and no checkpoint says what was chosen here.
+    """
+    kernel = "fused" if type(optimizer) in FUSED else "foreach" if type(optimizer) in ELEMENTWISE else None
+    groups = [group for group in optimizer.param_groups if kernel and group["foreach"] is None and group.get("fused") is None
+              and not group["differentiable"]]
+    for group in groups:
+        group[kernel] = True
+    try:
+        optimizer.step()
+    finally:
+        for group in groups:
+            group[kernel] = None
+
+
+def _even(lengths: list[int], ranks: int) -> list[list[Piece]]:
+    total = sum(lengths)
+    cuts = [min(total, -(-total * rank // ranks // GRAIN) * GRAIN) for rank in range(ranks)] + [total]
+    found: list[list[Piece]] = []
+    for first, last in itertools.pairwise(cuts):
+        begin, pieces = 0, []
+        for index, length in enumerate(lengths):
+            start, stop = max(first, begin) - begin, min(last, begin + length) - begin
+            if start < stop:
+                pieces.append(Piece(index, start, stop))
+            begin += length
+        found.append(pieces)
+    return found
+
+
+def _whole(lengths: list[int], ranks: int) -> list[list[Piece]]:
+    """The longest first, each to the rank that has least."""
+    found: list[list[Piece]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        rank = loads.index(min(loads))
+        found[rank].append(Piece(index, 0, lengths[index]))
+        loads[rank] += lengths[index]
+    return [sorted(pieces, key=lambda piece: piece.index) for pieces in found]
