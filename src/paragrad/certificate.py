@@ -17,11 +17,12 @@ from paragrad.datasets.loading import mapped
 from paragrad.errors import RankFailed, Refused
 from paragrad.job import Job, opened
 from paragrad.launching import Ranks
+from paragrad.loop import Progress
 from paragrad.record import new_folder
 from paragrad.settings import Settings
 from paragrad.strategy import Strategy, share_weights
 from paragrad.training import folder_name
-from paragrad.verification import BOUND, STEPS, Difference, difference
+from paragrad.verification import BOUND, STEPS, UNEQUAL, Difference, difference
 from paragrad.version import __version__
 from paragrad.world import launched_size
 
@@ -42,7 +43,7 @@ class Certificate:
     tensor: str | None              # where it is largest
     first: tuple[str, int] | None   # (tensor, step) of the first difference above the bound
     tensors: dict[str, float]       # the largest difference of every tensor
-    failure: str | None             # what a rank said, where one failed (replicas that are not equal, ...)
+    failure: str | None             # what a rank said of replicas that are not equal
     sabotage: str | None
     versions: dict[str, str]
     folder: Path
@@ -61,10 +62,12 @@ class Certificate:
 
 def verify(job: Job, strategy: str | Strategy, *, runs: str | Path = "runs", data: str | Path | None = None,
            device: str = "cpu", backend: str = "auto", overlap: bool = True, loaders: int = 0,
-           sabotage: str | None = None) -> Certificate:
+           sabotage: str | None = None, progress: Progress | None = None) -> Certificate:
     """Train 20 steps beside serial in float64 (`verification`), and write the certificate.json below runs.
 
-    The others as in `paragrad.settings.Settings`. A planted bug is played, whatever the proof says of it. Raises Refused.
+    progress: told {"step", "steps", "difference"} after every step;  the others as in `paragrad.settings.Settings`. A planted
+    bug is played, whatever the proof says of it. Raises Refused; and RankFailed where the run failed, so that there is
+    nothing to say of its being the same.
     """
     if launched_size() is not None:
         raise Refused("verify starts its own ranks and cannot run under a launcher; call it with plain python")
@@ -74,8 +77,12 @@ def verify(job: Job, strategy: str | Strategy, *, runs: str | Path = "runs", dat
     with Ranks(checked.size) as ranks:
         try:
             found = ranks.run(difference, job, checked.resolved, checked.settings, size=checked.size, threads=checked.threads,
-                              backend=checked.backend, device=checked.settings.device)[0]
+                              backend=checked.backend, device=checked.settings.device,
+                              on_report=lambda rank, told: progress(told) if progress else None)[0]
         except RankFailed as error:
+            if UNEQUAL not in error.message:
+                raise RankFailed(f"{error.message} (the run failed, so whether it is the same training is not known)",
+                                 rank=error.rank, step=error.step, tensor=error.tensor, traceback=error.traceback) from error
             failure = str(error)
     folder = new_folder(Path(runs), f"{job.name}-verify-{folder_name(checked.asked)}")
     certificate = Certificate(

@@ -35,7 +35,7 @@ DIGITS = "serial; data(2, reduce=native); data(2, reduce=ring); data(2, reduce=r
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
                   help="Train one plain PyTorch model on many workers, and see that it was the same training.")
 
-JobName = Annotated[str, typer.Argument(metavar="JOB", help="a built-in job, path/file.py, or module:attribute")]
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="a built-in job, path/file.py[:name], or module:name")]
 Strategy = Annotated[str, typer.Option(help="such as 'data(2, reduce=ring)'")]
 Runs = Annotated[Path, typer.Option(help="folder for the record of runs")]
 Data = Annotated[Path | None, typer.Option(envvar="PARAGRAD_DATA", help="folder of data, for jobs that read files")]
@@ -58,7 +58,8 @@ def train(job: JobName, strategy: Strategy = "serial",
           overlap: Annotated[bool, typer.Option(help="exchange gradients while backward runs")] = True,
           check: Annotated[bool, typer.Option(help="also compare with serial: float64, 20 steps")] = True,
           save: Annotated[int | None, typer.Option(metavar="STEPS", help="a checkpoint every so many steps")] = None,
-          resume: Annotated[Path | None, typer.Option(metavar="RUN", help="go on from a run's last checkpoint")] = None,
+          resume: Annotated[Path | None, typer.Option(
+              metavar="RUN", help="go on from a run's last checkpoint, or from RUN/checkpoint-N")] = None,
           tensorboard: Annotated[bool, typer.Option("--tensorboard", help="write event files into the run's folder")] = False,
           until: Until = None, runs: Runs = Path("runs"), data: Data = None, device: Device = "cpu", backend: Backend = "auto",
           loaders: Loaders = 0, batch: Batch = None, epochs: Epochs = None, seed: Seed = None, set_: Set = None,
@@ -76,7 +77,7 @@ def train(job: JobName, strategy: Strategy = "serial",
             run = trained(chosen, strategy, runs=runs, check=check, progress=shown.run(strategy),
                           **settings)
         if launched_rank() == 0:
-            listing.run(run, as_json)
+            listing.run(run, as_json, sys.argv)
 
 
 @app.command()
@@ -107,8 +108,10 @@ def verify(job: JobName, strategy: Strategy, runs: Runs = Path("runs"), data: Da
            as_json: Json = False) -> None:
     """Is it the same training as serial? 20 steps in float64, tensor by tensor, and a certificate."""
     with answering():
-        certificate = verified(_job(job, set_, batch, None, seed), strategy, runs=runs, data=data, device=device,
-                               backend=backend, sabotage=sabotage)
+        chosen = _job(job, set_, batch, None, seed)
+        with Shown(Console(stderr=True)) as shown:
+            certificate = verified(chosen, strategy, runs=runs, data=data, device=device, backend=backend, sabotage=sabotage,
+                                   progress=shown.run(f"verify {strategy}"))
         listing.certificate(certificate, as_json)
         if not certificate.same:
             raise typer.Exit(1)

@@ -13,11 +13,11 @@ class Refused(ValueError):
 class RankFailed(RuntimeError):
     """A rank failed while it ran. The command exits with 1.
 
-    rank: which one; step: the training step, or None before the first; tensor: the one to blame, or None;
-    traceback: the text of the failing rank's own traceback.
+    rank: which one, or None where it was the server that all come from; step: the training step, or None before the first;
+    tensor: the one to blame, or None; traceback: the text of the failing rank's own traceback.
     """
 
-    def __init__(self, message: str, *, rank: int, step: int | None = None, tensor: str | None = None,
+    def __init__(self, message: str, *, rank: int | None, step: int | None = None, tensor: str | None = None,
                  traceback: str = "") -> None:
         super().__init__(message)
         self.message, self.rank, self.step, self.tensor, self.traceback = message, rank, step, tensor, traceback
@@ -27,6 +27,8 @@ class RankFailed(RuntimeError):
                        traceback=self.traceback), ()
 
     def __str__(self) -> str:
+        if self.rank is None:
+            return self.message
         where = f"rank {self.rank}"
         if self.step is not None:
             where += f", step {self.step}"

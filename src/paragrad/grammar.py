@@ -28,6 +28,7 @@ class Call:
 
 TOKEN = re.compile(r"\s*(?:(?P<number>[+-]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?)|(?P<name>[A-Za-z_]\w*)"
                    r"|(?P<sign>[()\[\],=;*])|(?P<wrong>\S))")
+QUOTES = ("'", '"')
 
 
 class Reader:
@@ -37,6 +38,9 @@ class Reader:
         self.text, self.at = text, 0
         self.tokens = [match for match in TOKEN.finditer(text) if match.lastgroup]
         for match in self.tokens:
+            if match.group("wrong") in QUOTES:
+                bare = text.translate(dict.fromkeys(map(ord, QUOTES)))
+                self.refuse(f"names stand without quotes: {bare}", match.start("wrong"))
             if match.lastgroup == "wrong":
                 self.refuse(f"cannot read {match.group('wrong')!r}", match.start("wrong"))
 
@@ -123,6 +127,8 @@ def parse_products(text: str) -> tuple[tuple[Call, ...], ...]:
         products.append(tuple(factors))
         if not reader.taken(";"):
             break
+    if reader.peek() == ",":
+        reader.refuse("between strategies stands ; and not ,")
     reader.finished()
     if not products:
         raise Refused("no strategy was given; write for example data(2, reduce=ring)")

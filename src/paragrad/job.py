@@ -12,7 +12,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from paragrad.datasets.loading import Collate, Dataset, Samples, brought, called, copied, parted
+from paragrad.datasets.loading import Collate, Dataset, Samples, brought, called, copied, parted, refuse_loader
 from paragrad.datasets.order import Order
 from paragrad.errors import Refused
 from paragrad.loss import Loss, loss_in, wrong_with
@@ -137,6 +137,8 @@ def examined(job: Job, data: Path | None = None) -> Facts:
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, scheduler = _check_optimizer(job, model)
     _check_loss(job, model.eval(), train)
+    if test is not None:
+        _check_test(job, model, test)
     shapes = {name: list(value.shape) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     return Facts(len(train), len(test) if test is not None else 0, sum(map(Tensor.numel, trainable)),
                  job.order(len(train)), shapes, _beginning(job, optimizer, scheduler))
@@ -181,7 +183,9 @@ def _check_fields(job: Job) -> None:
 
 
 def _dataset(job: Job, which: str, data: Path | None) -> Dataset:
+    refuse_loader(getattr(job, which), f"job {job.name}: {which}")
     dataset = _called(job, which, lambda: opened(getattr(job, which), data))
+    refuse_loader(dataset, f"job {job.name}: {which}")
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise Refused(f"job {job.name}: {which} must be a map-style dataset (with __len__ and __getitem__) or a function "
                       f"that returns one, got {type(dataset).__name__}")
@@ -228,11 +232,36 @@ def unfit(model: nn.Module, optimizer: Any, scheduler: Any = None) -> str | None
     return None
 
 
+def _casting(job: Job) -> torch.autocast:
+    return torch.autocast("cpu", job.autocast, enabled=job.autocast is not None)
+
+
+def _check_test(job: Job, model: nn.Module, test: Dataset) -> None:
+    """One small batch of the test set through model and metric: otherwise both are first seen at the end of an epoch."""
+    indices = list(range(min(len(test), 8)))
+    inputs, target = brought(_called(job, "fetching a batch of test", lambda: parted(job.samples(test)[0, indices])), CPU,
+                             job.parameter_dtype)
+    with torch.no_grad(), _casting(job):
+        output = _called(job, "one batch of test through the model", lambda: called(model, copied(inputs)))
+        if job.metric is None:
+            return
+        metric = job.metric
+        found = _called(job, f"metric {job.metric_name}", lambda: metric(output, target))
+    try:
+        _, _ = map(float, found if isinstance(found, tuple | list) else [])
+    except (TypeError, ValueError, RuntimeError):
+        told = ", ".join(f"tensor of shape {tuple(each.shape)}" if isinstance(each, Tensor) else type(each).__name__
+                         for each in (found if isinstance(found, tuple | list) else [found]))
+        raise Refused(f"job {job.name}: metric {job.metric_name} returned ({told}) for a batch of {len(indices)}; return a "
+                      "pair of numbers (sum, weight) that add up over batches, such as the sum over the samples and their "
+                      "number") from None
+
+
 def _check_loss(job: Job, model: nn.Module, train: Dataset) -> None:
     indices = list(range(min(job.batch, len(train), 256)))
     fetched = _called(job, "fetching a batch of train", lambda: parted(job.samples(train)[0, indices]))
     inputs, target = brought(fetched, CPU, job.parameter_dtype)
-    with torch.no_grad(), torch.autocast("cpu", job.autocast, enabled=job.autocast is not None):
+    with torch.no_grad(), _casting(job):
         _called(job, "one batch through the model", lambda: called(model, copied(inputs)))
         wrong = _called(job, "loss", lambda: wrong_with(job.built_loss(), model, inputs, target, len(indices)))
     if wrong:

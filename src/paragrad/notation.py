@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
@@ -17,6 +17,7 @@ from paragrad.errors import Refused
 from paragrad.grammar import Call, parse_call
 
 T = TypeVar("T")
+MEANT = {"gpu": "cuda", "ddp": "data"}          # what people say elsewhere, too far from our word to be found as a slip
 
 
 # ---- what a field takes ------------------------------------------------------------------------------------------
@@ -186,8 +187,11 @@ def _resolved(call: Call, kinds: Iterable[Kind], where: str) -> object:
     return build(call, {cls.name: cls for cls in classes}, where, words)
 
 
-def build(call: Call, classes: dict[str, type[Choice]], where: str, words: Iterable[str] = ()) -> Choice:
-    """The choice that a call names, or Refused with the nearest name."""
+def build(call: Call, classes: dict[str, type[Choice]], where: str, words: Iterable[str] = (),
+          elsewhere: Mapping[str, str] | None = None) -> Choice:
+    """The choice that a call names, or Refused with the nearest name. elsewhere: names that stand in other places, and how."""
+    if elsewhere and call.name in elsewhere:
+        raise Refused(f"{where}: no name {call.name!r}; did you mean {elsewhere[call.name]}?")
     if call.name not in classes:
         raise Refused(f"{where}: " + unknown("name", call.name, [*classes, *words]))
     cls = classes[call.name]
@@ -211,7 +215,7 @@ def build(call: Call, classes: dict[str, type[Choice]], where: str, words: Itera
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
     """The message about a name nobody knows, with the nearest one offered."""
     known = list(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    near = [MEANT[name]] if MEANT.get(name) in known else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     offer = f"did you mean {near[0]}?" if near else "known: " + (", ".join(known) or "none")
     return f"no {what} {name!r}; {offer}"
 

@@ -3,7 +3,7 @@
 | kind       | fields                                                                                                   |
 |------------|----------------------------------------------------------------------------------------------------------|
 | run        | schema, id, job {name, arguments, batch, epochs, metric, samples, parameters, dtype}, strategy, resolved,   |
-|            | seed, workers, servers, backend, device, threads, machine {cpu, cores, torch, python, paragrad},           |
+|            | seed, workers, servers, backend, device, threads, machine {cpu, cores, load, torch, python, paragrad},     |
 |            | prediction, reverse, resumed {run, step} or null, settings (those that are not the default)               |
 | step       | epoch, step, start, seconds, loss [sum, weight], order [first, stop], sent {kind: {bytes, computed}}, lr  |
 | epoch      | epoch, test {value, weight} or null, start, seconds                                                       |
@@ -17,8 +17,9 @@
 | distance   | baseline, run, values (of the parameters, after every step, in the job's own type)                        |
 
 `start` counts seconds from the run's beginning on the host's monotonic clock. `sent` is the payload handed to the wire;
-`computed` marks bytes that come from the closed form because a backend's own collective moved them. Without an `end`
-line the run died.
+`computed` marks bytes that come from the closed form because a backend's own collective moved them. `load` is the mean
+number of busy or waiting threads of the host in the minute before the run, null where the system does not say. Without an
+`end` line the run died.
 """
 
 from __future__ import annotations

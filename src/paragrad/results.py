@@ -50,6 +50,10 @@ class Table:
     """A comparison, read from its folder."""
     folder: Path
 
+    def __str__(self) -> str:
+        from paragrad.report.table import plain  # it reads tables, and is above this room
+        return plain(self)
+
     @cached_property
     def asked(self) -> Line:
         """What was asked for: the comparison's own line."""

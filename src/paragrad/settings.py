@@ -14,7 +14,7 @@ from paragrad.report import tensorboard
 from paragrad.schedules.sabotage import SABOTAGES
 
 DEVICES = ("cpu", "cuda")
-BACKENDS = ("auto", "gloo", "nccl")
+BACKENDS = ("auto", "shm", "gloo", "nccl")
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,11 @@ class Until:
 
 @dataclass(frozen=True)
 class Settings:
-    """data: folder handed to the job's dataset functions;  device: "cpu" or "cuda";  backend: "auto", "gloo" or "nccl";
+    """data: folder handed to the job's dataset functions;  device: "cpu" or "cuda";  backend: one of BACKENDS;
     overlap: exchange gradients while backward still runs;  loaders: processes per rank that load samples ahead;
     save: a checkpoint every so many steps and at the end (None: only when asked to stop);  resume: the folder of a run
-    whose last checkpoint to go on from;  until: "accuracy=97.5", where to stop;  tensorboard: write event files too;
+    whose last checkpoint to go on from, or of one checkpoint;  until: "accuracy=97.5", where to stop;
+    tensorboard: write event files too;
     sabotage: a planted bug in the exchange;  unproved: do not prove the schedule at the door;
     reverse: every batch back to front (the rounding twin of serial);  limit: stop after so many steps.
     """

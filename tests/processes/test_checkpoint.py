@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from paragrad.errors import StepFailed
 from paragrad.job import Job, examined
 from paragrad.launching import Ranks
 from paragrad.record import Record
+from paragrad.report import listing
 from paragrad.settings import Settings
 from paragrad.strategy import Serial, Strategy, resolve, strategy
 from paragrad.trainer import Trainer
@@ -61,8 +64,9 @@ def steps_from(world: World, job: Job, chosen: Strategy, saved: checkpoint.Saved
         places = [(step // order.steps, list(order.batches())[step % order.steps]) for step in range(first, first + count)]
         for fetched in trainer.batches_at(job.train, order, places):
             trainer.step(*parted(fetched))
+        held = trainer.optimizer_state()
         if folder is not None and world.rank == 0:
-            checkpoint.save(trainer, folder, checkpoint.identity_of(job, examined(job)))
+            checkpoint.save(trainer, held, folder, checkpoint.identity_of(job, examined(job)))
         return {name: tensor.clone() for name, tensor in trainer.state().items()}
     finally:
         trainer.close()
@@ -116,6 +120,38 @@ def test_the_newest_two_are_kept_and_nothing_half_written(pool: Ranks, tmp_path:
     finished = trained(pool, tmp_path / "run", JOBS["mlp"], "data(2)", save=1)
     assert sorted(path.name for path in finished.folder.iterdir()) == [
         "checkpoint-00000005", "checkpoint-00000006", "model.safetensors", "rank-0.jsonl", "rank-1.jsonl", "run.jsonl"]
+
+
+def test_an_epoch_is_tested_and_counted_once(pool: Ranks, tmp_path: Path) -> None:
+    """Resumed at an epoch's end, a run tested that epoch again and counted it in its own audit too; where the run that was
+    saved ended before its test, the test is the resumed run's to make."""
+    job = in64(JOBS["mlp"]).replace(epochs=1, test=VECTORS)
+    first = trained(pool, tmp_path / "first", job, "data(2)", save=3)
+    assert first.audit.epochs == 1
+    second = trained(pool, tmp_path / "second", job.replace(epochs=2), "serial", resume=first.folder)
+    assert [line["epoch"] for line in second.of("epoch")] == [1]
+    assert (second.audit.epochs, second.audit.seen, second.audit.twice) == (1, 29, 0)
+    reached = trained(pool, tmp_path / "reached", job.replace(epochs=2), "serial", resume=first.folder, until="loss=1e9")
+    assert (reached.of("step"), reached.of("epoch")) == ([], [])            # the first run's test was good enough
+    lines = (first.folder / "rank-0.jsonl").read_text().splitlines(keepends=True)
+    (first.folder / "rank-0.jsonl").write_text("".join(line for line in lines if '"kind":"epoch"' not in line))
+    third = trained(pool, tmp_path / "third", job.replace(epochs=2), "serial", resume=first.folder)
+    assert [line["epoch"] for line in third.of("epoch")] == [0, 1]
+    assert third.of("epoch")[0]["test"]["value"] == pytest.approx(first.test, rel=1e-10)
+    assert (third.audit.epochs, third.audit.twice, third.audit.missed) == (2, 0, 0)
+
+
+def test_one_checkpoint_is_asked_for_by_its_folder(tmp_path: Path) -> None:
+    """--resume RUN/checkpoint-00000002 was refused: that folder holds no checkpoint, it said."""
+    job = JOBS["mlp"]
+    steps_from(World(), job, Serial(threads=1), None, 0, 2, tmp_path)
+    steps_from(World(), job, Serial(threads=1), newest(tmp_path), 2, 1, tmp_path)
+    found = checkpoint.found(tmp_path / "checkpoint-00000002", job, examined(job))
+    assert (found.step, found.because, found.folder.parent) == (2, "asked for", tmp_path.resolve())
+    assert newest(tmp_path).step == 3
+    harm(tmp_path / "checkpoint-00000002" / FILES[0], "flipped")
+    with pytest.raises(pg.Refused, match=r"checkpoint-00000002 is damaged .*; give the folder of its run"):
+        newest(tmp_path / "checkpoint-00000002")
 
 
 L = torch.optim.lr_scheduler
@@ -230,6 +266,8 @@ import paragrad as pg, torch
 from torch import nn
 from torch.utils.data import Dataset
 
+LAUNCHER = os.getpid()             # it loads this file, and its ranks get what it made
+
 class Points(Dataset):
     '''At its 100th sample it asks the launcher to stop.'''
     seen = 0
@@ -240,7 +278,7 @@ class Points(Dataset):
     def __getitem__(self, index):
         Points.seen += 1
         if Points.seen == 100 and os.environ.get("STOPS"):
-            os.kill(int(os.environ["STOPS"]) if os.environ["STOPS"] != "parent" else os.getppid(), signal.SIGTERM)
+            os.kill(LAUNCHER if os.environ["STOPS"] == "launcher" else os.getppid(), signal.SIGTERM)
         return torch.full((10,), index / 60, dtype=torch.float64), index % 4
 
 job = pg.Job(name="points", model=lambda: nn.Linear(10, 4), loss=nn.functional.cross_entropy, train=Points(), batch=12,
@@ -255,7 +293,7 @@ def test_sigterm_saves_and_exits_0_and_the_run_goes_on(tmp_path: Path) -> None:
     job.write_text(STOPPED)
     command = [sys.executable, "-m", "paragrad", "train", str(job), "--json", "--no-check", "--runs", str(tmp_path / "runs")]
     first = subprocess.run([*command, "--strategy", "data(2, reduce=ring)"], capture_output=True, text=True, timeout=100,
-                           check=False, env={**os.environ, "STOPS": "parent"})
+                           check=False, env={**os.environ, "STOPS": "launcher"})
     assert first.returncode == 0, first.stderr
     told = json.loads(first.stdout)
     record = Record(Path(told["record"]))
@@ -263,13 +301,35 @@ def test_sigterm_saves_and_exits_0_and_the_run_goes_on(tmp_path: Path) -> None:
     steps = len(record.of("step"))
     assert 0 < steps < 100
     assert len(record.of("step", rank=1)) == steps
-    assert told["stopped"] == f"at step {steps}; go on with --resume {record.folder}"
-    second = subprocess.run([*command, "--resume", str(record.folder)], capture_output=True, text=True, timeout=100,
-                            check=False, env={key: value for key, value in os.environ.items() if key != "STOPS"})
+    assert told["stopped"] == f"at step {steps}"
+    assert "--strategy 'data(2, reduce=ring)'" in told["go on with"]
+    assert told["go on with"].endswith(f"--resume {record.folder}")
+    second = subprocess.run(told["go on with"], shell=True, capture_output=True, text=True, timeout=100, check=False,
+                            env={key: value for key, value in os.environ.items() if key != "STOPS"})
     assert second.returncode == 0, second.stderr
     whole = subprocess.run([*command], capture_output=True, text=True, timeout=100, check=False)
     assert json.loads(second.stdout)["loss"] == pytest.approx(json.loads(whole.stdout)["loss"], rel=1e-10)
     assert json.loads(second.stdout)["audit"]["missed"] == 0
+
+
+@pytest.mark.parametrize(("typed", "expected"), [
+    ("paragrad train digits --strategy 'data(2)' --epochs 7 --runs 'my runs'",
+     "paragrad train digits --strategy 'data(2)' --epochs 7 --runs 'my runs' --data there --resume runs/new"),
+    ("paragrad train --resume runs/old digits --data=here", "paragrad train digits --data=here --resume runs/new"),
+    ("paragrad train digits --resume=runs/old --data here", "paragrad train digits --data here --resume runs/new"),
+    ("./paragrad train digits", "./paragrad train digits --data there --resume runs/new")])
+def test_how_to_go_on_is_said_as_it_was_typed(typed: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`go on with --resume RUN` left out --strategy, --epochs and all else, so what it said to type was another training."""
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    stopped = SimpleNamespace(folder=Path("runs/new"), header={"settings": {"data": "there"}})      # PARAGRAD_DATA=there
+    assert listing.again(shlex.split(typed), stopped) == expected               # type: ignore[arg-type]
+
+
+def test_how_the_program_was_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", {"paragrad": "/bin/paragrad", "python": sys.executable}.get)
+    assert listing.called_as("/bin/paragrad") == ["paragrad"]
+    assert listing.called_as("/opt/paragrad") == ["/opt/paragrad"]
+    assert listing.called_as("/lib/paragrad/__main__.py") == ["python", "-m", "paragrad"]
 
 
 def test_sigterm_under_torchrun(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from paragrad.cli import app
+from paragrad.jobs import find
 from paragrad.results import Table
 
 JOB_FILES = Path(__file__).parents[1] / "job_files"
@@ -81,7 +82,11 @@ def test_train_a_job_file(tmp_path: Path) -> None:
                     str(tmp_path))
     facts = dict(line.split(": ", 1) for line in text.splitlines())
     assert facts["audit"] == "150 of 150 samples seen in each of 2 epoch(s), 0 twice, 0 missed"
-    assert float(facts["difference from serial"]) <= 1e-10
+    assert float(facts["difference from serial (relative, float64, 20 steps)"]) <= 1e-10
+    assert facts["test accuracy"].endswith(" %")
+    assert facts["time per step (median of the slowest rank)"].endswith(" ms")
+    assert facts["bytes sent per rank and step"].startswith("gradients ")
+    assert float(facts["loss of the last step (mean over its samples)"]) > 0
 
 
 def test_train_a_module_attribute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,11 +97,27 @@ def test_train_a_module_attribute(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert facts["difference from serial"] <= 1e-10
 
 
+@pytest.mark.parametrize(("text", "batch"), [("mine:larger", 48), ("mine.py:larger", 48), ("mine.py:made", 24),
+                                             ("sub.mine:job", 32)])
+def test_a_job_of_the_working_directory(text: str, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The installed command has its own folder in sys.path and not the working directory: `paragrad train mine:job` said
+    ModuleNotFoundError where `python -m paragrad` found it; and of a file with two jobs none could be chosen."""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "mine.py").write_text((JOB_FILES / "good.py").read_text())
+    (tmp_path / "mine.py").write_text("from good import job\nlarger = job.replace(batch=48)\n"
+                                      "def made():\n    return job.replace(batch=24)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(JOB_FILES), *(path for path in sys.path if path)])
+    for name in ("mine", "sub", "sub.mine"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert find(text).batch == batch
+
+
 def test_dry_run_prints_shares_and_steps_and_starts_nothing(tmp_path: Path) -> None:
     text = paragrad("train", "digits", "--strategy", "data(3, shares=[5, 2, 1], micro=2)", "--dry-run", "--json", "--runs",
                     str(tmp_path))
     facts = json.loads(text)
-    assert facts["resolved"] == "data(3, reduce=native, state=replicated, shares=[5, 2, 1], micro=2)"
+    assert facts["resolved"] == "data(3, state=shared_memory, shares=[5, 2, 1], micro=2)"
     assert facts["shares"] == [[20, 20], [8, 8], [4, 4]]
     assert facts["shares of the short last batch"] == [[9, 9], [4, 3], [2, 2]]
     assert (facts["steps per epoch"], facts["steps"]) == (23, 460)
@@ -123,6 +144,17 @@ def test_stopped_by_the_user(tmp_path: Path) -> None:
     assert rest.rstrip().endswith("paragrad: stopped")
     end = json.loads((next(tmp_path.iterdir()) / "run.jsonl").read_text().splitlines()[-1])
     assert (end["kind"], end["status"]) == ("end", "interrupted")
+
+
+def test_stopped_by_the_user_before_anything_runs(tmp_path: Path) -> None:
+    """Ctrl-C while torch was imported, which takes seconds, printed a traceback through its modules."""
+    (tmp_path / "typer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")       # imported instead
+    done = subprocess.run([sys.executable, "-m", "paragrad", "jobs"], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+                          check=False)
+    assert (done.returncode, done.stderr) == (130, "paragrad: stopped\n")
+    (tmp_path / "mine.py").write_text("raise KeyboardInterrupt")
+    result = CliRunner().invoke(app, ["train", str(tmp_path / "mine.py"), "--runs", str(tmp_path / "runs")])
+    assert (result.exit_code, result.output) == (130, "paragrad: stopped\n")
 
 
 def test_under_torchrun(tmp_path: Path) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
 import sys
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from paragrad.cli import app
+from paragrad.job import Job
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -48,6 +52,29 @@ def test_the_job_file_of_the_readme_trains(tmp_path: Path) -> None:
     assert "0 missed" in result.stdout
     model = next((tmp_path / "runs").iterdir()) / "model.safetensors"
     assert ran("plain.py", tmp_path, sys.executable, "plain.py", str(model)) == "tensor([1, 0])\n"
+
+
+def test_the_data_of_your_data_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page had no example. This one is saved and run as typed, and learns what it is about."""
+    text = (ROOT / "docs" / "your_data.md").read_text()
+    code = re.search(r"```python\n# readings.py\n(.*?)```\n\n```\n.venv/bin/paragrad (.*)\n```", text, re.DOTALL)
+    assert code is not None
+    (tmp_path / "readings.py").write_text(code.group(1))
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, [*shlex.split(code.group(2)), "--no-check", "--json"])
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert facts["test"] > 90
+    assert facts["audit"]["missed"] == 0
+
+
+def test_every_field_of_a_job_has_its_row() -> None:
+    """No page listed what a Job takes."""
+    text = (ROOT / "docs" / "jobs.md").read_text().split("## The fields of a Job")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| .+ \| (?:`(.+?)`.*|needed) \|$", text, re.MULTILINE)
+    assert [name for name, _ in rows] == [field.name for field in fields(Job)]
+    for (_, default), field in zip(rows, fields(Job), strict=True):
+        assert eval(default or "MISSING", {"torch": torch, "MISSING": MISSING}) == field.default
 
 
 def ran(name: str, folder: Path, *words: str) -> str:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import namedtuple
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
-from equality import JOBS, VECTORS
+from equality import JOBS, VECTORS, mlp
 from torch import Tensor, nn
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import paragrad as pg
 from paragrad.admission import admitted
 from paragrad.datasets.loading import Samples, brought, called, cut, loaded, mapped, parted
-from paragrad.job import CPU
+from paragrad.job import CPU, examined
 from paragrad.launching import Ranks
 from paragrad.settings import Settings
 from paragrad.training import run
@@ -166,3 +167,34 @@ def test_complex_buffers_keep_their_imaginary_part() -> None:
         model = JOBS["mlp"].replace(model=Rotary, dtype=dtype).built_model()
         assert model.turns.dtype == expected                    # type: ignore[union-attr]
         assert float(model.turns.imag[1]) == pytest.approx(0.8414710)           # type: ignore[index, union-attr, arg-type]
+
+
+def test_a_loader_in_the_place_of_its_dataset_is_refused() -> None:
+    """'DataLoader' object is not callable, said the Job; not subscriptable, said one's own loop. Neither named the repair."""
+    wanted = "is a DataLoader, which makes batches of its own; give the dataset itself, the global batch size as batch=7"
+    loader = DataLoader(VECTORS, batch_size=7)
+    for train in (loader, lambda folder: loader):
+        with pytest.raises(pg.Refused, match=f"job mlp: train {wanted}"):
+            examined(JOBS["mlp"].replace(train=train))
+    model = mlp()
+    with pg.parallelize(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1)) as trainer, \
+            pytest.raises(pg.Refused, match=f"the dataset {wanted}"):
+        next(trainer.batches(loader, batch=12, epoch=0))
+
+
+@pytest.mark.parametrize(("found", "told"), [
+    (0.75, "float"), (torch.ones(8), "tensor of shape (8,)"), ((1.0, 2.0, 3.0), "float, float, float"),
+    (("much", 8), "str, int"), ((torch.ones(8), 8), "tensor of shape (8,), int"), (None, "NoneType")], ids=str)
+def test_a_metric_is_tried_at_the_door(found: object, told: str) -> None:
+    """It was called first after a whole epoch, and what it gave was taken apart on every rank."""
+    job = JOBS["mlp"].replace(test=VECTORS, metric=lambda output, target: found)
+    wanted = f"returned ({told}) for a batch of 8; return a pair of numbers (sum, weight)"
+    with pytest.raises(pg.Refused, match=re.escape(wanted)):
+        examined(job)
+    assert examined(job.replace(metric=lambda output, target: [torch.tensor(3), numpy.int64(8)])).test_samples == 29
+
+
+def test_a_test_set_is_tried_at_the_door() -> None:
+    other = TensorDataset(torch.randn(5, 3), torch.zeros(5).long())
+    with pytest.raises(pg.Refused, match="job mlp: one batch of test through the model raised RuntimeError"):
+        examined(JOBS["mlp"].replace(test=other))

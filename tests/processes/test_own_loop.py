@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,26 @@ def test_a_world_of_one_is_plain_pytorch() -> None:
     assert models[0][1] == pytest.approx(models[1][1], rel=1e-12)
     for name, tensor in models[0][0].items():
         assert torch.allclose(tensor, models[1][0][name], rtol=1e-12, atol=0)
+
+
+def test_a_wrapper_that_looks_ahead_is_named() -> None:
+    """trainer.step is told what share of the batch it has by what `batches` gave last: a wrapper that fetched one batch ahead
+    would have mixed shares up without a word. Skipping a batch, or changing it, is no harm."""
+    def ahead(batches: Iterator[object]) -> Iterator[object]:
+        held = next(batches)
+        for batch in batches:
+            yield held
+            held = batch
+        yield held
+
+    model = nn.Linear(10, 4)
+    with pg.parallelize(model, functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1)) as trainer:
+        for number, (inputs, target) in enumerate(trainer.batches(VECTORS, batch=8, epoch=0)):
+            if number != 1:
+                trainer.step(inputs * 2, target)
+        (inputs, target) = next(ahead(trainer.batches(VECTORS, batch=8, epoch=1)))      # type: ignore[misc]
+        with pytest.raises(StepFailed, match="looks ahead"):
+            trainer.step(inputs, target)
 
 
 def own_loop(world: World, strategy: str) -> tuple[dict[str, torch.Tensor], list[float], float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import json
 import re
 import struct
@@ -17,10 +18,11 @@ from typing import Any
 
 import numpy
 import pytest
+from rich.console import Console
 
 import paragrad
 from paragrad.record import Line, Record
-from paragrad.report import charts, page
+from paragrad.report import charts, page, table
 from paragrad.report.table import columns_of
 from paragrad.results import Table
 
@@ -339,3 +341,66 @@ def test_ten_strategies_look_different() -> None:
     assert len({charts.look(place).colour for place in range(10)}) == 10
     assert len({charts.look(place).marker for place in range(10)}) == 10
     assert len({charts.look(place) for place in range(20)}) == 20
+
+
+# ---- the table at a terminal -------------------------------------------------------------------------------------------
+SIX = ["serial", *(f"data(2, reduce={name})" for name in ("native", "ring", "ring_async", "tree", "butterfly"))]
+
+
+def at_terminal(compared: Table, width: int) -> list[str]:
+    console = Console(width=width, force_terminal=True, color_system=None, file=io.StringIO())
+    table.show(compared, console)
+    return console.file.getvalue().splitlines()                                 # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_the_table_is_readable_at_80_columns(tmp_path: Path, seeds: int) -> None:
+    """Its nine columns were squeezed to a few characters each, and a number stood on three lines."""
+    compared = written(tmp_path, SIX, sent={"gradients": {"bytes": 19252, "computed": True}}, seeds=seeds)
+    lines = at_terminal(compared, 80)
+    drawn = lines[:lines.index(next(line for line in lines if line.startswith("in page.html")))]
+    assert max(map(len, drawn)) <= 80
+    for strategy in SIX:
+        (line,) = [line for line in drawn if line.startswith(f"{strategy} ")]       # one line a row
+        assert line.split("  ")[1:] != []
+        assert "500.00" in line
+        assert ("9a129038" in line) == (seeds == 1)
+    assert "accuracy" in drawn[2]
+    shown = [column for column in columns_of(compared) if column.split()[-1] in drawn[2]]
+    assert lines[len(drawn)].split(": ")[1].split(", ") == [column for column in columns_of(compared) if column not in shown]
+    wide = at_terminal(compared, 170)
+    assert all(column in wide[2] for column in columns_of(compared))
+
+
+def test_a_long_strategy_and_a_failure_leave_the_table_readable(tmp_path: Path) -> None:
+    """The message of a failure stood in the column of the test, and took the room of all others."""
+    long = "data(3, reduce=ring_async(segments=4), shares=[3, 1, 2], micro=2)"
+    compared = written(tmp_path, ["serial", long, "data(2)"])
+    end = tmp_path / "02-0" / "run.jsonl"
+    end.write_text(end.read_text().replace('"finished", "error": null', '"failed", "error": ' + json.dumps(
+        {"rank": 1, "step": 3, "tensor": None, "message": "out of luck, " * 20})))
+    lines = at_terminal(Table(compared.folder), 80)
+    row = next(line for line in lines if line.startswith("data(2)"))
+    assert row.split()[1] == "failed"
+    assert any(line.startswith("data(2) failed: rank 1, step 3: out of luck") for line in lines)
+    assert max(len(line) for line in lines[:lines.index(row)]) <= 80
+
+
+def test_a_table_prints_in_columns(tmp_path: Path) -> None:
+    """print(table) said Table(folder=...)."""
+    lines = str(written(tmp_path, SIX)).splitlines()
+    assert lines[0].split("  ")[0] == "strategy"
+    assert [line.split("  ")[0] for line in lines[1:7]] == SIX
+    assert len({line.index("500.00") for line in lines[1:7]}) == 1
+    assert lines[-1] == f"page: {tmp_path / 'page.html'}"
+
+
+@pytest.mark.parametrize(("load", "busy"), [(0.4, False), (0.6, True), (None, False)])
+def test_a_busy_machine_is_told(tmp_path: Path, load: float | None, busy: bool) -> None:
+    """Other work on the machine doubled a column of times, and nothing showed it. (One core here: half of it is 0.5.)"""
+    compared = written(tmp_path, ["serial", "data(2)"])
+    for header in tmp_path.glob("*/run.jsonl"):
+        header.write_text(header.read_text().replace('"cores": 1', f'"cores": 1, "load": {json.dumps(load)}'))
+    told = f"the machine was busy: a load of {load} on 1 cores in the minute before the first run; other work ran beside it"
+    assert (told in "\n".join(at_terminal(compared, 80))) == busy
+    assert not busy or told in page_of(Table(tmp_path))

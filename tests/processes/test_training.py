@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -299,13 +300,30 @@ def test_until_stops_every_rank_after_the_epoch_that_reaches_it(pool: Ranks, tmp
     whole = trained(pool, tmp_path / "whole", job.replace(epochs=6), "data(2)")
     tests = [line["test"]["value"] for line in whole.of("epoch")]
     goal = next(place for place, value in enumerate(tests) if value >= 90)
-    short = trained(pool, tmp_path / "short", job.replace(epochs=6), "data(2)", until="accuracy=90")
+    told: list[dict[str, float]] = []
+    (tmp_path / "short").mkdir()
+    short = run(pool, admitted(job.replace(epochs=6), "data(2)", Settings(until="accuracy=90")), tmp_path / "short",
+                progress=told.append)
+    steps = len(short.of("step"))
+    assert (told[0]["steps"], told[-1]["step"], told[-1]["steps"]) == (6 * 23, steps, steps)    # the bar comes to its end
     assert [line["test"]["value"] for line in short.of("epoch")] == tests[:goal + 1]
     assert short.end["status"] == "finished"                        # type: ignore[index]
     falling = job.replace(epochs=6, metric=None)
     losses = [line["test"]["value"] for line in trained(
         pool, tmp_path / "falling", falling, "serial", until="loss=0.5").of("epoch")]
     assert losses[-1] <= 0.5 < min(losses[:-1])
+
+
+def test_a_run_prints_as_what_it_was(pool: Ranks, tmp_path: Path) -> None:
+    """print(run) said <paragrad.training.Run object at 0x...>."""
+    finished = trained(pool, tmp_path / "run", DIGITS.replace(epochs=1), "data(2)")
+    assert str(finished) == repr(finished)
+    assert re.fullmatch(rf"Run of digits under data\(2\): finished, 23 steps, last loss \d\.\d{{4}}, test accuracy \d+\.\d\d, "
+                        rf"\d+\.\d\d ms per step, in {tmp_path / 'run'}", str(finished))
+    lines = (tmp_path / "run" / "run.jsonl").read_text()
+    (tmp_path / "run" / "run.jsonl").write_text(lines.replace('"status":"finished"', '"status":"stopped"'))
+    (tmp_path / "run" / "checkpoint-00000023").mkdir()
+    assert f"stopped at step 23, to go on with resume='{tmp_path / 'run'}'" in str(pg.Run(DIGITS, tmp_path / "run"))
 
 
 def test_event_files_say_what_the_record_says(pool: Ranks, tmp_path: Path) -> None:

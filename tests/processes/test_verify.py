@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from equality import JOBS, ROWS
+from rich.console import Console
 from typer.testing import CliRunner
 
 import paragrad as pg
 from paragrad.cli import app
+from paragrad.report.progress import Shown
 from paragrad.schedules.sabotage import SABOTAGES
 
 BUILT_IN = ("digits", "mnist-mlp", "mnist-cnn", "shakespeare-lstm")
@@ -54,6 +57,31 @@ def test_a_planted_bug_is_named(bug: str, tmp_path: Path) -> None:
         assert "not equal bit for bit" in told["failure"]
     else:
         assert told["first"] == ["gradient of 0.weight", 0]
+
+
+def test_a_run_that_failed_is_neither_the_same_nor_another_training(tmp_path: Path) -> None:
+    """A job that raised on one rank was certified as another training: "same training as serial: NO"."""
+    job = Path(__file__).parents[1] / "job_files" / "fails_on_two.py"
+    result = CliRunner().invoke(app, ["verify", str(job), "--strategy", "data(2)", "--runs", str(tmp_path)])
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert "Traceback" in result.stderr
+    assert result.stderr.splitlines()[-1] == ("paragrad: rank 1, step 0: RuntimeError: two is one too many (the run failed, so "
+                                              "whether it is the same training is not known)")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_of_a_comparison_step_by_step(tmp_path: Path) -> None:
+    """verify was silent for all of its steps."""
+    told: list[dict[str, float]] = []
+    pg.verify(pg.job("digits"), "serial", runs=tmp_path, progress=told.append)
+    assert [(each["step"], each["steps"]) for each in told] == [(step, 20) for step in range(1, 21)]
+    assert all(each["difference"] <= 1e-10 for each in told)
+    console = Console(file=io.StringIO())
+    tell = Shown(console).run("verify serial")
+    for each in told:
+        tell(each)
+    assert console.file.getvalue() == f"verify serial: step 20 of 20, difference {told[-1]['difference']:.1e}\n"  # type: ignore
 
 
 def test_the_certificate_says_with_what_it_compared(tmp_path: Path) -> None:

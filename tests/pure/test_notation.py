@@ -115,6 +115,12 @@ REFUSED = {
     "data(2, reduce=ring": "expected ','",
     "data(2)) ": "nothing more was expected",
     "data(2) $": "cannot read '$'",
+    "data(2, reduce='ring')": "names stand without quotes: data(2, reduce=ring)",
+    '"data(2)"': "names stand without quotes: data(2)",
+    "serial, data(2)": "between strategies stands ; and not ,",
+    "ring": "did you mean data(2, reduce=ring)?",
+    "ring_async(4)": "did you mean data(2, reduce=ring_async)?",
+    "ddp(2)": "did you mean data?",
     "": "no strategy was given",
     "3": "expected a name",
     "serial * data(2)": "serial is one worker",
@@ -134,7 +140,7 @@ def test_refused_with_the_repair(text: str) -> None:
 @pytest.mark.parametrize("text", [
     "tensor(2)", "spatial(2)", "branch(2)", "place(2)", "pipeline(2)", "server(2)", "local(2)", "federated(2)",
     "data(2) * tensor(2)", "data(2, reduce=star)", "data(2, reduce=two_level)", "data(2, compress=top_k(0.01))",
-    "data(2, state=shared_memory)", "data(2, state=fully_sharded)", "data(2, shares=auto)", "data(2, dense=tensor)",
+    "data(2, state=fully_sharded)", "data(2, shares=auto)", "data(2, dense=tensor)",
     "data(2, reduce=ring(reproducible=true))"])
 def test_known_by_name_and_refused_as_not_built(text: str) -> None:
     with pytest.raises(Refused, match="known and not built yet"):

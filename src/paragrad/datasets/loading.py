@@ -35,6 +35,9 @@ class Samples:
     seed: int = 0
     collate: Collate | None = None
 
+    def __post_init__(self) -> None:
+        refuse_loader(self.dataset, "the dataset")
+
     def __len__(self) -> int:
         return len(self.dataset)
 
@@ -51,6 +54,13 @@ class Samples:
                 drawn.append(dataset[index])
             _seed_generators(f"collate {self.seed} {epoch} {indices[0]}")
             return (self.collate or default_collate)(drawn)
+
+
+def refuse_loader(dataset: Any, what: str) -> None:
+    """Refuse a DataLoader where its dataset is wanted: a rank draws its own share of every batch."""
+    if isinstance(dataset, DataLoader):
+        raise Refused(f"{what} is a DataLoader, which makes batches of its own; give the dataset itself, the global batch size "
+                      f"as batch={dataset.batch_size or '...'}, and what the loader has as collate_fn as collate=")
 
 
 def loaded(samples: Samples, epoch: int, batches: Iterable[list[int]], loaders: int = 0) -> Iterator[Any]:
@@ -92,6 +102,13 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, tuple | list) and any(isinstance(each, Tensor | Mapping | tuple | list) for each in value):
         return type(value)(mapped(function, each) for each in value)
     return function(value)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors of a batch."""
+    found: list[Tensor] = []
+    mapped(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, value)
+    return found
 
 
 def copied(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A job by what the user wrote: a built-in name, path/file.py, or module:attribute."""
+"""A job by what the user wrote: a built-in name, path/file.py, path/file.py:name, or module:attribute."""
 
 from __future__ import annotations
 
@@ -49,10 +49,9 @@ def find(text: str, settings: Mapping[str, str] | None = None) -> Job:
     if text.endswith(".py"):
         return _only_job(_loaded(Path(text)), text)
     if ":" in text:
-        module, _, attribute = text.partition(":")
-        found = _guarded(text, lambda: getattr(importlib.import_module(module), attribute))
-        return _as_job(found, text)
-    raise Refused(unknown("job", text, JOBS) + "; or give path/file.py or module:attribute")
+        place, _, name = text.rpartition(":")
+        return _as_job(_attribute(_loaded(Path(place)) if place.endswith(".py") else _imported(place, text), name, text), text)
+    raise Refused(unknown("job", text, JOBS) + "; or give path/file.py, path/file.py:name or module:attribute")
 
 
 def _loaded(path: Path) -> ModuleType:
@@ -71,13 +70,33 @@ def _loaded(path: Path) -> ModuleType:
     return module
 
 
+def _imported(name: str, where: str) -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)                # as `python -m` has it: modules of the working directory can be imported
+    importlib.invalidate_caches()
+    found: ModuleType = _guarded(where, lambda: importlib.import_module(name))
+    return found
+
+
+def _attribute(module: ModuleType, name: str, where: str) -> Any:
+    if not hasattr(module, name):
+        raise Refused(f"{where}: " + unknown("job", name, _jobs_of(module)))
+    return getattr(module, name)
+
+
+def _jobs_of(module: ModuleType) -> dict[str, Job]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, Job)}
+
+
 def _only_job(module: ModuleType, where: str) -> Job:
     if "job" in vars(module):
         return _as_job(vars(module)["job"], f"{where}: job")
-    jobs = {name: value for name, value in vars(module).items() if isinstance(value, Job)}
-    if len(jobs) != 1:
-        held = f"holds {len(jobs)} jobs ({', '.join(jobs)})" if jobs else "holds no Job"
-        raise Refused(f"{where} {held}; write `job = paragrad.Job(...)` at its top level")
+    jobs = _jobs_of(module)
+    if not jobs:
+        raise Refused(f"{where} holds no Job; write `job = paragrad.Job(...)` at its top level")
+    if len(jobs) > 1:
+        raise Refused(f"{where} holds {len(jobs)} jobs ({', '.join(jobs)}); name one of them: {where}:{next(iter(jobs))}")
     return next(iter(jobs.values()))
 
 

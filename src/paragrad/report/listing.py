@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterable, Sequence
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -14,29 +18,64 @@ from rich.table import Table
 from paragrad.admission import Admitted
 from paragrad.certificate import Certificate
 from paragrad.errors import Refused
+from paragrad.job import accuracy
 from paragrad.notation import Choice
 from paragrad.players.draw import draw as drawn
-from paragrad.report.table import sent
+from paragrad.report.table import COMPUTED, sent
 from paragrad.shares import micro_batches
 from paragrad.strategy import ALGORITHMS, STRATEGIES, Data, Native, Strategy, refuse_unbuilt, resolve, share_weights
 from paragrad.training import Run
 
 
-def run(finished: Run, as_json: bool) -> None:
-    """The summary of one run."""
+def run(finished: Run, as_json: bool, typed: Sequence[str] = ("paragrad", "train", "JOB")) -> None:
+    """The summary of one run. typed: the command that made it, program first, as sys.argv has it."""
     header, difference = finished.header, finished.difference
+    stopped = {"stopped": f"at step {finished.resumable}", "go on with": again(typed, finished)} if finished.stopped else {}
     facts = {"strategy": header["strategy"], "resolved": header["resolved"], "test": finished.test,
              "loss": finished.losses[-1] if finished.losses else None, "seconds per step": finished.seconds_per_step,
              "sent per step": finished.sent_per_step, "audit": asdict(finished.audit),
              "difference from serial": difference and difference["value"],
-             "where largest": difference and difference["tensor"],
-             "stopped": f"at step {finished.resumable}; go on with --resume {finished.folder}" if finished.stopped else None,
-             "record": str(finished.folder)}
+             "where largest": difference and difference["tensor"], **stopped, "record": str(finished.folder)}
     if as_json:
         print(json.dumps(facts))
     else:
-        shown = {**facts, "sent per step": sent(finished.sent_per_step), "audit": str(finished.audit)}
-        _facts((name, value) for name, value in shown.items() if value is not None)
+        _facts((name, value) for name, value in _labelled(finished, facts).items() if value is not None)
+
+
+def _labelled(finished: Run, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts of a run for people: every number with what it is and its unit."""
+    test, seconds, moved = finished.test, finished.seconds_per_step, sent(finished.sent_per_step)
+    named = {"test": f"test {finished.header['job']['metric']}", "loss": "loss of the last step (mean over its samples)",
+             "seconds per step": "time per step (median of the slowest rank)", "sent per step": "bytes sent per rank and step",
+             "audit": "audit", "difference from serial": "difference from serial (relative, float64, 20 steps)"}
+    texts = {"test": None if test is None else f"{test:.2f}" + (" %" if finished.job.metric is accuracy else ""),
+             "loss": None if facts["loss"] is None else f"{facts['loss']:.4f}",
+             "seconds per step": None if seconds is None else f"{1e3 * seconds:.2f} ms",
+             "sent per step": moved + (f" (*: {COMPUTED})" if "*" in moved else ""), "audit": str(finished.audit),
+             "difference from serial": facts["difference from serial"] and f"{facts['difference from serial']:.1e}"}
+    return {named.get(name, name): texts.get(name, value) for name, value in facts.items()}
+
+
+def again(typed: Sequence[str], stopped: Run) -> str:
+    """The command that goes on where a run stopped: all that was typed, and --resume with the run's folder."""
+    program, *words = typed
+    rest, kept = iter(words), []
+    for word in rest:
+        if word == "--resume":
+            next(rest, None)
+        elif not word.startswith("--resume="):
+            kept.append(word)
+    data = stopped.header["settings"].get("data")
+    if data and not any(word.split("=")[0] == "--data" for word in kept):
+        kept += ["--data", data]                # from the environment, which the next shell may not have
+    return shlex.join([*called_as(program), *kept, "--resume", str(stopped.folder)])
+
+
+def called_as(program: str) -> list[str]:
+    """How to call what sys.argv[0] names: by its name where that finds it."""
+    if Path(program).name == "__main__.py":     # python -m paragrad, or a launcher that does so
+        return ["python" if shutil.which("python") == sys.executable else sys.executable, "-m", "paragrad"]
+    return [Path(program).name if shutil.which(Path(program).name) == str(Path(program).absolute()) else program]
 
 
 def certificate(found: Certificate, as_json: bool) -> None:

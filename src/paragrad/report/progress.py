@@ -17,7 +17,7 @@ class Shown:
     def __init__(self, console: Console) -> None:
         self.console = console
         self.bars = Progress(TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
-                             TextColumn("loss {task.fields[loss]}"), TimeElapsedColumn(), console=console)
+                             TextColumn("{task.fields[value]}"), TimeElapsedColumn(), console=console)
 
     def __enter__(self) -> Shown:
         if self.console.is_terminal:
@@ -28,12 +28,12 @@ class Shown:
         self.bars.stop()
 
     def run(self, name: str) -> Any:
-        """What to tell of the run of that name: a function of {"epoch", "step", "steps", "loss"}."""
+        """What to tell of the run of that name: a function of {"step", "steps", "loss" or "difference"}."""
         return self._bar(name) if self.console.is_terminal else self._lines(name)
 
     def _bar(self, name: str) -> Any:
-        task = self.bars.add_task(name, total=None, loss="-")
-        return lambda told: self.bars.update(task, completed=told["step"], total=told["steps"], loss=f"{told['loss']:.4f}")
+        task = self.bars.add_task(name, total=None, value="")
+        return lambda told: self.bars.update(task, completed=told["step"], total=told["steps"], value=_value(told))
 
     def _lines(self, name: str) -> Any:
         last = time.monotonic()
@@ -42,6 +42,10 @@ class Shown:
             nonlocal last
             if told["step"] == told["steps"] or time.monotonic() - last > EVERY:
                 last = time.monotonic()
-                self.console.print(f"{name}: step {told['step']} of {told['steps']}, loss {told['loss']:.4f}",
+                self.console.print(f"{name}: step {told['step']} of {told['steps']}, {_value(told)}",
                                    highlight=False, soft_wrap=True, markup=False)
         return tell
+
+
+def _value(told: dict[str, Any]) -> str:
+    return f"loss {told['loss']:.4f}" if "loss" in told else f"difference {told['difference']:.1e}"

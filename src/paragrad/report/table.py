@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from statistics import fmean
+from typing import Any
 
+from rich.box import SIMPLE_HEAVY
 from rich.console import Console
 from rich.table import Table as Drawn
 
@@ -12,8 +14,15 @@ from paragrad.results import TWIN, Row, Table
 
 TOO_SHORT = 5e-3        # seconds of a serial step below which one exchange costs more than a second worker saves
 
+COMPUTED = "computed from the closed form of the backend's own collective"         # what * means at a number of bytes
+
 COLUMNS = ("strategy", "test {metric}", "ms/step", "speed-up", "over 1 thread", "sent/rank/step", "difference", "where largest",
            "parameters")
+
+FOLDED = ("strategy", "where largest", "parameters")       # columns whose cells may take several lines
+SPARED = ("where largest", "over 1 thread", "samples to", "epochs to", "sent/rank/step", "seconds to", "parameters", "speed-up")
+STRATEGY = len("data(2, reduce=ring_async)")        # characters that a strategy gets, before it takes a second line
+NARROW: dict[str, Any] = {"box": SIMPLE_HEAVY, "pad_edge": False, "padding": (0, 1, 0, 0), "show_edge": False}
 
 
 def columns_of(table: Table) -> list[str]:
@@ -26,21 +35,64 @@ def columns_of(table: Table) -> list[str]:
 
 def show(table: Table, console: Console) -> None:
     """Print the table and the lines that explain it."""
-    columns, shown = columns_of(table), [*notes(table), f"record: {table.folder}", f"page: {table.folder / 'page.html'}"]
     if not console.is_terminal:
-        print("\t".join(columns))
-        for row in table.rows:
-            print("\t".join(cells(table, row)))
-        print("\n".join(f"# {note}" for note in shown))
-    else:
-        drawn = Drawn(title=f"{table.job}: {len(table.rows)} strategies", title_justify="left")
-        for place, column in enumerate(columns):
-            drawn.add_column(column, no_wrap=place == 0, overflow="fold")
-        for row in table.rows:
-            drawn.add_row(*cells(table, row))
-        console.print(drawn)
-        for note in shown:
-            console.print(note, highlight=False, soft_wrap=True, markup=False)
+        print("\t".join(columns_of(table)))
+        for each in table.rows:
+            print("\t".join(cells(table, each)))
+        print("\n".join(f"# {note}" for note in _below(table)))
+        return
+    columns, rows = columns_of(table), [_without_message(cells(table, row)) for row in table.rows]
+    narrow = sum(max(map(len, each)) + 3 for each in zip(columns, *rows, strict=True)) + 1 > console.width
+    places = fitting(columns, rows, console.width) if narrow else list(range(len(columns)))
+    drawn = Drawn(title=f"{table.job}: {len(table.rows)} strategies", title_justify="left", **(NARROW if narrow else {}))
+    for place in places:
+        heading = columns[place].replace(" ", "\n") if narrow else columns[place]
+        drawn.add_column(heading, no_wrap=columns[place] not in FOLDED, overflow="fold")
+    for texts in rows:
+        drawn.add_row(*(texts[place] for place in places))
+    console.print(drawn, markup=False)
+    missing = [column for place, column in enumerate(columns) if place not in places]
+    left_out = [f"in page.html, too wide for this terminal: {', '.join(missing)}"] if missing else []
+    for note in [*_failures(table), *left_out, *_below(table)]:
+        console.print(note, highlight=False, soft_wrap=True, markup=False)
+
+
+def fitting(columns: list[str], rows: list[list[str]], width: int) -> list[int]:
+    """The places of the columns that a terminal of so many characters has room for; the least useful ones go first."""
+    def needed(place: int) -> int:
+        """Characters of a column and the space after it; headings break between words, and so do some cells."""
+        texts = [row[place] for row in rows]
+        if place == 0:
+            return min(max(map(len, texts)), STRATEGY) + 2
+        words = [word for text in texts for word in text.split()] if columns[place] in FOLDED else texts
+        return max(map(len, [*columns[place].split(), *words])) + 2
+    kept = list(range(len(columns)))
+    for column in [column for name in SPARED for column in columns if column.startswith(name)]:
+        if sum(map(needed, kept)) - 2 <= width:
+            break
+        kept.remove(columns.index(column))
+    return kept
+
+
+def plain(table: Table) -> str:
+    """The table as text in columns, with its notes: what print(table) shows."""
+    columns, rows = columns_of(table), [_without_message(cells(table, row)) for row in table.rows]
+    widths = [max(len(line[place]) for line in [columns, *rows]) for place in range(len(columns))]
+    lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in [columns, *rows]]
+    return "\n".join([*lines, *_failures(table), *_below(table)])
+
+
+def _below(table: Table) -> list[str]:
+    return [*notes(table), f"record: {table.folder}", f"page: {table.folder / 'page.html'}"]
+
+
+def _without_message(texts: list[str]) -> list[str]:
+    """A row whose failures are told below, where there is room."""
+    return ["failed" if text.startswith("failed: ") else text for text in texts]
+
+
+def _failures(table: Table) -> list[str]:
+    return [f"{row.strategy} failed: {row.failure}" for row in table.rows if row.failure]
 
 
 def cells(table: Table, row: Row) -> list[str]:
@@ -84,11 +136,15 @@ def notes(table: Table) -> list[str]:
     lines = [f"machine: {machine['cores']} cores, {machine['cpu']}, torch {machine['torch']}, Python {machine['python']}",
              f"speed-up: over serial with all {machine['cores']} threads; difference: from serial in float64 over 20 steps; "
              "parameters: digest of the final ones"]
+    load = machine.get("load")
+    if load is not None and load > machine["cores"] / 2:
+        lines.append(f"the machine was busy: a load of {load:.1f} on {machine['cores']} cores in the minute before the first "
+                     "run; other work ran beside it, or had just ended, and the times say little")
     if any(row.seeds > 1 for row in table.rows):
         lines.append(f"test {table.metric}: mean ± standard deviation over {table.rows[0].seeds} seeds; "
                      "parameters: one digest per seed")
     if any(number["computed"] for row in table.rows for number in row.sent.values()):
-        lines.append("*: computed from the closed form of the backend's own collective; the rest was counted on the wire")
+        lines.append(f"*: {COMPUTED}; the rest was counted on the wire")
     serial = next((row.seconds_per_step for row in table.rows if row.resolved.startswith("serial")), None)
     if serial is not None and serial < TOO_SHORT:
         lines.append(f"No speed-up is promised on {table.job}: a serial step takes {1e3 * serial:.2f} ms, "
