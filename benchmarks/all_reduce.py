@@ -22,18 +22,14 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 import shutil
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Client, Connection, Listener
-from pathlib import Path
 
 from common import Bench, alternated, ratios
+from workers import MPIRUN, Workers, serve
 
 KB, MB = 2**10, 2**20
 SIZES = (KB, 4 * KB, 16 * KB, 64 * KB, 256 * KB, MB, 4 * MB, 16 * MB, 64 * MB)
@@ -49,9 +45,9 @@ def main() -> None:
         return
     rounds = 2 if bench.quick else 7
     for ranks in (2, 4):
-        worlds = {kind: World(kind, ranks) for kind in ("shm", "gloo", "limit")}
+        worlds = {kind: Workers(__file__, kind, ranks) for kind in ("shm", "gloo", "limit")}
         if shutil.which("mpirun") and importlib.util.find_spec("mpi4py"):
-            worlds["mpi"] = World("mpi", ranks)
+            worlds["mpi"] = Workers(__file__, "mpi", ranks, MPIRUN)
         else:
             print("OpenMPI is left out: it wants mpirun (make system) and mpi4py (pip install mpi4py)", file=sys.stderr)
         times = {size: alternated({f"{kind}, {ranks} ranks, {named(size)} [us]": measure(world, size)
@@ -62,8 +58,9 @@ def main() -> None:
     bench.finish()
 
 
-def measure(world: World, size: int) -> Callable[[], float]:
-    return lambda: world.microseconds(size)
+def measure(world: Workers, size: int) -> Callable[[], float]:
+    """The slowest rank's median time."""
+    return lambda: max(world.ask((size, max(5, min(300, 25 * MB // size)))))
 
 
 def report(bench: Bench, ranks: int, times: dict[int, dict[str, list[float]]]) -> None:
@@ -82,38 +79,11 @@ def named(size: int) -> str:
     return f"{size // MB} MB" if size >= MB else f"{size // KB} KB"
 
 
-class World:
-    """Processes of one kind that wait for orders, each at a socket of its own."""
-
-    def __init__(self, kind: str, ranks: int) -> None:
-        self.folder = tempfile.TemporaryDirectory(prefix="all_reduce-")
-        address = str(Path(self.folder.name) / "socket")
-        call = [str(Path(__file__)), "--worker", kind, address]
-        start = (["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(ranks), sys.executable] if kind == "mpi" else
-                 [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)])
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        with Listener(address, "AF_UNIX", backlog=ranks) as listener:
-            self.process = subprocess.Popen([*start, *call], env=environment)
-            self.sockets: list[Connection] = [listener.accept() for _ in range(ranks)]
-
-    def microseconds(self, size: int) -> float:
-        repeats = max(5, min(300, 100 * MB // size // 4))
-        for socket in self.sockets:
-            socket.send((size, repeats))
-        return max(socket.recv() for socket in self.sockets)
-
-    def close(self) -> None:
-        for socket in self.sockets:
-            socket.send(None)
-        self.process.wait(timeout=60)
-        self.folder.cleanup()
-
-
 # ---- in a rank ---------------------------------------------------------------------------------------------------------
 def worker(kind: str, address: str) -> None:
     prepare, leave = {"mpi": of_mpi, "limit": of_the_limit}.get(kind, lambda: of_torch(kind))()
-    orders = Client(address, "AF_UNIX")
-    while (order := orders.recv()) is not None:
+
+    def microseconds(order: tuple[int, int]) -> float:
         size, repeats = order
         barrier, play = prepare(size)
         taken = []
@@ -123,7 +93,8 @@ def worker(kind: str, address: str) -> None:
             play()
             taken.append(time.perf_counter() - start)
         barrier()
-        orders.send(1e6 * statistics.median(taken[3:]))
+        return 1e6 * statistics.median(taken[3:])
+    serve(address, microseconds)
     leave()
 
 

@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paragrad.backends.shm import collectives
 from paragrad.launching import Ranks
 from paragrad.world import World
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8)
-LONG = 700_001          # float32: more than two areas, and an odd number
+LONG = 1_200_001        # float32: more than two areas, and an odd number
 
 
 def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -89,7 +88,8 @@ def not_contiguous(world: World) -> None:
 
 def same_bits(world: World) -> None:
     """Both ways of adding, short and long, are in rank order."""
-    for count in (7, collectives.SMALL // 4, collectives.SMALL // 4 + 1, 300_000):
+    small = dist.group.WORLD.joined.port.small // 4
+    for count in (7, small, small + 1, 300_000, 1_200_001):
         everyone = [torch.randn(count, generator=torch.Generator().manual_seed(rank)) for rank in range(world.size)]
         mine = everyone[world.rank].clone()
         dist.all_reduce(mine)

@@ -248,7 +248,7 @@ def test_who_gives_up_tells_the_others(pool: Ranks) -> None:
     for message in pool.run(given_up, size=3, backend="shm"):
         assert "rank 0 gave up waiting" in message
         assert "to which rank 1 has not come" in message
-        assert "all_reduce (SUM) of float32 [5], 20 bytes, collective 2 of its group of 3" in message
+        assert "all_reduce SUM of float32 [5], 20 bytes, collective 2 of its group of 3" in message
 
 
 def waiting_for_the_dead(rank: int, store: str) -> None:
@@ -276,7 +276,7 @@ def test_a_death_ends_every_wait(tmp_path: Path) -> None:
                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(4)]
     told = [rank.communicate(timeout=60) for rank in ranks]
     assert ranks[1].returncode == -signal.SIGKILL
-    for rank, words in ((0, "all_reduce (SUM) of float32 [100], 400 bytes, collective 3"),
+    for rank, words in ((0, "all_reduce SUM of float32 [100], 400 bytes, collective 3"),
                         (2, "receive from rank 1 of float32 [100], 400 bytes"), (3, "collective 3 of its group of 4")):
         assert f"rank 1 (process {ranks[1].pid}) ended" in told[rank][0], told[rank]
         assert words in told[rank][0]

@@ -4,7 +4,8 @@ All of them are exchanges: write into the own area, meet, read from any area. Ev
 turn, so one meeting per exchange is enough: who writes an area again has met everybody after they read it. Longer tensors go in
 pieces.
 
-* all_reduce up to `SMALL` bytes: one exchange, every rank adds all contributions.
+* all_reduce up to `Port.small` bytes, and of two ranks: one exchange, every rank adds all contributions (with two, a slice that is
+  added once would have to be written and read once more: no less to move, and one more meeting).
 * all_reduce of more: every rank adds its slice straight from the others' areas into its next area, meets, and all copy all
   slices. Always in rank order, so all ranks have the same bits, and the same as those of the small way.
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,64 +29,82 @@ from paragrad.backends.shm.reductions import Reduction
 from paragrad.backends.shm.region import LINE
 from paragrad.backends.shm.signals import GroupError, Meeting, Peers, Semaphores
 
-SMALL = 32 * 2**10      # bytes up to which an all-reduce is one exchange
-TITLE = 256             # bytes in which a rank says what it does
+SMALL = 2**16           # bytes up to which an all-reduce is one exchange, where every rank has a core to itself
+CROWDED = 2**19         # ... where ranks share cores, and a meeting costs as much as reading these
+TITLE = 512             # bytes in which a rank says what it does
 VIEWS = 4096            # views of areas that are kept: making one costs more than copying a kilobyte
+
+
+class Title(NamedTuple):
+    """What a rank does, in words, and the digest by which ranks compare it."""
+    words: str
+    digest: bytes
+
+
+@functools.lru_cache(maxsize=1024)
+def titled(words: str) -> Title:
+    return Title(words, hashlib.sha256(words.encode()).digest().ljust(LINE - 8, b"\0"))
 
 
 class Port:
     """One rank's way into the areas of its group.
 
-    areas: uint8 [2, size, area];  titles: bytes [2, size, TITLE];  numbers: by rank, collectives it has begun;  signals:
-    semaphore `from * size + to`.
+    areas: uint8 [2, size, area];  marks: bytes [2, size, LINE], what each rank does (a digest) and its how manieth collective
+    that is;  titles: bytes [size, TITLE], the same in words, where they differ;  signals: semaphore `from * size + to`.
     """
 
-    def __init__(self, rank: int, size: int, areas: Tensor, titles: memoryview, numbers: memoryview, signals: Semaphores,
+    def __init__(self, rank: int, size: int, areas: Tensor, marks: memoryview, titles: memoryview, signals: Semaphores,
                  peers: Peers) -> None:
-        self.rank, self.size, self.areas, self.titles, self.numbers = rank, size, areas, titles, numbers
+        self.rank, self.size, self.areas, self.marks, self.titles = rank, size, areas, marks, titles
         self.meeting, self.peers = Meeting(rank, size, signals, peers), peers
         self.capacity = areas.size(2)                           # bytes of one area
+        self.small = SMALL if peers.spins else CROWDED
         self.part = self.capacity // size // LINE * LINE        # bytes of an area cut in one part per rank
         self.turn = 0                                           # which of the two areas is written
         self.number = 0                                         # collectives so far
-        self.doing = ""
-        self.title: bytes | None = None                         # what all ranks must be doing, until that was seen
+        self.doing = titled("")
+        self.mark: bytes | None = None                          # what all ranks must be doing, until that was seen
         self.deadline, self.patient = 0.0, False
         self.views: dict[tuple[int, int, torch.dtype, int, int], Tensor] = {}
 
-    def begin(self, doing: str, deadline: float, patient: bool = False) -> None:
+    def begin(self, doing: Title, deadline: float, patient: bool = False) -> None:
         """A collective begins. patient: nobody waits for it, so do not spin."""
         self.number += 1
-        self.numbers[self.rank] = self.number
         self.doing, self.deadline, self.patient = doing, deadline, patient
         self.peers.check(self.late)             # who comes late to a group that was given up must not let others go on
-        self.title = _title(doing)
-        place = self._place(self.rank)
-        self.titles[place:place + TITLE] = self.title
+        self.mark = doing.digest + self.number.to_bytes(8, "little")
+        place = (self.turn * self.size + self.rank) * LINE
+        self.marks[place:place + LINE] = self.mark
 
     def meet(self) -> None:
         """Until every rank has come here: what each wrote before, all may read after. Raises GroupError."""
         self.meeting.meet(self.deadline, self.late, self.patient)
-        if self.title is not None:
-            first = self._place(0)
-            if self.titles[first:first + self.size * TITLE] != self.title * self.size:
+        first, self.turn = self.turn * self.size * LINE, 1 - self.turn
+        if self.mark is not None:
+            agree = self.marks[first:first + self.size * LINE] == self.mark * self.size
+            self.mark = None
+            if not agree:
                 raise self._disagree()
-            self.title = None
-        self.turn = 1 - self.turn
 
     def late(self) -> str:
         """What this rank is doing, and who has not begun it: read without a signal, for a message only."""
-        absent = [f"rank {rank}" for rank, number in enumerate(self.numbers) if number < self.number]
+        numbers = [max(int.from_bytes(self.marks[(turn * self.size + rank + 1) * LINE - 8:][:8], "little") for turn in (0, 1))
+                   for rank in range(self.size)]
+        absent = [f"rank {rank}" for rank, number in enumerate(numbers) if number < self.number]
         missing = f", to which {', '.join(absent)} {'has' if len(absent) == 1 else 'have'} not come" if absent else ""
-        return f"{self.doing}, collective {self.number} of its group of {self.size}{missing}"
+        return f"{self.doing.words}, collective {self.number} of its group of {self.size}{missing}"
 
     def own(self, dtype: torch.dtype, count: int, at: int = 0) -> Tensor:
         """`count` elements of the own area from byte `at` on, to write before the next meeting."""
-        return self._view(self.turn, self.rank, dtype, count, at)
+        return self.view(self.turn, self.rank, dtype, count, at)
 
     def of(self, rank: int, dtype: torch.dtype, count: int, at: int = 0) -> Tensor:
         """The same of what a rank wrote before the last meeting."""
-        return self._view(1 - self.turn, rank, dtype, count, at)
+        return self.view(1 - self.turn, rank, dtype, count, at)
+
+    def all_of(self, dtype: torch.dtype, count: int) -> list[Tensor]:
+        """`of` every rank."""
+        return [self.of(rank, dtype, count) for rank in range(self.size)]
 
     def put(self, flat: Tensor, start: int = 0, stop: int | None = None, at: int = 0) -> None:
         """Write elements start to stop, as far as there are."""
@@ -99,7 +119,7 @@ class Port:
         if count := part.numel():
             part.copy_(self.of(rank, flat.dtype, count, at))
 
-    def _view(self, turn: int, rank: int, dtype: torch.dtype, count: int, at: int) -> Tensor:
+    def view(self, turn: int, rank: int, dtype: torch.dtype, count: int, at: int) -> Tensor:
         key = turn, rank, dtype, count, at
         view = self.views.get(key)
         if view is None:
@@ -108,23 +128,35 @@ class Port:
             view = self.views[key] = self.areas[turn, rank, at:at + count * dtype.itemsize].view(dtype)
         return view
 
-    def _place(self, rank: int) -> int:
-        return (self.turn * self.size + rank) * TITLE
-
     def _disagree(self) -> GroupError:
-        titles = [bytes(self.titles[self._place(rank):][:TITLE]).rstrip(b"\0").decode() for rank in range(self.size)]
-        self.turn, self.title = 1 - self.turn, None             # all have met here, and go on together
-        other = next(rank for rank, title in enumerate(titles) if title != titles[self.rank])
+        """All have met here and see it; they meet once more to say it in words, and may go on together."""
+        text = self.doing.words.encode()[:TITLE].ljust(TITLE, b"\0")
+        self.titles[self.rank * TITLE:(self.rank + 1) * TITLE] = text
+        self.meet()
+        titles = [bytes(self.titles[rank * TITLE:][:TITLE]).rstrip(b"\0").decode(errors="replace") for rank in range(self.size)]
+        other = next((rank for rank, title in enumerate(titles) if title != titles[self.rank]), (self.rank + 1) % self.size)
         return GroupError(f"ranks disagree in collective {self.number} of their group: rank {self.rank} does "
                           f"{titles[self.rank]}, rank {other} does {titles[other]}")
 
 
-@functools.lru_cache(maxsize=1024)
-def _title(doing: str) -> bytes:
-    text = doing.encode()
-    if len(text) > TITLE:                                       # its digest tells two long ones apart
-        text = text[:TITLE - 20] + b" ... " + hashlib.sha256(text).hexdigest()[:15].encode()
-    return text.ljust(TITLE, b"\0")
+class Short:
+    """The sum of a short tensor over all ranks, with the views of the areas made beforehand."""
+
+    def __init__(self, port: Port, title: Title, tensor: Tensor) -> None:
+        self.title = title
+        dtype, count, shape = tensor.dtype, tensor.numel(), tensor.shape
+        self.views = [[port.view(turn, rank, dtype, count, 0).view(shape) for rank in range(port.size)] for turn in (0, 1)]
+
+    def sum(self, tensor: Tensor, port: Port) -> None:
+        """As `all_reduce`."""
+        own, *_ = views = self.views[port.turn]
+        views[port.rank].copy_(tensor)
+        port.meet()
+        if port.size == 1:
+            return
+        torch.add(own, views[1], out=tensor)
+        for view in views[2:]:
+            tensor.add_(view)
 
 
 def pieces(count: int, limit: int) -> Iterator[tuple[int, int]]:
@@ -141,14 +173,17 @@ def barrier(port: Port) -> None:
 def all_reduce(port: Port, flat: Tensor, reduction: Reduction, root: int | None = None) -> None:
     """Every rank's flat becomes the reduction of all; with a root only that rank's."""
     count, dtype, ranks = flat.numel(), flat.dtype, range(port.size)
-    wants = root in (None, port.rank)
-    if count * dtype.itemsize <= SMALL:
-        port.put(flat)
-        port.meet()
-        if wants and count:
-            reduction.of(flat, [port.of(rank, dtype, count) for rank in ranks])
+    limit, wants = port.capacity // dtype.itemsize, root is None or root == port.rank
+    if port.size == 2 or count * dtype.itemsize <= port.small:
+        for start, stop in pieces(count, limit):
+            part = flat if stop - start == count else flat[start:stop]
+            port.put(part)
+            port.meet()
+            if wants and stop > start:
+                reduction.of(part, port.all_of(dtype, stop - start) if port.size > 2 else [
+                    part if rank == port.rank else port.of(rank, dtype, stop - start) for rank in ranks])
         return
-    for start, stop in pieces(count, port.capacity // dtype.itemsize):
+    for start, stop in pieces(count, limit):
         part = flat[start:stop]
         cuts = [len(part) * rank // port.size for rank in range(port.size + 1)]
         low, high = cuts[port.rank], cuts[port.rank + 1]

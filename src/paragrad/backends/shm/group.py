@@ -20,17 +20,19 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from paragrad.backends.shm import collectives
-from paragrad.backends.shm.collectives import Port
+from paragrad.backends.shm.collectives import Port, Short, Title, titled
 from paragrad.backends.shm.joining import Joined, join
-from paragrad.backends.shm.reductions import reduction
-from paragrad.backends.shm.tensors import Flats, Run, check, performed, titled, type_of
+from paragrad.backends.shm.reductions import NARROW, SUM, reduction
+from paragrad.backends.shm.tensors import Flats, Run, check, described, performed, type_of
 from paragrad.backends.shm.work import DONE, Lane, Work
 
 _NONE = timedelta(0)
+SHORTS = 256            # kinds of short sums that are remembered
 
 
 def register() -> None:
@@ -51,7 +53,8 @@ class Collectives(Lane):
     def __init__(self, port: Port) -> None:
         super().__init__()
         self.port = port
-        self.queue: deque[tuple[Work, str, Callable[[Port], None]]] = deque()
+        self.shorts: dict[tuple[torch.dtype, torch.Size], Short] = {}
+        self.queue: deque[tuple[Work, Title, Callable[[Port], None]]] = deque()
 
     def advance(self, work: Work, deadline: float, patient: bool) -> None:
         while not work.done:
@@ -65,7 +68,7 @@ class Collectives(Lane):
             else:
                 each.finish()
 
-    def perform(self, title: str, perform: Callable[[Port], None], deadline: float, patient: bool = False) -> None:
+    def perform(self, title: Title, perform: Callable[[Port], None], deadline: float, patient: bool = False) -> None:
         """Carry out one collective; the lock is held, and nothing is before it."""
         try:
             self.port.begin(title, deadline, patient)
@@ -74,6 +77,29 @@ class Collectives(Lane):
             if not isinstance(error, Exception):            # Ctrl-C within: the others must not wait for this rank
                 self.port.peers.give_up(f"rank {self.port.rank} was interrupted in {self.port.late()}")
             raise
+
+
+    def summed_at_once(self, tensor: Tensor, seconds: float) -> bool:
+        """A short sum that its caller waits for, of a kind that was seen before: what most messages of a training are.
+
+        False if it must go the usual way.
+        """
+        short = self.shorts.get((tensor.dtype, tensor.shape))
+        if short is None or self.queue or not (tensor.is_cpu and tensor.is_contiguous()) or tensor.requires_grad or (
+                not self.lock.acquire(blocking=False)):
+            return False
+        try:
+            self.perform(short.title, functools.partial(short.sum, tensor), time.monotonic() + seconds)
+        finally:
+            self.lock.release()
+        return True
+
+    def will_be_short(self, title: Title, tensor: Tensor) -> None:
+        """Remember a sum that `summed_at_once` may carry out from now on."""
+        if 0 < tensor.numel() * tensor.element_size() <= self.port.small and tensor.dtype not in NARROW:
+            if len(self.shorts) >= SHORTS:
+                self.shorts.clear()
+            self.shorts[tensor.dtype, tensor.shape] = Short(self.port, title, tensor)
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
@@ -131,7 +157,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     # ---- collectives -------------------------------------------------------------------------------------------------------
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        return self._reduced("all_reduce", tensors, opts or dist.AllreduceOptions())
+        opts = opts or dist.AllreduceOptions()
+        if not opts.asyncOp and opts.reduceOp == SUM and self.lane.summed_at_once(tensors[0], self.seconds):
+            return DONE
+        return self._reduced("all_reduce", tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         return self._reduced("all_reduce_coalesced", tensors, opts or dist.AllreduceCoalescedOptions())
@@ -145,21 +174,24 @@ class SharedMemoryGroup(dist.ProcessGroup):
         def run(port: Port, outs: Flats, _: Flats) -> None:
             for out in outs:
                 collectives.all_reduce(port, out, how, root)
-        return self._ask(titled(f"{what} ({how.name})", tensors), run, tensors, (), opts)
+        words = described(f"{what} {how.name}", tensors)
+        if what == "all_reduce" and opts.reduceOp == SUM:
+            self.lane.will_be_short(titled(words), tensors[0])
+        return self._ask(words, run, tensors, (), opts)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
         def run(port: Port, outs: Flats, _: Flats) -> None:
             for out in outs:
                 collectives.broadcast(port, out, root)
         root = opts.rootRank
-        return self._ask(titled(f"broadcast from {root}", tensors), run, tensors, (), opts)
+        return self._ask(described(f"broadcast from {root}", tensors), run, tensors, (), opts)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
         def run(port: Port, outs: Flats, ins: Flats) -> None:
             collectives.all_gather(port, outs, ins[0])
-        title, own = titled("all_gather", outputs[0]), outputs[0][self.rank()]
+        title, own = described("all_gather", outputs[0]), outputs[0][self.rank()]
         if own.numel() != inputs[0].numel() or own.dtype != inputs[0].dtype:        # all ranks raise, and this one is named
-            title += f", of which rank {self.rank()} gives {titled('', inputs)}"
+            title += f", of which rank {self.rank()} gives {described('', inputs)}"
         return self._ask(title, run, outputs[0], inputs, opts)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:
@@ -167,7 +199,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         def run(port: Port, outs: Flats, ins: Flats) -> None:
             for place, each in enumerate(ins):
                 collectives.all_gather(port, outs[place::len(ins)], each)
-        return self._ask(titled("all_gather_coalesced", inputs), run, [each for row in outputs for each in row], inputs, opts)
+        everything = [each for row in outputs for each in row]
+        return self._ask(described("all_gather_coalesced", inputs), run, everything, inputs, opts)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
         return self.all_gather_single_coalesced([output], [tensor], opts)
@@ -178,23 +211,23 @@ class SharedMemoryGroup(dist.ProcessGroup):
             for out, each in zip(outs, ins, strict=True):
                 collectives.all_gather(port, self._equal_parts(out), each)
         self._fit("all_gather", outputs, inputs)
-        return self._ask(titled("all_gather_single", inputs), run, outputs, inputs, opts)
+        return self._ask(described("all_gather_single", inputs), run, outputs, inputs, opts)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
         def run(port: Port, outs: Flats, ins: Flats) -> None:
             collectives.gather(port, outs, ins[0])
         results = outputs[0] if outputs else []
         if any(each.numel() != inputs[0].numel() for each in results):
-            raise ValueError(f"gather wants tensors of one length, got {titled('', [*inputs, *results])}")
-        return self._ask(titled(f"gather to {opts.rootRank}", inputs), run, results, inputs, opts)
+            raise ValueError(f"gather wants tensors of one length, got {described('', [*inputs, *results])}")
+        return self._ask(described(f"gather to {opts.rootRank}", inputs), run, results, inputs, opts)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:
         def run(port: Port, outs: Flats, ins: Flats) -> None:
             collectives.scatter(port, outs[0], ins, root)
         root, given = opts.rootRank, inputs[0] if inputs else []
         if any(each.numel() != outputs[0].numel() for each in given):
-            raise ValueError(f"scatter wants tensors of one length, got {titled('', [*outputs, *given])}")
-        return self._ask(titled(f"scatter from {root}", outputs), run, outputs, given, opts)
+            raise ValueError(f"scatter wants tensors of one length, got {described('', [*outputs, *given])}")
+        return self._ask(described(f"scatter from {root}", outputs), run, outputs, given, opts)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
         def run(port: Port, outs: Flats, ins: Flats) -> None:
@@ -202,8 +235,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         opts = opts or dist.ReduceScatterOptions()
         how = reduction(opts.reduceOp, outputs[0].dtype)
         if inputs[0][self.rank()].numel() != outputs[0].numel():
-            raise ValueError(f"reduce_scatter: rank {self.rank()} takes {titled('', outputs)} of {titled('', inputs[0])}")
-        return self._ask(titled(f"reduce_scatter ({how.name})", inputs[0]), run, outputs, inputs[0], opts)
+            raise ValueError(f"reduce_scatter: rank {self.rank()} takes {described('', outputs)} of {described('', inputs[0])}")
+        return self._ask(described(f"reduce_scatter {how.name}", inputs[0]), run, outputs, inputs[0], opts)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
@@ -215,7 +248,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         opts = opts or dist.ReduceScatterOptions()
         how = reduction(opts.reduceOp, outputs[0].dtype)
         self._fit("reduce_scatter", inputs, outputs)
-        return self._ask(titled(f"reduce_scatter_single ({how.name})", inputs), run, outputs, inputs, opts)
+        return self._ask(described(f"reduce_scatter_single {how.name}", inputs), run, outputs, inputs, opts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         def run(port: Port, outs: Flats, ins: Flats) -> None:
@@ -259,14 +292,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _fit(self, what: str, large: list[Tensor], small: list[Tensor]) -> None:
         for whole, part in zip(large, small, strict=True):
             if whole.numel() != self.size() * part.numel() or whole.dtype != part.dtype:
-                raise ValueError(f"{what}: {titled('', [whole])} is not {self.size()} times {titled('', [part])}")
+                raise ValueError(f"{what}: {described('', [whole])} is not {self.size()} times {described('', [part])}")
 
-    def _ask(self, title: str, run: Run, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Work:
+    def _ask(self, words: str, run: Run, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> Work:
         """Queue a collective. What its caller waits for at once is carried out here, if nothing is before it."""
         opts = opts or dist.AllgatherOptions()
         for each in (*outputs, *inputs):
             check(each)
-        lane, seconds = self.lane, _seconds(opts, self.seconds)
+        lane, seconds, title = self.lane, _seconds(opts, self.seconds), titled(words)
         perform = functools.partial(performed, run, outputs, inputs)
         if not opts.asyncOp and not lane.queue and lane.lock.acquire(blocking=False):
             try:

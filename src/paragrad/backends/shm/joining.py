@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from paragrad.backends.shm.collectives import TITLE, Port
+from paragrad.backends.shm.collectives import TITLE, Port, titled
 from paragrad.backends.shm.messages import BLOCKS, Messages
 from paragrad.backends.shm.region import LINE, TOKEN, OwnRegion, Region, aligned, opened
 from paragrad.backends.shm.signals import SPIN, WORDS, Peers, Semaphores
 
-AREA = 2**20            # bytes of an area: what a rank shows the others at a time
+AREA = 2**21            # bytes of an area: what a rank shows the others at a time
 AREAS = 2**25           # bytes of all areas of a group at most
 PIECE = 2**18           # bytes of a block of messages
 PIECES = 2**24          # bytes of all blocks of a group at most
@@ -38,9 +38,9 @@ class Layout:
         """name -> (offset, bytes)."""
         pairs = self.size**2
         found, offset = {}, aligned(TOKEN)
-        for name, count in (("pids", 8 * self.size), ("numbers", 8 * self.size), ("words", WORDS), ("flags", 2 * LINE),
+        for name, count in (("pids", 8 * self.size), ("marks", 2 * self.size * LINE), ("words", WORDS), ("flags", 2 * LINE),
                             ("meetings", pairs * LINE), ("filled", pairs * LINE), ("room", pairs * LINE),
-                            ("bells", self.size * LINE), ("titles", 2 * self.size * TITLE),
+                            ("bells", self.size * LINE), ("titles", self.size * TITLE),
                             ("areas", 2 * self.size * self.area), ("blocks", pairs * BLOCKS * (LINE + self.piece)),
                             ("end", 0)):
             found[name] = (offset, count)
@@ -73,7 +73,7 @@ def join(store: Any, rank: int, size: int, seconds: float, neighbours: int) -> J
         joined = _carved(opened(store.get("region").decode()), layout, rank, spins)
     pids = _part(joined.region, layout, "pids").cast("q")
     pids[rank] = os.getpid()
-    joined.port.begin("joining the group", time.monotonic() + seconds)
+    joined.port.begin(titled("joining the group"), time.monotonic() + seconds)
     joined.port.meet()
     joined.peers.know(list(pids))
     if isinstance(joined.region, OwnRegion):
@@ -108,8 +108,8 @@ def _carved(region: Region, layout: Layout, rank: int, spins: int) -> Joined:
         start, count = places[name]
         return region.bytes[start:start + count]
     peers = Peers(rank, spins, semaphores("flags", 2), _part(region, layout, "words"))
-    port = Port(rank, size, tensor("areas").view(2, size, layout.area), _part(region, layout, "titles"),
-                _part(region, layout, "numbers").cast("q"), semaphores("meetings", size**2), peers)
+    port = Port(rank, size, tensor("areas").view(2, size, layout.area), _part(region, layout, "marks"),
+                _part(region, layout, "titles"), semaphores("meetings", size**2), peers)
     messages = Messages(rank, size, tensor("blocks").view(size, size, BLOCKS, LINE + layout.piece),
                         semaphores("filled", size**2), semaphores("room", size**2), semaphores("bells", size), peers)
     return Joined(rank, size, region, peers, port, messages)

@@ -47,7 +47,7 @@ class Reduction:
             out.copy_(into)
 
 
-_SUM_OPERATION = dist.ReduceOp.SUM
+SUM = dist.ReduceOp.SUM
 _SUM = Reduction("SUM", torch.add)
 _REDUCTIONS = (
     _SUM, Reduction("AVG", torch.add, mean=True), Reduction("PRODUCT", torch.mul), Reduction("MIN", torch.minimum),
@@ -60,7 +60,7 @@ def reduction(operation: Any, dtype: torch.dtype) -> Reduction:
 
     Compared with ==: the object is neither the enumeration's member nor reliably printed as one.
     """
-    if operation == _SUM_OPERATION:
+    if operation == SUM:
         return _SUM
     if operation == dist.ReduceOp.PREMUL_SUM:
         _, factor = operation.__getstate__()

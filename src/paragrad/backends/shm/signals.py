@@ -61,7 +61,7 @@ class Semaphores:
 
     def taken(self, number: int) -> bool:
         """Take one post if there is one."""
-        return _try(self.places[number]) == 0
+        return not _try(self.places[number])
 
     def wait(self, number: int, spins: int, seconds: float = SLICE) -> bool:
         """Take one post; False if none came within some seconds (or a signal handler ran)."""
@@ -82,6 +82,7 @@ class Peers:
         self.lives: dict[int, int] = {}             # rank -> pidfd
         self.pids: dict[int, int] = {}
         self.broken: str | None = None              # why this process gave up
+        self.flag = flags.places[1]
 
     def know(self, pids: Sequence[int]) -> None:
         """The processes of all ranks. Raises GroupError where one is gone already."""
@@ -128,7 +129,7 @@ class Peers:
 
     def check(self, late: Callable[[], str]) -> None:
         """Raise GroupError if somebody gave the group up."""
-        if self.broken is None and self.flags.taken(1):
+        if self.broken is None and not _try(self.flag):
             self.flags.post(1)                      # for the others
             text = bytes(self.words).rstrip(b"\0").decode(errors="replace")
             self.broken = f"{text}; rank {self.rank} was in {late()}"
@@ -158,17 +159,17 @@ class Meeting:
     """
 
     def __init__(self, rank: int, size: int, signals: Semaphores, peers: Peers) -> None:
-        self.signals, self.peers = signals, peers
+        self.signals, self.peers, self.size, self.rank = signals, peers, size, rank
         hops = [1 << bit for bit in range((size - 1).bit_length())]
-        self.rounds = [(rank * size + (rank + hop) % size, (rank - hop) % size * size + rank, (rank - hop) % size)
-                       for hop in hops]
+        self.rounds = [(signals.places[rank * size + (rank + hop) % size], signals.places[below * size + rank], below)
+                       for hop in hops for below in [(rank - hop) % size]]
 
     def meet(self, deadline: float, late: Callable[[], str], patient: bool = False) -> None:
         """Until every rank has come here. Raises GroupError; as `Peers.wait`."""
-        for post, wait, frm in self.rounds:
-            self.signals.post(post)
-            if not self.signals.taken(wait):
-                self.peers.wait(self.signals, wait, frm, deadline, late, patient)
+        for above, below, frm in self.rounds:
+            _post(above)
+            if _try(below):                                 # not yet
+                self.peers.wait(self.signals, frm * self.size + self.rank, frm, deadline, late, patient)
 
 
 def _ended(lives: list[int]) -> list[int]:

@@ -16,11 +16,11 @@ Run = Callable[[Port, Flats, Flats], None]          # on flat outputs and inputs
 
 def performed(run: Run, outputs: Sequence[Tensor], inputs: Sequence[Tensor], port: Port) -> None:
     """On flat tensors; outputs that are not contiguous get theirs copied back."""
-    outs, ins = [_flat(each) for each in outputs], [_flat(each) for each in inputs]
-    run(port, outs, ins)
-    for output, flat in zip(outputs, outs, strict=True):
+    outs = [_flat(each) for each in outputs]
+    run(port, outs, [_flat(each) for each in inputs])
+    for place, output in enumerate(outputs):
         if not output.is_contiguous():
-            output.detach().copy_(flat.view(output.shape))
+            output.detach().copy_(outs[place].view(output.shape))
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -35,13 +35,13 @@ def check(tensor: Tensor) -> None:
                          "nccl or gloo for others")
 
 
-def titled(what: str, tensors: Sequence[Tensor]) -> str:
-    return _title(what, *[(each.dtype, each.shape) for each in tensors])
+def described(what: str, tensors: Sequence[Tensor]) -> str:
+    """Such as `all_reduce SUM of float32 [1024], 4096 bytes`."""
+    return _described(what, *[(each.dtype, each.shape) for each in tensors])
 
 
 @functools.lru_cache(maxsize=1024)
-def _title(what: str, *kinds: tuple[torch.dtype, torch.Size]) -> str:
-    """Such as `all_reduce (SUM) of float32 [1024], 4096 bytes`."""
+def _described(what: str, *kinds: tuple[torch.dtype, torch.Size]) -> str:
     size = sum(shape.numel() * dtype.itemsize for dtype, shape in kinds)
     return f"{what} of {', '.join(f'{_name(dtype)} {list(shape)}' for dtype, shape in kinds)}, {size} bytes"
 

@@ -1,0 +1,224 @@
+"""Steps of data parallelism on one host: ours, DistributedDataParallel over gloo and over shm, and one process.
+
+| figure | bar |
+|---|---|
+| data(2)'s speed / DDP's over gloo, MLP: every setting (5 % tolerance) | at least 0.95 |
+| ... h <= 512 and batch 64 | at least 1.8 |
+| ... geometric mean of the nine settings | at least 1.6 |
+| data(2)'s speed / the bound's, geometric mean of the nine settings | at least 0.8 |
+| data(auto)'s time / the best row's, every setting | at most 1.05 |
+| DDP over shm, its time / that over gloo, every setting | at most 1 |
+| memory above idle ranks, h=2048, Adam, 4 ranks: data(4) / DDP | at most 0.55 |
+| memory of everything, likewise | at most 0.75 |
+
+The MLP is 784-h-h-h-10 in float32, SGD with momentum. The bound is one process with one thread and half the batch, the machine
+otherwise idle: two ranks that exchange nothing cannot be faster. Ours are whole trainings, timed by their records from step to
+step; DDP and the bound are loops as one would write them, over the same number of batches cut out of tensors in memory. Memory
+is the proportional set size of all ranks (and of our server of ranks), sampled while they train.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from common import Bench, alternated, ratios
+from torch import Tensor, nn
+from workers import Workers, serve
+
+import paragrad as pg
+from paragrad.admission import admitted
+from paragrad.launching import Ranks
+from paragrad.launching.processes import server
+from paragrad.record import lines_of
+from paragrad.settings import Settings
+from paragrad.training import run
+from paragrad.trial import settled
+
+SAMPLES = 8192
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model, a global batch and an optimizer."""
+    width: int              # 0: the convolutional net of mnist-cnn
+    batch: int
+    adam: bool = False
+
+    def __str__(self) -> str:
+        return f"h={self.width} batch={self.batch}" if self.width else f"cnn batch={self.batch}"
+
+    def model(self) -> nn.Module:
+        if not self.width:
+            return pg.job("mnist-cnn").built_model()
+        width = self.width
+        return nn.Sequential(nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width),
+                             nn.ReLU(), nn.Linear(width, 10))
+
+    def optimizer(self, parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters) if self.adam else torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        draw = torch.Generator().manual_seed(0)
+        shape = (784,) if self.width else (1, 28, 28)
+        return torch.randn(SAMPLES, *shape, generator=draw), torch.randint(10, (SAMPLES,), generator=draw)
+
+    def job(self) -> pg.Job:
+        return pg.Job(name="benchmark", model=self.model, loss=nn.functional.cross_entropy, optimizer=self.optimizer,
+                      train=lambda folder: torch.utils.data.TensorDataset(*self.data()), batch=self.batch, epochs=1000)
+
+    @property
+    def steps(self) -> int:
+        """About half a second of them."""
+        work = self.batch * (2 * (784 + 10) * self.width + 4 * self.width**2 if self.width else 6e6)
+        return max(12, min(400, int(3e10 / work)))
+
+
+MLPS = [Setting(width, batch) for width in (128, 512, 2048) for batch in (64, 256, 1024)]
+QUICK = [MLPS[0], MLPS[4]]
+ROWS = ("serial", "serial(threads=1)", "data(2)", "data(auto)")
+
+
+def main() -> None:
+    bench = Bench(__doc__, lambda parser: parser.add_argument("--worker", nargs=2))
+    if bench.options.worker:
+        worker(*bench.options.worker)
+        return
+    settings = QUICK if bench.quick else [*MLPS, Setting(0, 64)]
+    with tempfile.TemporaryDirectory() as folder, Ranks(2) as ranks:
+        peers = {"DDP, gloo": Workers(__file__, "gloo", 2), "DDP, shm": Workers(__file__, "shm", 2),
+                 "bound": Workers(__file__, "bound", 1)}
+        times = {setting: alternated({
+            **{f"{row}, {setting} [ms]": ours(ranks, row, setting, Path(folder)) for row in ROWS},
+            **{f"{name}, {setting} [ms]": theirs(workers, setting) for name, workers in peers.items()}},
+            2 if bench.quick else 7) for setting in settings}
+        for workers in peers.values():
+            workers.close()
+    names = (*ROWS, *peers)
+    report(bench, {setting: dict(zip(names, found.values(), strict=True)) for setting, found in times.items()})
+    memory(bench)
+    bench.finish()
+
+
+def ours(ranks: Ranks, strategy: str, setting: Setting, folder: Path) -> Callable[[], float]:
+    number = itertools.count()
+
+    def milliseconds() -> float:
+        place = folder / f"{strategy}-{setting}-{next(number)}"
+        place.mkdir()
+        checked = settled(ranks, admitted(setting.job(), strategy, Settings(limit=setting.steps)))
+        run(ranks, checked, place)
+        return between([line["start"] for line in lines_of(place / "rank-0.jsonl", "span") if line["kind"] == "step"])
+    return milliseconds
+
+
+def between(starts: list[float]) -> float:
+    """The median time from step to step, in milliseconds; the first ones warm up."""
+    return 1e3 * statistics.median(later - earlier for earlier, later in itertools.pairwise(starts[3:]))
+
+
+def theirs(workers: Workers, setting: Setting) -> Callable[[], float]:
+    return lambda: between(workers.ask(setting)[0])
+
+
+def report(bench: Bench, times: dict[Setting, dict[str, list[float]]]) -> None:
+    bench.measured["ms per step"] = {str(setting): found for setting, found in times.items()}
+    for setting, found in times.items():
+        least = None if not setting.width else 1.8 if setting.width <= 512 and setting.batch == 64 else 0.95
+        bench.figure(f"data(2) / DDP over gloo, {setting}", ratios(found["DDP, gloo"], found["data(2)"]), at_least=least)
+    mlps = [found for setting, found in times.items() if setting.width]
+    for name, bar in (("DDP, gloo", 1.6), ("bound", 0.8), ("serial", None)):
+        each = [ratios(found[name], found["data(2)"]) for found in mlps]
+        bench.figure(f"data(2) / {name}, geometric mean over MLPs",
+                     [math.prod(row) ** (1 / len(row)) for row in zip(*each, strict=True)], at_least=bar)
+    for setting, found in times.items():
+        others = {name: statistics.median(times) for name, times in found.items() if name not in ("bound", "data(auto)")}
+        best = min(others, key=lambda name: others[name])
+        bench.figure(f"data(auto)'s time / the best's ({best}), {setting}", ratios(found["data(auto)"], found[best]),
+                     at_most=1.05)
+        bench.figure(f"DDP over shm's time / over gloo's, {setting}", ratios(found["DDP, shm"], found["DDP, gloo"]),
+                     at_most=1.0)
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------------
+def memory(bench: Bench) -> None:
+    setting = Setting(2048, 256, adam=True)
+    ddp = Workers(__file__, "gloo", 4)
+    with tempfile.TemporaryDirectory() as folder, Ranks(4) as ranks:
+        ranks.run(idle, size=4)
+        pids = processes(ranks)
+        found = {"DDP": peak(ddp.pids, lambda: ddp.ask(setting)),
+                 "data(4)": peak(pids, ours(ranks, "data(4)", setting, Path(folder)))}
+    ddp.close()
+    bench.measured["memory [MB]"] = {name: {"idle": low / 1e6, "peak": high / 1e6} for name, (low, high) in found.items()}
+    above, everything = ({name: high - (low if less else 0) for name, (low, high) in found.items()} for less in (True, False))
+    bench.figure("memory above idle ranks, data(4) / DDP", above["data(4)"] / above["DDP"], at_most=0.55)
+    bench.figure("memory of everything, data(4) / DDP", everything["data(4)"] / everything["DDP"], at_most=0.75)
+
+
+def idle(world: object) -> None:
+    """A rank that has done nothing."""
+
+
+def processes(ranks: Ranks) -> list[int]:
+    """Our ranks, and the server they are forked from."""
+    return [*(process.pid for process in ranks.processes), server().popen.pid]
+
+
+def peak(pids: list[int], train: Callable[[], object]) -> tuple[int, int]:
+    """(before, at most during) the training: bytes of proportional set size of some processes."""
+    before = most = proportional(pids)
+    running = threading.Thread(target=train)
+    running.start()
+    while running.is_alive():
+        most = max(most, proportional(pids))
+        time.sleep(0.02)
+    running.join()
+    return before, most
+
+
+def proportional(pids: list[int]) -> int:
+    return sum(1024 * int(line.split()[1]) for pid in pids
+               for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines() if line.startswith("Pss:"))
+
+
+# ---- in a rank -----------------------------------------------------------------------------------------------------------
+def worker(kind: str, address: str) -> None:
+    import torch.distributed as dist
+
+    import paragrad.backends  # noqa: F401
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo" if kind == "bound" else kind)
+    rank, parts = dist.get_rank(), 2 if kind == "bound" else dist.get_world_size()
+
+    def starts(setting: Setting) -> list[float]:
+        torch.manual_seed(0)
+        model = setting.model()
+        net = model if kind == "bound" else nn.parallel.DistributedDataParallel(model)
+        update = setting.optimizer(model.parameters())
+        inputs, targets = setting.data()
+        part, found = setting.batch // parts, []
+        order = torch.randperm(SAMPLES)
+        for step in range(setting.steps):
+            found.append(time.perf_counter())
+            place = step * setting.batch % (SAMPLES - setting.batch + 1) + rank * part
+            mine = order[place:place + part]
+            update.zero_grad()
+            nn.functional.cross_entropy(net(inputs[mine]), targets[mine]).backward()
+            update.step()
+        dist.barrier()
+        return found
+    serve(address, starts)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
