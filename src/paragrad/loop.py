@@ -47,7 +47,7 @@ class Training:
     def __init__(self, trainer: Trainer, checked: Admitted, folder: Path, record: Recorder, report: Progress,
                  show: Callable[..., None]) -> None:
         self.trainer, self.checked, self.folder, self.record = trainer, checked, folder, record
-        self.report, self.show, self.told = report, show, 0.0
+        self.report, self.show, self.told = report, show, -1.0
         self.last: tuple[int, float] | None = None          # (epoch, loss) of the last step
         job, settings = checked.job, checked.settings
         self.train: Dataset = opened(job.train, settings.folder)

@@ -49,8 +49,8 @@ def counted(loss: Loss, target: Any, samples: int) -> float:
     if ignoring is None or not isinstance(target, Tensor) or target.is_floating_point():
         return float(samples)
     ignore_index, class_weight = ignoring
-    kept = target[target != ignore_index]
-    return float(kept.numel() if class_weight is None else class_weight[kept].sum())
+    kept = target != ignore_index
+    return float(kept.sum() if class_weight is None else class_weight[target[kept]].sum())
 
 
 def _cross_entropy(loss: Loss) -> tuple[int, Tensor | None] | None:
@@ -66,18 +66,11 @@ def _cross_entropy(loss: Loss) -> tuple[int, Tensor | None] | None:
 
 
 class Summed(nn.Module):
-    """Model and loss as one module: inputs, target -> the summed loss.
-
-    What all ranks must add up travels as one more gradient: `counter` is a parameter whose gradient is (weight, loss, ranks
-    that were asked to stop), so whatever sums the gradients (over micro-batches, over ranks, along any schedule) sums these
-    too, in the same message.
-    """
+    """Model and loss as one module: inputs, target -> the summed loss, and its weight."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
         self.model = model
-        self.counter = nn.Parameter(torch.zeros(3, dtype=_counter_dtype(model), device=next(model.parameters()).device))
-        self.stop = 0.0                         # 1.0: this rank was asked to stop
         self._loss = (loss,)                    # in a tuple: a loss that is a module is not part of the model
 
     @property
@@ -87,21 +80,11 @@ class Summed(nn.Module):
     def forward(self, inputs: Any, target: Any, samples: int) -> tuple[Tensor, float]:
         """The sum over the first `samples` (0: everything weighs nothing) and its local weight."""
         total, weight = self.pair(called(self.model, inputs), target, max(samples, 1))
-        if samples == 0:
-            total, weight = total * 0, 0.0
-        counted = self.counter.new_tensor([weight, 0.0, self.stop])
-        counted[1] = total.detach()
-        return total + (self.counter * counted).sum(), weight
+        return (total, weight) if samples else (total * 0, 0.0)
 
     def pair(self, output: Any, target: Any, samples: int) -> tuple[Tensor, float]:
         """The loss of an output as (sum, weight)."""
         return summed(self.loss, output, target, samples)
-
-
-def _counter_dtype(model: nn.Module) -> torch.dtype:
-    """The gradients' own type, so that the weight shares their bucket; never below float32, which counts to 2^24."""
-    dtype = next(parameter.dtype for parameter in model.parameters() if parameter.requires_grad)
-    return torch.promote_types(dtype, torch.float32)
 
 
 @torch.no_grad()

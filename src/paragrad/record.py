@@ -41,6 +41,9 @@ SCHEMA = 1
 Line = dict[str, Any]
 
 
+_encoded = json.JSONEncoder(separators=(",", ":")).encode      # json.dumps would make an encoder for every line
+
+
 class Recorder:
     """Appends lines to a file, each whole and at once, so that it survives the end of its process."""
 
@@ -64,7 +67,7 @@ class Recorder:
 
     def write_all(self, lines: list[Line]) -> None:
         """Several lines in one go."""
-        self.file.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+        self.file.write("".join(_encoded(line) + "\n" for line in lines))
         self.file.flush()
 
 

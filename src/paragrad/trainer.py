@@ -76,6 +76,7 @@ class Trainer:
         self.parameters = dict(model.named_parameters())
         self.dtype = next(parameter.dtype for parameter in model.parameters() if parameter.requires_grad)
         self.module = Summed(model, loss)
+        self.everything = list(self.module.parameters())
         self.part = Part()
         self.exchange: Alone | None = None
         self.batch: Batch | None = None             # what `batches` gave last, and when it began to load
@@ -169,19 +170,20 @@ class Trainer:
             if self.exchange is None:
                 self.exchange = self._prepared(*pair, len(piece.positions))
             if number == 0:
-                self.module.zero_grad()             # also of parameters that the optimizer does not hold
+                for parameter in self.everything:   # also those that the optimizer does not hold
+                    parameter.grad = None
                 self.exchange.begin()
             more = self._forward_backward(batch, piece, number, *pair)
             loss, weight = loss + more[0], weight + more[1]
         assert self.exchange is not None
-        self.exchange.finish()
+        self.exchange.finish(weight, loss)
         return loss, weight
 
     def _forward_backward(self, batch: Batch, piece: Piece, number: int, inputs: Any, target: Any) -> tuple[float, float]:
         assert self.exchange is not None
         samples = self.part.samples = len(piece.positions)
         last = number == len(batch.pieces) - 1
-        self.module.stop = float(last and self.world.stop.is_set())
+        self.exchange.stop = last and self.world.stop.is_set()
         with self.exchange.micro_batch(last), self._keyed(batch, piece):
             with self.log.span(f"F{number}", "compute"), self.casting():
                 total, weight = self.exchange.module(inputs, target, samples)
@@ -217,7 +219,9 @@ class Trainer:
         return Keyed(self.seed, self.steps, [position - batch.whole.start for position in piece.positions])
 
     def casting(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast(self.world.device.type, self.autocast, enabled=self.autocast is not None)
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.world.device.type, self.autocast)
 
     # ---- before the first step -----------------------------------------------------------------------------------------
     def _prepared(self, inputs: Any, target: Any, samples: int) -> Alone:

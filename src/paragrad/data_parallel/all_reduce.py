@@ -3,7 +3,7 @@
 The contract with DistributedDataParallel, which cuts gradients into buckets and tells when one is ready:
 
 * backward runs on the *sum* of losses; the exchange sums; the one division by the global weight is the trainer's, for
-  every strategy, serial included. The weight itself travels as one more gradient (`paragrad.loss.Summed`).
+  every strategy, serial included. The weight itself travels as one more gradient (`Counted`).
 * every algorithm, `native` too, goes through the same communication hook. The hook queues the bucket and returns a Future;
   one walker thread per rank plays the buckets in DDP's order, over a process group of its own.
 * only the last micro-batch of a step is exchanged. A rank whose part is empty runs one sample with weight 0, so that all
@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paragrad.data_parallel.alone import Alone
@@ -32,6 +33,28 @@ from paragrad.world import World
 # torch 2.13 renamed the switch that leaves buffers alone in forward
 _new_name = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 KEEP_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _new_name else "broadcast_buffers": False}
+
+
+class Counted(nn.Module):
+    """A summed loss whose gradients tell more: `counter` is a parameter with the gradient (weight, loss, ranks asked to stop).
+
+    Whatever sums the gradients, over micro-batches, over ranks, along any schedule, sums these too, in the same message.
+    """
+
+    def __init__(self, summed: Summed) -> None:
+        super().__init__()
+        self.summed = summed
+        parameter = next(parameter for parameter in summed.model.parameters() if parameter.requires_grad)
+        # the gradients' own type, to share their bucket; never below float32, which counts to 2^24
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        self.counter = nn.Parameter(torch.zeros(3, dtype=dtype, device=parameter.device))
+        self.stop = 0.0
+
+    def forward(self, inputs: Any, target: Any, samples: int) -> tuple[Tensor, float]:
+        total, weight = self.summed(inputs, target, samples)
+        counted = self.counter.new_tensor([weight, 0.0, self.stop])
+        counted[1] = total.detach()
+        return total + (self.counter * counted).sum(), weight
 
 
 class Exchange(Alone):
@@ -46,11 +69,12 @@ class Exchange(Alone):
         super().__init__(module, optimizer, clip_norm)
         self.walker = Walker(algorithm, world, clock, self._played)
         self.world, self.overlap, self.span = world, overlap, span
+        self.counting = Counted(module)
         self.module = DistributedDataParallel(          # its own messages stay out of the walker's group
-            module, process_group=world.group, gradient_as_bucket_view=True, find_unused_parameters=some_unused,
+            self.counting, process_group=world.group, gradient_as_bucket_view=True, find_unused_parameters=some_unused,
             **KEEP_BUFFERS)
         self.module.register_comm_hook(self, _hook)
-        self.parameters = len(list(module.parameters()))
+        self.parameters = len(list(self.counting.parameters()))
         self.trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
         self.some_unused = some_unused
         self.held: list[Bucket] = []
@@ -59,6 +83,7 @@ class Exchange(Alone):
     def begin(self) -> None:
         """A step begins: nothing was sent in it yet. DDP exchanges what could be trained when it was made, and no more."""
         self.sent, self.complete = {}, False
+        self.counting.counter.grad = None
         changed = [name.removeprefix("model.") for name, parameter in self.summed.named_parameters()
                    if parameter.requires_grad != (name in self.trained)]
         if changed:
@@ -69,11 +94,12 @@ class Exchange(Alone):
         """Around the forward and backward of one micro-batch: only the last one is exchanged."""
         if not last:
             return self.module.no_sync()
+        self.counting.stop = float(self.stop)
         if self.some_unused:                            # DDP's own map of used parameters, int32
             self.count("used", computed_bytes("all_reduce", 4 * self.parameters, self.world.size), computed=True)
         return contextlib.nullcontext()
 
-    def finish(self) -> None:
+    def finish(self, weight: float, loss: float) -> None:
         """After the last backward: everything was exchanged, or the names of what got no gradient."""
         if not self.complete:
             names = [name.removeprefix("model.") for name, parameter in self.summed.named_parameters()
@@ -81,6 +107,10 @@ class Exchange(Alone):
             raise StepFailed("no gradient in this step, although all parameters had one in step 0; a parameter whose use "
                              "depends on the data must go unused on some rank in step 0 too, or be used always",
                              tensor=", ".join(names) or None)
+
+    def counted(self) -> list[float]:
+        assert self.counting.counter.grad is not None
+        return self.counting.counter.grad.tolist()      # type: ignore[no-any-return]
 
     def ready(self, bucket: Bucket, last: bool) -> None:
         """DDP says that a bucket's gradients are there."""

@@ -17,10 +17,11 @@ class Alone:
     """Gradients stay where backward puts them: nothing is exchanged.
 
     An exchange is asked, in every step: begin(); per micro-batch `micro_batch`, forward and backward of `module`; finish();
-    counted(); update(). sent: bytes by kind in this step;  largest: bytes it keeps in memory;  sharing: ranks that hold the
-    parameters together.
+    counted(); update(). `stop`, set before the last micro-batch: this rank was asked to stop. sent: bytes by kind in this step;
+    largest: bytes it keeps in memory;  sharing: ranks that hold the parameters together.
     """
     sharing = 1
+    stop = False
 
     def __init__(self, module: Summed, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> None:
         self.summed, self.optimizer, self.clip_norm = module, optimizer, clip_norm
@@ -35,13 +36,13 @@ class Alone:
         """Around the forward and backward of one micro-batch."""
         return contextlib.nullcontext()
 
-    def finish(self) -> None:
-        """After the last backward."""
+    def finish(self, weight: float, loss: float) -> None:
+        """After the last backward, with this rank's own sums over the micro-batches."""
+        self.told = [weight, loss, float(self.stop)]
 
     def counted(self) -> list[float]:
-        """(weight, loss, ranks asked to stop), summed over micro-batches and ranks."""
-        assert self.summed.counter.grad is not None
-        return self.summed.counter.grad.tolist()        # type: ignore[no-any-return]
+        """(weight, loss, ranks asked to stop), summed over ranks."""
+        return self.told
 
     def update(self, weight: float) -> None:
         """The one division by the global weight, then clipping and the optimizer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import time
 from collections.abc import Callable, Sequence
 
@@ -15,14 +16,14 @@ from paragrad.errors import StepFailed
 from paragrad.world import World
 
 SPIN = 1000             # tries at a meeting before a rank sleeps (about half a millisecond): its core has nothing else to do
-COUNTED = 3             # numbers that every rank adds: weight, loss, stop
+COUNTED = struct.Struct("3d")       # numbers that every rank adds: weight, loss, stop
 
 
 class HostMemory:
     """Laid out for the parameters of a model, of which `trained` have gradients. Collective: all ranks make it together.
 
     shared: the parameters' places, in their shapes;  places: offset of every trained one in a row, in bytes;  row: bytes of a
-    row;  counts: [size, 3] float64;  norms: [size] float64.
+    row;  norms: [size] float64.
     """
 
     def __init__(self, world: World, parameters: Sequence[Tensor], trained: Sequence[Tensor]) -> None:
@@ -52,7 +53,6 @@ class HostMemory:
             self.region.settled()
         self.shared = [self._tensor(offsets["shared"] + place, parameter.dtype, parameter.numel()).view(parameter.shape)
                        for place, parameter in zip(inside, parameters, strict=True)]
-        self.counts = self._tensor(offsets["counts"], torch.float64, size * LINE // 8).view(size, -1)[:, :COUNTED]
         self.norms = self._tensor(offsets["norms"], torch.float64, size)
 
     def _joined(self, count: int) -> Region:
@@ -85,6 +85,13 @@ class HostMemory:
     def used(self, rank: int) -> memoryview:
         """By trained parameter: 1 where this rank had a gradient."""
         return self._bytes(self.offsets["used"] + rank * aligned(len(self.trained)), len(self.trained))
+
+    def count(self, rank: int, *numbers: float) -> None:
+        """Tell the others a rank's weight, loss and wish to stop."""
+        COUNTED.pack_into(self.region.map, self.offsets["counts"] + rank * LINE, *numbers)
+
+    def counts(self, rank: int) -> tuple[float, ...]:
+        return COUNTED.unpack_from(self.region.map, self.offsets["counts"] + rank * LINE)
 
     def meet(self, doing: Callable[[], str]) -> None:
         """Until every rank has come here. Raises StepFailed."""

@@ -93,9 +93,10 @@ class SharedMemory(Alone):
     def begin(self) -> None:
         self.sent = {}
         self.used = [False] * len(self.parameters)
-        changed = [name for name, parameter in self.summed.model.named_parameters()
-                   if parameter.requires_grad != (name in self.names)]
-        if changed:
+        if not all(parameter.requires_grad for parameter in self.parameters) or any(
+                parameter.requires_grad for parameter in self.frozen):
+            changed = [name for name, parameter in self.summed.model.named_parameters()
+                       if parameter.requires_grad != (name in self.names)]
             raise StepFailed("it was frozen or unfrozen after step 0; train with what is trained from the beginning",
                              tensor=", ".join(changed))
 
@@ -112,7 +113,7 @@ class SharedMemory(Alone):
             parameter.grad = None
         return move
 
-    def finish(self) -> None:
+    def finish(self, weight: float, loss: float) -> None:
         rows, gradients = [], []
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
@@ -125,12 +126,11 @@ class SharedMemory(Alone):
         if rows:
             torch._foreach_copy_(rows, gradients)
         self.memory.used(self.world.rank)[:] = bytes(self.used)
-        assert self.summed.counter.grad is not None
-        self.memory.counts[self.world.rank].copy_(self.summed.counter.grad)
+        self.memory.count(self.world.rank, weight, loss, float(self.stop))
         self._meet("adding up gradients")
 
     def counted(self) -> list[float]:
-        return self.memory.counts.sum(0).tolist()           # type: ignore[no-any-return]
+        return [sum(numbers) for numbers in zip(*map(self.memory.counts, range(self.world.size)), strict=True)]
 
     def update(self, weight: float) -> None:
         start = self.clock()

@@ -44,8 +44,10 @@ class Samples:
     def __getitem__(self, key: tuple[int, list[int]]) -> Any:
         epoch, indices = key
         dataset = self.dataset
-        at_once = type(dataset).__getitem__ is TensorDataset.__getitem__ or getattr(dataset, "whole_batches", False)
-        if at_once and self.collate is None:
+        if self.collate is None and type(dataset).__getitem__ is TensorDataset.__getitem__:
+            places = torch.tensor(indices)
+            return tuple(tensor.index_select(0, places) for tensor in dataset.tensors)      # tensor[list] takes twice as long
+        if self.collate is None and getattr(dataset, "whole_batches", False):
             return dataset[indices]
         with _generators_kept():
             drawn = []

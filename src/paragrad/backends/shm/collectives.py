@@ -4,8 +4,8 @@ All of them are exchanges: write into the own area, meet, read from any area. Ev
 turn, so one meeting per exchange is enough: who writes an area again has met everybody after they read it. Longer tensors go in
 pieces.
 
-* all_reduce up to `Port.small` bytes, and of two ranks: one exchange, every rank adds all contributions (with two, a slice that is
-  added once would have to be written and read once more: no less to move, and one more meeting).
+* all_reduce up to `Port.small` bytes, and of two ranks: one exchange, every rank adds all contributions (with two, a slice that
+  is added once would have to be written and read once more: no less to move, and one more meeting).
 * all_reduce of more: every rank adds its slice straight from the others' areas into its next area, meets, and all copy all
   slices. Always in rank order, so all ranks have the same bits, and the same as those of the small way.
 
