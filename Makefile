@@ -12,12 +12,12 @@ demo: .venv/ready
 	$(BIN)/paragrad compare digits
 
 check: .venv/ready
-	$(BIN)/ruff check src tests
+	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/pytest tests/pure
 
 test: .venv/ready
-	$(BIN)/ruff check src tests
+	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/pytest -m "not table"
 

@@ -43,7 +43,7 @@ def main() -> None:
     if bench.options.worker:
         worker(*bench.options.worker)
         return
-    rounds = 2 if bench.quick else 7
+    rounds = bench.rounds(7, quick=2)
     for ranks in (2, 4):
         worlds = {kind: Workers(__file__, kind, ranks) for kind in ("shm", "gloo", "limit")}
         if shutil.which("mpirun") and importlib.util.find_spec("mpi4py"):

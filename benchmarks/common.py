@@ -56,6 +56,7 @@ class Bench:
         parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("--check", action="store_true", help="exit with 1 if a figure falls short of its bar")
         parser.add_argument("--quick", action="store_true", help="a smaller sample")
+        parser.add_argument("--rounds", type=int, metavar="N", help="how often everything is measured, in turn")
         parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
         if options:
             options(parser)
@@ -64,6 +65,11 @@ class Bench:
         self.machine = machine()
         self.figures: dict[str, dict[str, Any]] = {}
         self.measured: dict[str, Any] = {}
+
+    def rounds(self, usual: int, quick: int) -> int:
+        """How often to measure, unless --rounds says."""
+        found: int = self.options.rounds or (quick if self.quick else usual)
+        return found
 
     def figure(self, name: str, value: float | list[float], *, at_most: float | None = None,
                at_least: float | None = None) -> None:

@@ -99,7 +99,7 @@ def main() -> None:
         times = {setting: alternated({
             **{f"{row}, {setting} [ms]": ours(ranks, row, setting, Path(folder)) for row in ROWS},
             **{f"{name}, {setting} [ms]": theirs(workers, setting) for name, workers in peers.items()}},
-            2 if bench.quick else 7) for setting in settings}
+            bench.rounds(5, quick=2)) for setting in settings}
         for workers in peers.values():
             workers.close()
     names = (*ROWS, *peers)

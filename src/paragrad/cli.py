@@ -29,7 +29,7 @@ from paragrad.strategy import strategy as read_strategy
 from paragrad.training import train as trained
 from paragrad.world import launched_rank
 
-DIGITS = "serial; data(2, reduce=native); data(2, reduce=ring); data(2, reduce=ring_async); data(2, reduce=tree); " \
+DIGITS = "serial; data(2); data(2, reduce=native); data(2, reduce=ring); data(2, reduce=ring_async); data(2, reduce=tree); " \
          "data(2, reduce=butterfly)"
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,

@@ -19,7 +19,7 @@ from paragrad.launching import Ranks, cores
 from paragrad.loop import Progress, train_rank
 from paragrad.record import SCHEMA, Record, Recorder, new_folder
 from paragrad.settings import Settings
-from paragrad.signals import asking_to_stop
+from paragrad.signals import Request, asking_to_stop
 from paragrad.strategy import Data, Serial, Strategy, strategy
 from paragrad.trial import settled
 from paragrad.verification import difference
@@ -84,8 +84,15 @@ def train(job: Job, strategy: str | Strategy = "serial", *, runs: str | Path = "
         return _under_launcher(checked, Path(runs), check, progress)
     folder = new_folder(Path(runs), f"{job.name}-{folder_name(checked.asked)}")
     with Ranks(checked.size) as ranks:
-        with asking_to_stop(ranks.ask_to_stop):
+        asked = Request()
+
+        def ask() -> None:
+            asked.set()
+            ranks.ask_to_stop()
+        with asking_to_stop(ask):
             checked = settled(ranks, checked)
+            if asked.is_set():
+                ranks.ask_to_stop()             # the trial did not listen: the training saves at once
             finished = run(ranks, checked, folder, progress=progress)
         if finished.stopped or not check or isinstance(checked.resolved, Serial):
             return finished

@@ -21,7 +21,7 @@ from paragrad.world import World, launched_size
 WARM_UP = 3             # steps before the clock runs
 MOMENT = 0.3            # seconds that are measured, about
 STEPS = (3, 100)        # but at least and at most so many
-ROUNDS = 2              # in turn, so that what else runs here hits both
+ROUNDS = 3              # in turn, so that what else runs here hits both
 
 
 def settled(ranks: Ranks, checked: Admitted) -> Admitted:

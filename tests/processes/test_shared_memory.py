@@ -11,13 +11,15 @@ from equality import VECTORS, job, mlp
 from torch import nn
 
 from paragrad import Job, Refused, parallelize, train
+from paragrad.admission import admitted, backend_of
 from paragrad.backends.shm.region import aligned
 from paragrad.checkpoint import newest
 from paragrad.data_parallel.shared_memory import SharedMemory
 from paragrad.data_parallel.slices import ELEMENTWISE, FUSED, PER_TENSOR, slices
 from paragrad.datasets.loading import parted
-from paragrad.launching import Ranks
+from paragrad.launching import Ranks, cores
 from paragrad.record import lines_of
+from paragrad.settings import Settings
 from paragrad.strategy import strategy
 from paragrad.trainer import Trainer
 from paragrad.verification import difference
@@ -146,6 +148,27 @@ def test_the_record_says_who_updates_what(tmp_path: Path) -> None:
                if line["kind"] == "choice"}
     assert choices["state"]["picked"] == "shared_memory"
     assert "rank 0 updates everything" in choices["slices"]["because"]
+
+
+def test_auto_tries_one_worker_too(tmp_path: Path) -> None:
+    run = train(job("tried", mlp, VECTORS, epochs=1), "data(auto)", runs=tmp_path)
+    choice = next(line for line in lines_of(run.folder / "run.jsonl") if line.get("what") == "strategy")
+    candidates = [f"data({cores()}, state=shared_memory)", f"serial(threads={cores()})"]
+    assert choice["picked"] == str(run.resolved)
+    assert choice["picked"] in candidates
+    assert all(f"{each} " in choice["because"] for each in candidates)
+
+
+def test_on_several_hosts_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    each = job("far", mlp, VECTORS)
+    assert backend_of(Settings(), 4) == "gloo"
+    assert admitted(each, "data(4)").resolved == strategy("data(4, reduce=native, state=replicated)")
+    with pytest.raises(Refused, match="2 of 4 ranks are on other hosts; leave out --backend"):
+        backend_of(Settings(backend="shm"), 4)
+    with pytest.raises(Refused, match="2 of 4 ranks are on other hosts; leave out state=shared_memory"):
+        admitted(each, "data(4, state=shared_memory)")
 
 
 def test_refused_in_a_loop_of_ones_own() -> None:

@@ -15,7 +15,7 @@ between hosts: Rajbhandari et al. 2020, arXiv 1910.02054).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from paragrad.loss import Summed
 from paragrad.world import World
 
 LARGE = 2**16           # bytes from which a gradient moves in backward
+BLOCK = 2**18           # bytes that are added up at once
 
 
 class SharedMemory(Alone):
@@ -48,7 +49,7 @@ class SharedMemory(Alone):
         self._share()
         self.row = [self.memory.gradient(world.rank, index) for index in range(len(self.parameters))]
         self.mean = [self.memory.gradient(0, index) for index in range(len(self.parameters))]
-        self.sums = [[self.memory.stretch(rank, *run) for rank in range(world.size)] for run in self._runs()]
+        self.sums = [[self.memory.stretch(rank, *block) for rank in range(world.size)] for block in self._blocks()]
         self.read = sum(rows[0].numel() * rows[0].element_size() for rows in self.sums) * (world.size - 1)
         self.largest = self.memory.row
         self.cut = type(optimizer) in ELEMENTWISE
@@ -76,8 +77,14 @@ class SharedMemory(Alone):
         tensor: Tensor = tensors[piece.index]
         return tensor.detach().view(-1)[piece.start:piece.stop] if self.cut else tensor
 
+    def _blocks(self) -> Iterator[tuple[torch.dtype, int, int]]:
+        """(type, start, stop in bytes of the row): this rank's slice, in pieces that stay in the cache until divided."""
+        for dtype, first, last in self._runs():
+            for start in range(first, last, BLOCK):
+                yield dtype, start, min(start + BLOCK, last)
+
     def _runs(self) -> list[tuple[torch.dtype, int, int]]:
-        """(type, start, stop in bytes of the row) of the stretches of this rank's slice: what is added up at once."""
+        """The stretches of a row that make up this rank's slice, over the bounds of parameters."""
         runs: list[tuple[torch.dtype, int, int]] = []
         for piece in self.pieces[self.world.rank]:
             parameter = self.parameters[piece.index]

@@ -63,28 +63,33 @@ class Port:
         self.turn = 0                                           # which of the two areas is written
         self.number = 0                                         # collectives so far
         self.doing = titled("")
+        lines = [[turn * size * LINE, (turn * size + rank) * LINE] for turn in (0, 1)]
+        self.own_mark = [slice(own, own + LINE) for _, own in lines]                       # by turn
+        self.all_marks = [slice(first, first + size * LINE) for first, _ in lines]
         self.mark: bytes | None = None                          # what all ranks must be doing, until that was seen
         self.deadline, self.patient = 0.0, False
         self.views: dict[tuple[int, int, torch.dtype, int, int], Tensor] = {}
 
     def begin(self, doing: Title, deadline: float, patient: bool = False) -> None:
         """A collective begins. patient: nobody waits for it, so do not spin."""
-        self.number += 1
+        self.number = number = self.number + 1
         self.doing, self.deadline, self.patient = doing, deadline, patient
         self.peers.check(self.late)             # who comes late to a group that was given up must not let others go on
-        self.mark = doing.digest + self.number.to_bytes(8, "little")
-        place = (self.turn * self.size + self.rank) * LINE
-        self.marks[place:place + LINE] = self.mark
+        self.mark = self.marks[self.own_mark[self.turn]] = doing.digest + number.to_bytes(8, "little")
 
     def meet(self) -> None:
         """Until every rank has come here: what each wrote before, all may read after. Raises GroupError."""
         self.meeting.meet(self.deadline, self.late, self.patient)
-        first, self.turn = self.turn * self.size * LINE, 1 - self.turn
+        turn, self.turn = self.turn, 1 - self.turn
         if self.mark is not None:
-            agree = self.marks[first:first + self.size * LINE] == self.mark * self.size
+            agree = self.marks[self.all_marks[turn]] == self.mark * self.size
             self.mark = None
             if not agree:
                 raise self._disagree()
+
+    def interrupted(self) -> None:
+        """Ctrl-C within a collective: the others must not wait for this rank."""
+        self.peers.give_up(f"rank {self.rank} was interrupted in {self.late()}")
 
     def late(self) -> str:
         """What this rank is doing, and who has not begun it: read without a signal, for a message only."""
@@ -149,14 +154,15 @@ class Short:
 
     def sum(self, tensor: Tensor, port: Port) -> None:
         """As `all_reduce`."""
-        own, *_ = views = self.views[port.turn]
+        views = self.views[port.turn]
         views[port.rank].copy_(tensor)
         port.meet()
-        if port.size == 1:
-            return
-        torch.add(own, views[1], out=tensor)
-        for view in views[2:]:
-            tensor.add_(view)
+        if port.size == 2:
+            tensor.add_(views[1 - port.rank])               # a + b and b + a are the same bits
+        elif port.size > 2:
+            torch.add(views[0], views[1], out=tensor)
+            for view in views[2:]:
+                tensor.add_(view)
 
 
 def pieces(count: int, limit: int) -> Iterator[tuple[int, int]]:

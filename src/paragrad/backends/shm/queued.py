@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import deque
 from collections.abc import Callable
@@ -43,11 +42,9 @@ class Collectives(Lane):
         try:
             self.port.begin(title, deadline, patient)
             perform(self.port)
-        except BaseException as error:
-            if not isinstance(error, Exception):            # Ctrl-C within: the others must not wait for this rank
-                self.port.peers.give_up(f"rank {self.port.rank} was interrupted in {self.port.late()}")
+        except (KeyboardInterrupt, SystemExit):
+            self.port.interrupted()
             raise
-
 
     def summed_at_once(self, tensor: Tensor, seconds: float) -> bool:
         """A short sum that its caller waits for, of a kind that was seen before: what most messages of a training are.
@@ -59,7 +56,11 @@ class Collectives(Lane):
                 not self.lock.acquire(blocking=False)):
             return False
         try:
-            self.perform(short.title, functools.partial(short.sum, tensor), time.monotonic() + seconds)
+            self.port.begin(short.title, time.monotonic() + seconds)
+            short.sum(tensor, self.port)
+        except (KeyboardInterrupt, SystemExit):
+            self.port.interrupted()
+            raise
         finally:
             self.lock.release()
         return True
