@@ -98,7 +98,7 @@ def main() -> None:
         parser.add_argument("--backend", default="auto", help="of our ranks")
 
     bench = Bench(__doc__, options)
-    rounds = 2 if bench.quick else 7
+    rounds = bench.rounds(7, quick=2)
     os.environ.pop("OMP_NUM_THREADS", None)             # torchrun chooses it; we divide the cores
     second: dict[int, list[float]] = {2: [], 4: []}
 
