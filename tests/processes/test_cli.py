@@ -17,8 +17,8 @@ from paragrad.jobs import find
 from paragrad.results import Table
 
 JOB_FILES = Path(__file__).parents[1] / "job_files"
-SIX = ("serial; data(2, reduce=native); data(2, reduce=ring); data(2, reduce=ring_async); data(2, reduce=tree); "
-       "data(2, reduce=butterfly)")
+SEVEN = ("serial; data(2); data(2, reduce=native); data(2, reduce=ring); data(2, reduce=ring_async); data(2, reduce=tree); "
+         "data(2, reduce=butterfly)")
 
 
 def paragrad(*words: str, code: int = 0) -> str:
@@ -33,10 +33,10 @@ def command(*words: str, **settings: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_compare_digits_as_json(tmp_path: Path) -> None:
-    """The main job, one epoch: six rows, every data row the same training, one digest for all algorithms."""
+    """The main job, one epoch: seven rows, every data row the same training, one digest for all algorithms."""
     table = json.loads(paragrad("compare", "digits", "--epochs", "1", "--runs", str(tmp_path), "--json"))
     rows = {row["strategy"]: row for row in table["rows"]}
-    assert list(rows) == SIX.split("; ")
+    assert list(rows) == SEVEN.split("; ")
     assert rows["serial"]["difference"] is None
     assert rows["serial"]["speed_up"] == 1.0
     digests = set()
@@ -48,8 +48,9 @@ def test_compare_digits_as_json(tmp_path: Path) -> None:
         if name != "serial":
             assert row["difference"] <= 1e-10
             assert row["tensor"]
-            assert row["sent"]["gradients"] == {"bytes": 19252, "computed": "native" in name}
-            digests.add(*row["digests"])
+            assert row["sent"]["gradients"] == {"bytes": 9728 if name == "data(2)" else 19252, "computed": "native" in name}
+            if name != "data(2)":               # of shared memory: another kernel updates, and rounds in another place
+                digests.add(*row["digests"])
     assert len(digests) == 1
     assert (Path(table["folder"]) / "01-serial" / "run.jsonl").exists()
 
