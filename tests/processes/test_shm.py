@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paragrad.backends.shm.region import no_address, opened
 from paragrad.launching import Ranks
 from paragrad.world import World
 
@@ -204,3 +205,8 @@ COLLECTIVES = (all_reduces, operations, not_contiguous, same_bits, gathers, scat
 @pytest.mark.parametrize("function", COLLECTIVES, ids=lambda each: each.__name__)
 def test_collectives(pool: Ranks, function: object, size: int) -> None:
     pool.run(function, size=size, backend="shm")
+
+
+def test_who_cannot_make_memory_tells_the_others_why() -> None:
+    with pytest.raises(RuntimeError, match="rank 0 could not make shared memory: no 9 MiB on this host"):
+        opened(no_address(RuntimeError("no 9 MiB on this host")))

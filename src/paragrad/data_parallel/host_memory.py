@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from paragrad.backends.shm.region import LINE, TOKEN, OwnRegion, Region, aligned, opened
+from paragrad.backends.shm.region import LINE, TOKEN, OwnRegion, Region, aligned, no_address, opened
 from paragrad.backends.shm.signals import WORDS, GroupError, Meeting, Peers, Semaphores
 from paragrad.errors import StepFailed
 from paragrad.world import World
@@ -56,21 +56,19 @@ class HostMemory:
         self.norms = self._tensor(offsets["norms"], torch.float64, size)
 
     def _joined(self, count: int) -> Region:
-        """Rank 0 makes the region, the others open it; whoever fails, all raise."""
-        told = None
+        """Rank 0 makes the region, the others open it; if it cannot be made, all raise."""
+        own, told = None, ""
         if self.world.rank == 0:
             try:
-                region: Region = OwnRegion(count)
-                told = region.address                                   # type: ignore[attr-defined]
+                own = OwnRegion(count)
+                told = own.address
             except RuntimeError as error:
-                told = f"- - - - {error}"
+                told = no_address(error)
         told = self.world.agreed(told)
-        if self.world.rank > 0 or told.startswith("-"):
-            try:
-                region = opened(told)
-            except RuntimeError as error:
-                raise StepFailed(str(error)) from error
-        return region
+        try:
+            return own or opened(told)
+        except RuntimeError as error:
+            raise StepFailed(str(error)) from error
 
     def gradient(self, rank: int, index: int) -> Tensor:
         """The place of a trained parameter's gradient in a rank's row, in the parameter's shape."""

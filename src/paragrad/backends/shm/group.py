@@ -212,7 +212,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._ask("barrier", lambda port, outs, ins: collectives.barrier(port), (), (), opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that says who did not come. (dist.monitored_barrier itself lets no backend pass but gloo.)"""
+        """A barrier that names everybody who did not come, with wait_all_ranks or without.
+
+        dist.monitored_barrier itself lets no backend pass but gloo.
+        """
         opts = dist.BarrierOptions()
         opts.timeout = timeout or timedelta(seconds=self.seconds)
         self._ask("monitored_barrier", lambda port, outs, ins: collectives.barrier(port), (), (), opts).wait()

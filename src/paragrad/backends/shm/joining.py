@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paragrad.backends.shm.collectives import TITLE, Port, titled
 from paragrad.backends.shm.messages import BLOCKS, Messages
-from paragrad.backends.shm.region import LINE, TOKEN, OwnRegion, Region, aligned, opened
+from paragrad.backends.shm.region import LINE, TOKEN, OwnRegion, Region, aligned, no_address, opened
 from paragrad.backends.shm.signals import SPIN, WORDS, Peers, Semaphores
 
 AREA = 2**21            # bytes of an area: what a rank shows the others at a time
@@ -86,7 +86,7 @@ def _made(store: Any, layout: Layout, spins: int) -> Joined:
     try:
         region = OwnRegion(layout.places()["end"][0])
     except RuntimeError as error:
-        store.set("region", f"- - - - {error}")
+        store.set("region", no_address(error))
         raise
     joined = _carved(region, layout, 0, spins)
     joined.port.meeting.signals.initialize(lambda number: 0)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 TOKEN = 16              # bytes at the start of a region, by which who opens it knows that it is the right one
+NONE = "none:"          # begins what stands in the place of an address
 LINE = 64               # bytes of a cache line: what two ranks write lies on different ones
 
 
@@ -57,11 +58,16 @@ class OwnRegion(Region):
         self.descriptor = -1
 
 
+def no_address(error: RuntimeError) -> str:
+    """What stands in the place of an address where there is no region: the others raise the reason when they open it."""
+    return f"{NONE} {error}"
+
+
 def opened(address: str) -> Region:
     """The region that another process of this host made. Raises RuntimeError where it cannot be reached from here."""
-    host, pid, descriptor, size, token = address.split(maxsplit=4)
-    if host == "-":
-        raise RuntimeError(f"rank 0 could not make shared memory: {token}")
+    if address.startswith(NONE):
+        raise RuntimeError(f"rank 0 could not make shared memory: {address.removeprefix(NONE).strip()}")
+    host, pid, descriptor, size, token = address.split()
     path = f"/proc/{pid}/fd/{descriptor}"
     try:
         if host != _host():

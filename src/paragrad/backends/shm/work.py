@@ -10,6 +10,7 @@ are queued in a lane (one for collectives, one for messages: neither may hold th
 
 from __future__ import annotations
 
+import abc
 import threading
 import time
 from datetime import timedelta
@@ -29,7 +30,7 @@ _telling = threading.Lock()     # who finishes a work and who asks for its futur
 class Work(dist.Work):
     """One operation. seconds: its time limit, from when it begins;  source: the rank a message came from."""
 
-    def __init__(self, lane: Lane, tensors: list[Tensor], seconds: float) -> None:
+    def __init__(self, lane: Lane | None, tensors: list[Tensor], seconds: float) -> None:
         super().__init__()
         self.lane, self.tensors, self.seconds = lane, tensors, seconds
         self.source = -1
@@ -57,7 +58,7 @@ class Work(dist.Work):
     # ---- as torch.distributed.Work ----------------------------------------------------------------------------------------
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Until it is done. Raises what went wrong."""
-        if not self.done:
+        if not self.done and self.lane is not None:
             seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
             self.lane.carry_out(self, time.monotonic() + (seconds or self.seconds))
         if self.error is not None:
@@ -85,7 +86,7 @@ class Work(dist.Work):
             self.future.then(lambda other: _copy(other, future))
             return future
         self.future = future
-        if self.done:
+        if self.done or self.lane is None:
             self._tell()
         else:
             self.lane.hurry(self)
@@ -105,7 +106,7 @@ def _copy(done: torch.futures.Future[Any], future: torch.futures.Future[Any]) ->
         future.set_exception(error)
 
 
-class Lane:
+class Lane(abc.ABC):
     """Operations in the order they were asked for. A subclass says how to `advance` until one is done.
 
     A thread that advances holds `lock`; it finishes every work it passes, in whichever thread that waits.
@@ -117,9 +118,9 @@ class Lane:
         self.called = threading.Event()
         self.daemon: threading.Thread | None = None
 
+    @abc.abstractmethod
     def advance(self, work: Work, deadline: float, patient: bool) -> None:
         """Until `work` is done, with the lock held; its error is the work's. patient: nobody waits, so do not spin."""
-        raise NotImplementedError
 
     def carry_out(self, work: Work, deadline: float, patient: bool = False) -> None:
         """Until `work` is done, here or by the thread that is at it."""
@@ -148,7 +149,7 @@ class Lane:
         self.called.set()
 
 
-DONE = Work(Lane(), [], 0.0)             # what was asked for without async_op
+DONE = Work(None, [], 0.0)             # what was asked for without async_op
 DONE.finish()
 
 
@@ -158,5 +159,6 @@ def _daemon(left: SimpleQueue[Work | None], called: threading.Event) -> None:
         if not work.done and not work.urgent:
             called.wait(PATIENCE)
         called.clear()
+        assert work.lane is not None
         work.lane.carry_out(work, time.monotonic() + work.seconds, patient=True)
         del work
