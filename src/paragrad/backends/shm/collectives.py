@@ -58,7 +58,7 @@ class Port:
         self.rank, self.size, self.areas, self.marks, self.titles = rank, size, areas, marks, titles
         self.meeting, self.peers = Meeting(rank, size, signals, peers), peers
         self.capacity = areas.size(2)                           # bytes of one area
-        self.small = SMALL if peers.spins else CROWDED
+        self.small = CROWDED if peers.crowded else SMALL
         self.part = self.capacity // size // LINE * LINE        # bytes of an area cut in one part per rank
         self.turn = 0                                           # which of the two areas is written
         self.number = 0                                         # collectives so far

@@ -13,7 +13,7 @@ from torch import Tensor
 from paragrad.backends.shm.collectives import TITLE, Port, titled
 from paragrad.backends.shm.messages import BLOCKS, Messages
 from paragrad.backends.shm.region import LINE, TOKEN, OwnRegion, Region, aligned, no_address, opened
-from paragrad.backends.shm.signals import SPIN, WORDS, Peers, Semaphores
+from paragrad.backends.shm.signals import WORDS, Peers, Semaphores
 
 AREA = 2**21            # bytes of an area: what a rank shows the others at a time
 AREAS = 2**25           # bytes of all areas of a group at most
@@ -65,12 +65,12 @@ def join(store: Any, rank: int, size: int, seconds: float, neighbours: int) -> J
     seconds: the time limit;  neighbours: ranks that share this host's cores. Raises RuntimeError.
     """
     layout = Layout(size)
-    spins = SPIN if neighbours <= len(os.sched_getaffinity(0)) else 0
+    crowded = neighbours > len(os.sched_getaffinity(0))
     if rank == 0:
-        joined = _made(store, layout, spins)
+        joined = _made(store, layout, crowded)
     else:
         store.wait(["region"], timedelta(seconds=seconds))
-        joined = _carved(opened(store.get("region").decode()), layout, rank, spins)
+        joined = _carved(opened(store.get("region").decode()), layout, rank, crowded)
     pids = _part(joined.region, layout, "pids").cast("q")
     pids[rank] = os.getpid()
     joined.port.begin(titled("joining the group"), time.monotonic() + seconds)
@@ -81,14 +81,14 @@ def join(store: Any, rank: int, size: int, seconds: float, neighbours: int) -> J
     return joined
 
 
-def _made(store: Any, layout: Layout, spins: int) -> Joined:
+def _made(store: Any, layout: Layout, crowded: bool) -> Joined:
     """By rank 0, which tells the others also if it fails."""
     try:
         region = OwnRegion(layout.places()["end"][0])
     except RuntimeError as error:
         store.set("region", no_address(error))
         raise
-    joined = _carved(region, layout, 0, spins)
+    joined = _carved(region, layout, 0, crowded)
     joined.port.meeting.signals.initialize(lambda number: 0)
     joined.peers.flags.initialize(lambda number: 1 - number)            # nobody has given up
     joined.messages.filled.initialize(lambda number: 0)
@@ -98,7 +98,7 @@ def _made(store: Any, layout: Layout, spins: int) -> Joined:
     return joined
 
 
-def _carved(region: Region, layout: Layout, rank: int, spins: int) -> Joined:
+def _carved(region: Region, layout: Layout, rank: int, crowded: bool) -> Joined:
     size, places = layout.size, layout.places()
 
     def semaphores(name: str, count: int) -> Semaphores:
@@ -107,7 +107,7 @@ def _carved(region: Region, layout: Layout, rank: int, spins: int) -> Joined:
     def tensor(name: str) -> Tensor:
         start, count = places[name]
         return region.bytes[start:start + count]
-    peers = Peers(rank, spins, semaphores("flags", 2), _part(region, layout, "words"))
+    peers = Peers(rank, crowded, semaphores("flags", 2), _part(region, layout, "words"))
     port = Port(rank, size, tensor("areas").view(2, size, layout.area), _part(region, layout, "marks"),
                 _part(region, layout, "titles"), semaphores("meetings", size**2), peers)
     messages = Messages(rank, size, tensor("blocks").view(size, size, BLOCKS, LINE + layout.piece),

@@ -23,6 +23,7 @@ from paragrad.backends.shm.region import LINE
 
 SLICE = 0.1             # seconds between two looks at the peers' lives
 SPIN = 100              # tries before a wait blocks, where every rank has a core to itself (about 50 us)
+CROWDED_SPIN = 20       # ... where ranks share cores: each try gives the core to the next rank, which costs less than a sleep
 WORDS = 1024            # bytes for the words of who gave the group up
 
 _library = ctypes.CDLL(None, use_errno=True)        # gives up the interpreter lock while it is in a call
@@ -69,16 +70,21 @@ class Semaphores:
         for _ in range(spins):
             if _try(place) == 0:
                 return True
+            os.sched_yield()                        # who is waited for may stand in line for this very core
         until = time.time() + seconds               # sem_timedwait reads the clock of the wall
         whole = int(until)
         return _timed_wait(place, _Time(whole, int((until - whole) * 1e9))) == 0
 
 
 class Peers:
-    """The processes behind the ranks of a group: are they alive, and has one given the group up?"""
+    """The processes behind the ranks of a group: are they alive, and has one given the group up?
 
-    def __init__(self, rank: int, spins: int, flags: Semaphores, words: memoryview) -> None:
-        self.rank, self.spins, self.flags, self.words = rank, spins, flags, words       # flags: nobody gave up, somebody did
+    crowded: ranks of this host share cores.
+    """
+
+    def __init__(self, rank: int, crowded: bool, flags: Semaphores, words: memoryview) -> None:
+        self.rank, self.crowded, self.flags, self.words = rank, crowded, flags, words   # flags: nobody gave up, somebody did
+        self.spins = CROWDED_SPIN if crowded else SPIN
         self.lives: dict[int, int] = {}             # rank -> pidfd
         self.pids: dict[int, int] = {}
         self.broken: str | None = None              # why this process gave up
