@@ -7,7 +7,10 @@ import resource
 from collections.abc import Iterator
 from typing import Any
 
-from paragrad.record import Line, Recorder
+from paragrad.record import Recorder, encoded
+
+# a step has six of these: put together by hand they take a tenth of the time
+_SPAN = '{"kind":"span","step":%d,"name":"%s","lane":"%s","start":%.6f,"seconds":%.6f,"bytes":%s,"peer":null}'
 
 
 class Log:
@@ -15,7 +18,7 @@ class Log:
 
     def __init__(self, recorder: Recorder | None) -> None:
         self.recorder = recorder
-        self.spans: list[Line] = []
+        self.spans: list[tuple[str, str, float, float, int | str]] = []     # name, lane, start, seconds, bytes
 
     def now(self) -> float:
         """Seconds since the run began."""
@@ -29,8 +32,7 @@ class Log:
 
     def add_span(self, name: str, lane: str, start: float, bytes: int | None = None) -> None:
         if self.recorder:
-            self.spans.append({"kind": "span", "name": name, "lane": lane, "start": round(start, 6),
-                               "seconds": round(self.now() - start, 6), "bytes": bytes, "peer": None})
+            self.spans.append((name, lane, start, self.now() - start, "null" if bytes is None else bytes))
 
     def step(self, number: int, start: float, **fields: Any) -> None:
         """The line of a step that began at `start`, after its spans."""
@@ -38,7 +40,7 @@ class Log:
             return
         spans, self.spans = self.spans, []
         line = {"kind": "step", "step": number, "start": round(start, 6), "seconds": round(self.now() - start, 6), **fields}
-        self.recorder.write_all([*({**span, "step": number} for span in spans), line])
+        self.recorder.write_text([*(_SPAN % (number, *span) for span in spans), encoded(line)])
 
     def choice(self, what: str, picked: str, because: str) -> None:
         if self.recorder:

@@ -41,7 +41,7 @@ SCHEMA = 1
 Line = dict[str, Any]
 
 
-_encoded = json.JSONEncoder(separators=(",", ":")).encode      # json.dumps would make an encoder for every line
+encoded = json.JSONEncoder(separators=(",", ":")).encode      # json.dumps would make an encoder for every line
 
 
 class Recorder:
@@ -63,11 +63,11 @@ class Recorder:
         return time.monotonic() - self.origin
 
     def write(self, kind: str, **fields: Any) -> None:
-        self.write_all([{"kind": kind, **fields}])
+        self.write_text([encoded({"kind": kind, **fields})])
 
-    def write_all(self, lines: list[Line]) -> None:
-        """Several lines in one go."""
-        self.file.write("".join(_encoded(line) + "\n" for line in lines))
+    def write_text(self, lines: list[str]) -> None:
+        """Lines that are encoded already, in one go."""
+        self.file.write("\n".join(lines) + "\n")
         self.file.flush()
 
 

@@ -26,6 +26,7 @@ class Alone:
     def __init__(self, module: Summed, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> None:
         self.summed, self.optimizer, self.clip_norm = module, optimizer, clip_norm
         self.module: nn.Module = module
+        self.every = list(module.model.parameters())
         self.sent: dict[str, dict[str, Any]] = {}
         self.largest = 0
 
@@ -46,10 +47,10 @@ class Alone:
 
     def update(self, weight: float) -> None:
         """The one division by the global weight, then clipping and the optimizer."""
-        gradients = [parameter.grad for parameter in self.summed.model.parameters() if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self.every if parameter.grad is not None]
         torch._foreach_div_(gradients, weight)
         if self.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.summed.model.parameters(), self.clip_norm)
+            nn.utils.clip_grad_norm_(self.every, self.clip_norm)
         self.optimizer.step()
 
     def gradients(self) -> dict[str, Tensor | None]:

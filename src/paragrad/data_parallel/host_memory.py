@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paragrad.backends.shm.region import LINE, TOKEN, OwnRegion, Region, aligned, no_address, opened
-from paragrad.backends.shm.signals import WORDS, GroupError, Meeting, Peers, Semaphores
+from paragrad.backends.shm.signals import CROWDED_SPIN, WORDS, GroupError, Meeting, Peers, Semaphores
 from paragrad.errors import StepFailed
 from paragrad.world import World
 
@@ -41,7 +41,7 @@ class HostMemory:
         self.region = self._joined(end)
         flags, signals = (Semaphores(self.region.start + offsets[name], count)
                           for name, count in (("flags", 2), ("meetings", size**2)))
-        spins = SPIN if size <= len(os.sched_getaffinity(0)) else 0
+        spins = SPIN if size <= len(os.sched_getaffinity(0)) else CROWDED_SPIN
         self.peers = Peers(world.rank, spins, flags, self._bytes(offsets["words"], WORDS))
         self.meeting = Meeting(world.rank, size, signals, self.peers)
         if world.rank == 0:

@@ -50,15 +50,16 @@ class Port:
     """One rank's way into the areas of its group.
 
     areas: uint8 [2, size, area];  marks: bytes [2, size, LINE], what each rank does (a digest) and its how manieth collective
-    that is;  titles: bytes [size, TITLE], the same in words, where they differ;  signals: semaphore `from * size + to`.
+    that is;  titles: bytes [size, TITLE], the same in words, where they differ;  signals: semaphore `from * size + to`;
+    crowded: ranks share cores.
     """
 
     def __init__(self, rank: int, size: int, areas: Tensor, marks: memoryview, titles: memoryview, signals: Semaphores,
-                 peers: Peers) -> None:
+                 peers: Peers, crowded: bool) -> None:
         self.rank, self.size, self.areas, self.marks, self.titles = rank, size, areas, marks, titles
         self.meeting, self.peers = Meeting(rank, size, signals, peers), peers
         self.capacity = areas.size(2)                           # bytes of one area
-        self.small = CROWDED if peers.crowded else SMALL
+        self.small = CROWDED if crowded else SMALL
         self.part = self.capacity // size // LINE * LINE        # bytes of an area cut in one part per rank
         self.turn = 0                                           # which of the two areas is written
         self.number = 0                                         # collectives so far

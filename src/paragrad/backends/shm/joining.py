@@ -13,7 +13,7 @@ from torch import Tensor
 from paragrad.backends.shm.collectives import TITLE, Port, titled
 from paragrad.backends.shm.messages import BLOCKS, Messages
 from paragrad.backends.shm.region import LINE, TOKEN, OwnRegion, Region, aligned, no_address, opened
-from paragrad.backends.shm.signals import WORDS, Peers, Semaphores
+from paragrad.backends.shm.signals import CROWDED_SPIN, SPIN, WORDS, Peers, Semaphores
 
 AREA = 2**21            # bytes of an area: what a rank shows the others at a time
 AREAS = 2**25           # bytes of all areas of a group at most
@@ -107,9 +107,9 @@ def _carved(region: Region, layout: Layout, rank: int, crowded: bool) -> Joined:
     def tensor(name: str) -> Tensor:
         start, count = places[name]
         return region.bytes[start:start + count]
-    peers = Peers(rank, crowded, semaphores("flags", 2), _part(region, layout, "words"))
+    peers = Peers(rank, CROWDED_SPIN if crowded else SPIN, semaphores("flags", 2), _part(region, layout, "words"))
     port = Port(rank, size, tensor("areas").view(2, size, layout.area), _part(region, layout, "marks"),
-                _part(region, layout, "titles"), semaphores("meetings", size**2), peers)
+                _part(region, layout, "titles"), semaphores("meetings", size**2), peers, crowded)
     messages = Messages(rank, size, tensor("blocks").view(size, size, BLOCKS, LINE + layout.piece),
                         semaphores("filled", size**2), semaphores("room", size**2), semaphores("bells", size), peers)
     return Joined(rank, size, region, peers, port, messages)

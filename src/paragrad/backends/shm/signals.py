@@ -77,14 +77,10 @@ class Semaphores:
 
 
 class Peers:
-    """The processes behind the ranks of a group: are they alive, and has one given the group up?
+    """The processes behind the ranks of a group: are they alive, and has one given the group up?"""
 
-    crowded: ranks of this host share cores.
-    """
-
-    def __init__(self, rank: int, crowded: bool, flags: Semaphores, words: memoryview) -> None:
-        self.rank, self.crowded, self.flags, self.words = rank, crowded, flags, words   # flags: nobody gave up, somebody did
-        self.spins = CROWDED_SPIN if crowded else SPIN
+    def __init__(self, rank: int, spins: int, flags: Semaphores, words: memoryview) -> None:
+        self.rank, self.spins, self.flags, self.words = rank, spins, flags, words       # flags: nobody gave up, somebody did
         self.lives: dict[int, int] = {}             # rank -> pidfd
         self.pids: dict[int, int] = {}
         self.broken: str | None = None              # why this process gave up
