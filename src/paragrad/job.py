@@ -262,7 +262,8 @@ def _check_loss(job: Job, model: nn.Module, train: Dataset) -> None:
     fetched = _called(job, "fetching a batch of train", lambda: parted(job.samples(train)[0, indices]))
     inputs, target = brought(fetched, CPU, job.parameter_dtype)
     with torch.no_grad(), _casting(job):
-        _called(job, "one batch through the model", lambda: called(model, copied(inputs)))
+        where = " in bfloat16 (not every processor has it for every layer; dtype=torch.float32 does)" if job.autocast else ""
+        _called(job, f"one batch through the model{where}", lambda: called(model, copied(inputs)))
         wrong = _called(job, "loss", lambda: wrong_with(job.built_loss(), model, inputs, target, len(indices)))
     if wrong:
         raise Refused(f"job {job.name}: {wrong}")

@@ -30,6 +30,7 @@ from paragrad.training import run
 from paragrad.verification import differences
 from paragrad.world import World
 
+LSTM_IN_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 DIGITS = pg.job("digits").replace(epochs=2)
 
 
@@ -271,18 +272,28 @@ def test_what_every_micro_batch_sends_is_counted(pool: Ranks, tmp_path: Path) ->
     assert twice["batch_norm"]["bytes"] == 2 * once["batch_norm"]["bytes"] > 0
 
 
-def test_bfloat16_computes_in_bfloat16_and_keeps_float32(pool: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["mlp", "cnn with batch norm", pytest.param("lstm, tied", marks=pytest.mark.skipif(
+    not LSTM_IN_BFLOAT16, reason="this processor has no AVX-512, without which torch has no LSTM in bfloat16"))])
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32(pool: Ranks, name: str) -> None:
     """By autocast. One step: error against float64 no more than four times serial's in bfloat16, or 8 eps of it."""
-    for name in ("mlp", "cnn with batch norm", "lstm, tied"):
-        job = JOBS[name].replace(dtype=torch.bfloat16)
-        exact, = pool.run(one_step, JOBS[name].replace(dtype=torch.float64), "serial", size=1)
-        serial, = pool.run(one_step, job, "serial", size=1)
-        for ours in pool.run(one_step, job, "data(3, reduce=ring)", size=3):
-            assert {value.dtype for value in ours.values() if value.is_floating_point()} == {torch.float32}
-            floor = 8 * torch.finfo(torch.bfloat16).eps
-            worst = {who: max(differences({key: value.double() for key, value in state.items()}, exact).values())
-                     for who, state in (("ours", ours), ("serial", serial))}
-            assert 1e-6 < worst["ours"] <= max(floor, 4 * worst["serial"])
+    job = JOBS[name].replace(dtype=torch.bfloat16)
+    exact, = pool.run(one_step, JOBS[name].replace(dtype=torch.float64), "serial", size=1)
+    serial, = pool.run(one_step, job, "serial", size=1)
+    for ours in pool.run(one_step, job, "data(3, reduce=ring)", size=3):
+        assert {value.dtype for value in ours.values() if value.is_floating_point()} == {torch.float32}
+        floor = 8 * torch.finfo(torch.bfloat16).eps
+        worst = {who: max(differences({key: value.double() for key, value in state.items()}, exact).values())
+                 for who, state in (("ours", ours), ("serial", serial))}
+        assert 1e-6 < worst["ours"] <= max(floor, 4 * worst["serial"])
+
+
+@pytest.mark.skipif(LSTM_IN_BFLOAT16, reason="this processor computes an LSTM in bfloat16")
+def test_a_layer_that_the_processor_lacks_in_bfloat16_is_refused_at_the_door(tmp_path: Path) -> None:
+    with pytest.raises(pg.Refused, match=r"through the model in bfloat16 \(not every processor.*dtype=torch.float32 does\)"):
+        pg.train(JOBS["lstm, tied"].replace(dtype=torch.bfloat16), "data(2)", runs=tmp_path)
+
+
+def test_a_whole_training_in_bfloat16(pool: Ranks, tmp_path: Path) -> None:
     finished = trained(pool, tmp_path, DIGITS.replace(dtype=torch.bfloat16), "data(2)")
     assert finished.header["job"]["dtype"] == "bfloat16"
     assert finished.test > 85                                       # type: ignore[operator]
