@@ -20,20 +20,22 @@ if typing.TYPE_CHECKING:
     from paragrad.results import Table
     from paragrad.schedules.butterfly import Butterfly
     from paragrad.schedules.ring import Ring, RingAsync
+    from paragrad.schedules.star import Star
     from paragrad.schedules.tree import Tree
     from paragrad.strategy import Data, Native, Serial, strategy
     from paragrad.training import Run, train
     from paragrad.version import __version__ as __version__
 
 __all__ = ["Butterfly", "Certificate", "Data", "Job", "Native", "RankFailed", "Refused", "Ring", "RingAsync", "Run", "Serial",
-           "Table", "Tree", "accuracy", "compare", "hook", "job", "parallelize", "strategy", "train", "verify"]
+           "Star", "Table", "Tree", "accuracy", "compare", "hook", "job", "parallelize", "strategy", "train", "verify"]
 
 # where each public name is; tests/test_structure.py compares it with what type checkers are told above
 _HOMES = {name: home for home, names in {
     "certificate": "Certificate verify", "comparison": "compare", "data_parallel.hook": "hook", "errors": "RankFailed Refused",
     "job": "Job accuracy", "jobs": "job", "own_loop": "parallelize", "results": "Table", "schedules.butterfly": "Butterfly",
-    "schedules.ring": "Ring RingAsync", "schedules.tree": "Tree", "strategy": "Data Native Serial strategy",
-    "training": "Run train", "version": "__version__"}.items() for name in names.split()}
+    "schedules.ring": "Ring RingAsync", "schedules.star": "Star", "schedules.tree": "Tree",
+    "strategy": "Data Native Serial strategy", "training": "Run train",
+    "version": "__version__"}.items() for name in names.split()}
 
 
 class _Package(types.ModuleType):

@@ -18,12 +18,6 @@ class Planned(Choice):
 
 # ---- all-reduce ------------------------------------------------------------------------------------------------------
 @choice
-class Star(Planned):
-    """Everybody sends to rank 0, which adds and tells all."""
-    reproducible: bool = option(Flag(), default=False)
-
-
-@choice
 class DoubleTree(Planned):
     """Two binary trees at once, half of the vector each (Sanders, Speck, Traff 2009)."""
     reproducible: bool = option(Flag(), default=False)

@@ -28,6 +28,7 @@ from paragrad.notation import (
 )
 from paragrad.schedules.butterfly import Butterfly
 from paragrad.schedules.ring import Ring, RingAsync
+from paragrad.schedules.star import Star
 from paragrad.schedules.tree import Tree
 
 
@@ -39,13 +40,13 @@ class Native(Choice):
 @choice
 class TwoLevel(planned.Planned):
     """One algorithm inside a host, another across hosts."""
-    inside: Choice = option(One(Native, Ring, RingAsync, Tree, Butterfly), default=Ring())
-    across: Choice = option(One(Native, Ring, RingAsync, Tree, Butterfly), default=Ring())
+    inside: Choice = option(One(Native, Ring, RingAsync, Tree, Butterfly, Star), default=Ring())
+    across: Choice = option(One(Native, Ring, RingAsync, Tree, Butterfly, Star), default=Ring())
     group: int | str = option(Integer(), Word("auto"), default="auto")
     reproducible: bool = option(Flag(), default=False)
 
 
-ALGORITHMS: tuple[type[Choice], ...] = (Native, Ring, RingAsync, Tree, Butterfly, planned.Star, planned.DoubleTree,
+ALGORITHMS: tuple[type[Choice], ...] = (Native, Ring, RingAsync, Tree, Butterfly, Star, planned.DoubleTree,
                                         planned.Halving, planned.Direct, TwoLevel)
 
 

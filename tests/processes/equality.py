@@ -220,6 +220,7 @@ ROWS: dict[str, Callable[[int], str]] = {
     "ring_async": lambda n: f"data({n}, reduce=ring_async(segments=3))",
     "tree": lambda n: f"data({n}, reduce=tree)",
     "butterfly": lambda n: f"data({n}, reduce=butterfly)",
+    "star": lambda n: f"data({n}, reduce=star)",
     "auto": lambda n: f"data({n})",
     "uneven shares": lambda n: f"data({n}, reduce=ring, shares={[5, 2, 1, 1][:n]})",
     "micro-batches": lambda n: f"data({n}, reduce=tree, micro=2)",

@@ -31,7 +31,7 @@ def test_what_is_shown_is_what_is_printed(page: str, command: str, text: str, mo
 
 def test_every_algorithm_is_drawn() -> None:
     drawn = " ".join(command for _, command, _ in SHOWN)
-    assert all(f"reduce={name}" in drawn for name in ("ring", "ring_async", "tree", "butterfly"))
+    assert all(f"reduce={name}" in drawn for name in ("ring", "ring_async", "tree", "butterfly", "star"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -14,10 +14,11 @@ from paragrad.players.wire import Play, all_reduce
 from paragrad.schedules.actions import AllReduce, Recv, Send
 from paragrad.schedules.butterfly import Butterfly
 from paragrad.schedules.ring import Ring, RingAsync
+from paragrad.schedules.star import Star
 from paragrad.schedules.tree import Tree
 from paragrad.world import World
 
-SCHEDULES: list[AllReduce] = [Ring(), Ring(blocking=True), RingAsync(), RingAsync(5), Tree(), Butterfly()]
+SCHEDULES: list[AllReduce] = [Ring(), Ring(blocking=True), RingAsync(), RingAsync(5), Tree(), Butterfly(), Star()]
 LENGTHS = (0, 1, 2, 3, 4, 5, 1000, 100_003)
 DTYPES = (torch.float32, torch.float64, torch.int64)
 

@@ -139,7 +139,7 @@ def test_refused_with_the_repair(text: str) -> None:
 
 @pytest.mark.parametrize("text", [
     "tensor(2)", "spatial(2)", "branch(2)", "place(2)", "pipeline(2)", "server(2)", "local(2)", "federated(2)",
-    "data(2) * tensor(2)", "data(2, reduce=star)", "data(2, reduce=two_level)", "data(2, compress=top_k(0.01))",
+    "data(2) * tensor(2)", "data(2, reduce=direct)", "data(2, reduce=two_level)", "data(2, compress=top_k(0.01))",
     "data(2, state=fully_sharded)", "data(2, shares=auto)", "data(2, dense=tensor)",
     "data(2, reduce=ring(reproducible=true))"])
 def test_known_by_name_and_refused_as_not_built(text: str) -> None:

@@ -15,10 +15,11 @@ from paragrad.players.walk import walk
 from paragrad.schedules.actions import AllReduce, Compute, Recv, Send, evenly
 from paragrad.schedules.butterfly import Butterfly
 from paragrad.schedules.ring import Ring, RingAsync
+from paragrad.schedules.star import Star
 from paragrad.schedules.tree import Tree
 
 SIZES = range(1, 34)
-SCHEDULES: list[AllReduce] = [Ring(), Ring(blocking=True), RingAsync(), RingAsync(3), Tree(), Butterfly()]
+SCHEDULES: list[AllReduce] = [Ring(), Ring(blocking=True), RingAsync(), RingAsync(3), Tree(), Butterfly(), Star()]
 
 
 def lines(text: str) -> str:
@@ -40,7 +41,7 @@ def test_rendezvous_sends_hang_where_everybody_sends_first(size: int) -> None:
     """What blocking MPI sends of long messages do: only the orders made for them survive."""
     free = {schedule: prove(schedule, size, 100).rendezvous for schedule in SCHEDULES}
     assert free == {Ring(): False, Ring(blocking=True): True, RingAsync(): False, RingAsync(3): False, Tree(): True,
-                    Butterfly(): False}
+                    Butterfly(): False, Star(): True}
 
 
 def messages(schedule: AllReduce, size: int) -> int:
@@ -49,7 +50,7 @@ def messages(schedule: AllReduce, size: int) -> int:
         return 2 * size * (size - 1)
     if isinstance(schedule, RingAsync):
         return 2 * size * (size - 1) * schedule.count()
-    if isinstance(schedule, Tree):
+    if isinstance(schedule, Tree | Star):
         return 2 * (size - 1)
     inner = 2 ** int(log2(size))
     return inner * int(log2(inner)) + 2 * (size - inner)
@@ -138,6 +139,11 @@ DRAWN = {
         1 | >0:0                   <0:0
         2 | <3:0+   >0:0    <0:0   >3:0
         3 | >2:0                   <2:0""",
+    (Star(), 4): """
+        0 | <1:0+   <2:0+   <3:0+   >1:0   >2:0   >3:0
+        1 | >0:0                    <0:0
+        2 | >0:0                           <0:0
+        3 | >0:0                                  <0:0""",
     (Butterfly(), 5): """
         0 | <4:0+        >1:0 <1:0+   >2:0 <2:0+   >4:0
         1 | >0:0         <0:0+        >3:0 <3:0+

@@ -128,8 +128,8 @@ def draw(chosen: Strategy) -> None:
     resolved = resolve(chosen, cores=1)
     assert isinstance(resolved, Data)
     if isinstance(resolved.reduce, Native):
-        raise Refused("native is the backend's own all-reduce, of which there is no schedule; draw ring, ring_async, tree "
-                      "or butterfly")
+        raise Refused("native is the backend's own all-reduce, of which there is no schedule; draw ring, ring_async, tree, "
+                      "butterfly or star")
     print(f"{resolved.reduce}, {resolved.workers} ranks; a line is a rank, a column a round. "
           ">1:0 sends slot 0 to rank 1, <3:2+ receives slot 2 from rank 3 and adds it, ! waits")
     print(drawn(resolved.reduce, resolved.workers))       # type: ignore[arg-type]
