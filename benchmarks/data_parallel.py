@@ -181,8 +181,7 @@ def peak(pids: list[int], train: Callable[[], object]) -> tuple[int, int]:
     running.start()
     while running.is_alive():
         most = max(most, proportional(pids))
-        time.sleep(0.02)
-    running.join()
+        running.join(0.02)
     return before, most
 
 

@@ -78,7 +78,7 @@ def waited(path: Path, running: subprocess.Popen[str]) -> list[int]:
         if running.poll() is not None or time.monotonic() > until:
             running.kill()
             raise SystemExit(f"the training did not come to {path.name}: {running.communicate()[0]}")
-        time.sleep(0.002)
+        time.sleep(0.002)                               # of a process that is to be killed nothing is known but its files
     return [int(word) for word in path.read_text().split()]
 
 
@@ -88,7 +88,7 @@ def settled(pid: int) -> None:
     while quiet < 5 and time.monotonic() < until:
         states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
         quiet = 0 if "R" in states else quiet + 1
-        time.sleep(0.01)
+        time.sleep(0.01)                                # between two samples of /proc
 
 
 def family(server: int) -> list[int]:

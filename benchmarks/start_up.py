@@ -55,7 +55,7 @@ def watched(words: Sequence[str], folders: Sequence[Path]) -> tuple[float, list[
                 seen.append(time.monotonic())
             if time.monotonic() - begun > LIMIT:
                 running.kill()
-            time.sleep(LOOK)
+            time.sleep(LOOK)                            # torchrun and ours are looked at alike, from outside, by their files
         output.seek(0)
         printed = output.read()
     if running.returncode or len(seen) < len(folders):

@@ -19,7 +19,6 @@ class Workers:
     """`count` processes `file --worker kind ADDRESS`, started by torchrun (or mpirun), each with a socket of its own."""
 
     def __init__(self, file: str, kind: str, count: int, starter: list[str] = TORCHRUN) -> None:
-        self.kind = kind
         self.folder = tempfile.TemporaryDirectory(prefix="benchmark-")
         address = str(Path(self.folder.name) / "socket")
         interpreter = [sys.executable] if starter is MPIRUN else []

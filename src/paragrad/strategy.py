@@ -37,17 +37,20 @@ class Native(Choice):
     """The backend's own all-reduce (gloo: a ring in segments)."""
 
 
+SCHEDULES: tuple[type[Choice], ...] = (Ring, RingAsync, Tree, Butterfly, Star)      # ours, built
+
+
 @choice
 class TwoLevel(planned.Planned):
     """One algorithm inside a host, another across hosts."""
-    inside: Choice = option(One(Native, Ring, RingAsync, Tree, Butterfly, Star), default=Ring())
-    across: Choice = option(One(Native, Ring, RingAsync, Tree, Butterfly, Star), default=Ring())
+    inside: Choice = option(One(Native, *SCHEDULES), default=Ring())
+    across: Choice = option(One(Native, *SCHEDULES), default=Ring())
     group: int | str = option(Integer(), Word("auto"), default="auto")
     reproducible: bool = option(Flag(), default=False)
 
 
-ALGORITHMS: tuple[type[Choice], ...] = (Native, Ring, RingAsync, Tree, Butterfly, Star, planned.DoubleTree,
-                                        planned.Halving, planned.Direct, TwoLevel)
+ALGORITHMS: tuple[type[Choice], ...] = (Native, *SCHEDULES, planned.DoubleTree, planned.Halving, planned.Direct,
+                                        TwoLevel)
 
 
 class Strategy(Choice):

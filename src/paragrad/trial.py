@@ -14,7 +14,7 @@ from paragrad.admission import Admitted
 from paragrad.datasets.loading import parted
 from paragrad.job import opened
 from paragrad.launching import Ranks, cores
-from paragrad.strategy import Data, Serial
+from paragrad.strategy import Data, Serial, Strategy
 from paragrad.trainer import Trainer
 from paragrad.world import World, launched_size
 
@@ -31,18 +31,17 @@ def settled(ranks: Ranks, checked: Admitted) -> Admitted:
     if not isinstance(asked, Data) or asked.workers != "auto" or launched_size() is not None or (
             checked.settings.device != "cpu" or checked.settings.sabotage or cores() == 1):
         return checked
-    candidates = [resolved, Serial(threads=cores(), micro=asked.micro)]
-    seen: dict[str, list[float]] = {str(each): [] for each in candidates}
+    seen: dict[Strategy, list[float]] = {resolved: [], Serial(threads=cores(), micro=asked.micro): []}
     for _ in range(2):
-        for candidate in candidates * ROUNDS:
+        for candidate in list(seen) * ROUNDS:
             row = replace(checked, resolved=candidate)
             seconds = ranks.run(seconds_per_step, row, size=row.size, threads=row.threads, backend=row.backend)[0]
-            seen[str(candidate)].append(seconds)
-        least = {each: min(seen[str(each)]) for each in candidates}
+            seen[candidate].append(seconds)
+        least = {candidate: min(times) for candidate, times in seen.items()}
         if max(least.values()) > CLOSE * min(least.values()):
             break
-    best = min(candidates, key=least.__getitem__)
-    told = ", ".join(f"{name} {1e3 * min(times):.2f} ms per step" for name, times in seen.items())
+    best = min(least, key=least.__getitem__)
+    told = ", ".join(f"{candidate} {1e3 * seconds:.2f} ms per step" for candidate, seconds in least.items())
     return replace(checked, resolved=best, tried=f"tried for a moment: {told}")
 
 

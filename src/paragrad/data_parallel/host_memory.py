@@ -15,7 +15,7 @@ from paragrad.backends.shm.signals import CROWDED_SPIN, WORDS, GroupError, Meeti
 from paragrad.errors import StepFailed
 from paragrad.world import World
 
-SPIN = 1000             # tries at a meeting before a rank sleeps (about half a millisecond): its core has nothing else to do
+SPIN = 1000             # tries at a meeting before a rank sleeps (about 2 ms): its core has nothing else to do
 COUNTED = struct.Struct("3d")       # numbers that every rank adds: weight, loss, stop
 
 

@@ -45,8 +45,8 @@ class Samples:
         epoch, indices = key
         dataset = self.dataset
         if self.collate is None and type(dataset).__getitem__ is TensorDataset.__getitem__:
-            places = torch.from_numpy(numpy.array(indices))         # torch.tensor(list) and tensor[list] take several times
-            return tuple(tensor.index_select(0, places) for tensor in dataset.tensors)      # as long
+            places = torch.from_numpy(numpy.array(indices))     # torch.tensor of a list, and indexing by one, take far longer
+            return tuple(tensor.index_select(0, places) for tensor in dataset.tensors)
         if self.collate is None and getattr(dataset, "whole_batches", False):
             return dataset[indices]
         with _generators_kept():

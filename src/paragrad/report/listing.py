@@ -23,7 +23,7 @@ from paragrad.notation import Choice
 from paragrad.players.draw import draw as drawn
 from paragrad.report.table import COMPUTED, sent
 from paragrad.shares import micro_batches
-from paragrad.strategy import ALGORITHMS, STRATEGIES, Data, Native, Strategy, refuse_unbuilt, resolve, share_weights
+from paragrad.strategy import ALGORITHMS, SCHEDULES, STRATEGIES, Data, Native, Strategy, refuse_unbuilt, resolve, share_weights
 from paragrad.training import Run
 
 
@@ -128,8 +128,8 @@ def draw(chosen: Strategy) -> None:
     resolved = resolve(chosen, cores=1)
     assert isinstance(resolved, Data)
     if isinstance(resolved.reduce, Native):
-        raise Refused("native is the backend's own all-reduce, of which there is no schedule; draw ring, ring_async, tree, "
-                      "butterfly or star")
+        raise Refused("native is the backend's own all-reduce, of which there is no schedule; draw "
+                      + ", ".join(each.name for each in SCHEDULES))
     print(f"{resolved.reduce}, {resolved.workers} ranks; a line is a rank, a column a round. "
           ">1:0 sends slot 0 to rank 1, <3:2+ receives slot 2 from rank 3 and adds it, ! waits")
     print(drawn(resolved.reduce, resolved.workers))       # type: ignore[arg-type]

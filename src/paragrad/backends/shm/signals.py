@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from paragrad.backends.shm.region import LINE
 
 SLICE = 0.1             # seconds between two looks at the peers' lives
-SPIN = 100              # tries before a wait blocks, where every rank has a core to itself (about 50 us)
+SPIN = 100              # tries before a wait blocks, where every rank has a core to itself (about 0.2 ms)
 CROWDED_SPIN = 20       # ... where ranks share cores: each try gives the core to the next rank, which costs less than a sleep
 WORDS = 1024            # bytes for the words of who gave the group up
 
