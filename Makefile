@@ -23,12 +23,13 @@ test: .venv/ready
 
 table: .venv/ready
 	$(BIN)/pytest tests/processes/test_equality.py tests/processes/test_checkpoint.py tests/processes/test_verify.py \
-	    tests/processes/test_environment.py --timeout 300
+	    tests/processes/test_environment.py tests/network --timeout 300
 
-# mpirun for the tests of joining a world, a browser for those of the page; tests that miss them skip and say so
+# mpirun for the tests of joining a world, a browser for those of the page, ip and tc for several hosts; tests that miss them
+# skip and say so
 system:
-	@if which mpirun chromium chromedriver >/dev/null; then echo "the Debian packages are there"; else \
-	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends openmpi-bin chromium chromium-driver >/dev/null; fi
+	@if which mpirun chromium chromedriver ip tc >/dev/null; then echo "the Debian packages are there"; else \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends openmpi-bin chromium chromium-driver iproute2 >/dev/null; fi
 
 # torch alone first: with it in place nothing else asks for another build of it
 .venv/ready: pyproject.toml constraints.txt

@@ -24,7 +24,8 @@ DISTRIBUTED = {"paragrad.world", "paragrad.players.wire"}
 # rooms without torch: what a rank does is a value there, not an act
 PURE = ("paragrad.errors", "paragrad.grammar", "paragrad.notation", "paragrad.planned", "paragrad.strategy", "paragrad.shares",
         "paragrad.schedules", "paragrad.players.walk", "paragrad.players.proof", "paragrad.players.draw",
-        "paragrad.datasets.order", "paragrad.record", "paragrad.launched")
+        "paragrad.datasets.order", "paragrad.record", "paragrad.launched", "paragrad.planner.layers",
+        "paragrad.planner.sequences")
 
 
 def imports(path: Path) -> set[str]:

@@ -19,21 +19,27 @@ if typing.TYPE_CHECKING:
     from paragrad.own_loop import parallelize
     from paragrad.results import Table
     from paragrad.schedules.butterfly import Butterfly
+    from paragrad.schedules.direct import Direct
+    from paragrad.schedules.double_tree import DoubleTree
+    from paragrad.schedules.halving import Halving
     from paragrad.schedules.ring import Ring, RingAsync
     from paragrad.schedules.star import Star
     from paragrad.schedules.tree import Tree
+    from paragrad.schedules.two_level import TwoLevel
     from paragrad.strategy import Data, Native, Serial, strategy
     from paragrad.training import Run, train
     from paragrad.version import __version__ as __version__
 
-__all__ = ["Butterfly", "Certificate", "Data", "Job", "Native", "RankFailed", "Refused", "Ring", "RingAsync", "Run", "Serial",
-           "Star", "Table", "Tree", "accuracy", "compare", "hook", "job", "parallelize", "strategy", "train", "verify"]
+__all__ = ["Butterfly", "Certificate", "Data", "Direct", "DoubleTree", "Halving", "Job", "Native", "RankFailed", "Refused", "Ring",
+           "RingAsync", "Run", "Serial", "Star", "Table", "Tree", "TwoLevel", "accuracy", "compare", "hook", "job", "parallelize",
+           "strategy", "train", "verify"]
 
 # where each public name is; tests/test_structure.py compares it with what type checkers are told above
 _HOMES = {name: home for home, names in {
     "certificate": "Certificate verify", "comparison": "compare", "data_parallel.hook": "hook", "errors": "RankFailed Refused",
     "job": "Job accuracy", "jobs": "job", "own_loop": "parallelize", "results": "Table", "schedules.butterfly": "Butterfly",
-    "schedules.ring": "Ring RingAsync", "schedules.star": "Star", "schedules.tree": "Tree",
+    "schedules.direct": "Direct", "schedules.double_tree": "DoubleTree", "schedules.halving": "Halving",
+    "schedules.ring": "Ring RingAsync", "schedules.star": "Star", "schedules.tree": "Tree", "schedules.two_level": "TwoLevel",
     "strategy": "Data Native Serial strategy", "training": "Run train",
     "version": "__version__"}.items() for name in names.split()}
 

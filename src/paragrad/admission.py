@@ -18,7 +18,7 @@ from paragrad.schedules.actions import ScheduleError
 from paragrad.schedules.sabotage import sabotaged
 from paragrad.settings import Settings
 from paragrad.strategy import Data, Native, Serial, Strategy, refuse_unbuilt, resolve, strategy
-from paragrad.world import launched_size, ranks_here
+from paragrad.world import check_interfaces, launched_size, ranks_here
 
 PROVED = 64             # ranks up to which a schedule is proved at the door
 
@@ -65,7 +65,8 @@ def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, 
     asked = strategy(asked)
     refuse_unbuilt(asked)
     settings.check(job)
-    resolved = resolve(asked, cores=cores(), workers=launched_size(), sharing=not_sharing(settings) is None)
+    resolved = resolve(asked, cores=cores(), workers=launched_size(), sharing=not_sharing(settings) is None,
+                       group=ranks_here())
     if isinstance(resolved, Data) and resolved.state == "shared_memory" and (why := not_sharing(settings)):
         raise Refused(f"{asked}: {why}; leave out state=shared_memory")
     facts = facts or examined(job, settings.folder)
@@ -99,11 +100,14 @@ def backend_of(settings: Settings, size: int) -> str:
                       "exchange through the host")
     if settings.backend == "shm" and (why := not_shm(size)):
         raise Refused(f"{why}; leave out --backend")
-    if settings.backend != "auto":
-        return settings.backend
-    if settings.device == "cuda":
-        return "nccl" if here <= gpus else "gloo"
-    return "gloo" if not_shm(size) else "shm"
+    found = settings.backend
+    if found == "auto" and settings.device == "cuda":
+        found = "nccl" if here <= gpus else "gloo"
+    elif found == "auto":
+        found = "gloo" if not_shm(size) else "shm"
+    if size > 1 and found != "shm":
+        check_interfaces()
+    return found
 
 
 def not_shm(size: int) -> str | None:

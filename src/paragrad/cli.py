@@ -21,8 +21,10 @@ from paragrad.comparison import compare as compared
 from paragrad.errors import RankFailed, Refused
 from paragrad.job import Job
 from paragrad.jobs import JOBS, find
+from paragrad.planner.profile import profile
 from paragrad.report import listing, table
 from paragrad.report.progress import Shown
+from paragrad.report.work import work as show_work
 from paragrad.schedules.sabotage import SABOTAGES
 from paragrad.settings import Settings
 from paragrad.strategy import strategy as read_strategy
@@ -122,6 +124,13 @@ def draw(strategy: Annotated[str, typer.Argument(help="such as 'data(4, reduce=r
     """Draw what the ranks of a strategy send each other."""
     with answering():
         listing.draw(read_strategy(strategy))
+
+
+@app.command()
+def work(job: JobName, data: Data = None, batch: Batch = None, set_: Set = None, as_json: Json = False) -> None:
+    """Work, depth and bytes of every layer of JOB in one step, and how many processors they could keep busy."""
+    with answering():
+        show_work(profile(_job(job, set_, batch, None, None), data), as_json)
 
 
 @app.command()

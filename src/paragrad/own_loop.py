@@ -39,7 +39,7 @@ def parallelize(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, 
     settings = Settings(device=device, backend=backend)
     _check(model, loss, optimizer, scheduler, clip_norm, autocast, settings)
     chosen, size = _chosen(strategy), launched_size()
-    resolved = resolve(chosen, cores=cores(), workers=size or 1)
+    resolved = resolve(chosen, cores=cores(), workers=size or 1, group=ranks_here())
     if isinstance(resolved, Data) and resolved.state == "shared_memory":
         raise Refused(f"{chosen}: in a loop of your own every rank holds the parameters and their mean gradients; leave out "
                       "state=shared_memory, or make it a Job")

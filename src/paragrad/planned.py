@@ -16,25 +16,6 @@ class Planned(Choice):
     built: ClassVar[bool] = False
 
 
-# ---- all-reduce ------------------------------------------------------------------------------------------------------
-@choice
-class DoubleTree(Planned):
-    """Two binary trees at once, half of the vector each (Sanders, Speck, Traff 2009)."""
-    reproducible: bool = option(Flag(), default=False)
-
-
-@choice
-class Halving(Planned):
-    """Recursive halving, then recursive doubling (Rabenseifner 2004)."""
-    reproducible: bool = option(Flag(), default=False)
-
-
-@choice
-class Direct(Planned):
-    """All-to-all reduce-scatter, then all-gather, in two rounds."""
-    reproducible: bool = option(Flag(), default=False)
-
-
 # ---- gradient compression --------------------------------------------------------------------------------------------
 @choice
 class Threshold(Planned):

@@ -26,10 +26,8 @@ from paragrad.notation import (
     option,
     parts_of,
 )
-from paragrad.schedules.butterfly import Butterfly
-from paragrad.schedules.ring import Ring, RingAsync
-from paragrad.schedules.star import Star
-from paragrad.schedules.tree import Tree
+from paragrad.schedules.compose import Segmented
+from paragrad.schedules.two_level import LEVELS, TwoLevel
 
 
 @choice
@@ -37,20 +35,8 @@ class Native(Choice):
     """The backend's own all-reduce (gloo: a ring in segments)."""
 
 
-SCHEDULES: tuple[type[Choice], ...] = (Ring, RingAsync, Tree, Butterfly, Star)      # ours, built
-
-
-@choice
-class TwoLevel(planned.Planned):
-    """One algorithm inside a host, another across hosts."""
-    inside: Choice = option(One(Native, *SCHEDULES), default=Ring())
-    across: Choice = option(One(Native, *SCHEDULES), default=Ring())
-    group: int | str = option(Integer(), Word("auto"), default="auto")
-    reproducible: bool = option(Flag(), default=False)
-
-
-ALGORITHMS: tuple[type[Choice], ...] = (Native, *SCHEDULES, planned.DoubleTree, planned.Halving, planned.Direct,
-                                        TwoLevel)
+SCHEDULES: tuple[type[Choice], ...] = (*LEVELS, TwoLevel)                  # ours
+ALGORITHMS: tuple[type[Choice], ...] = (Native, *SCHEDULES)
 
 
 class Strategy(Choice):
@@ -274,9 +260,10 @@ def built_names() -> list[str]:
     return [cls.name for cls in (*STRATEGIES.values(), *ALGORITHMS) if cls.built]
 
 
-def resolve(chosen: Strategy, *, cores: int, workers: int | None = None, sharing: bool = False) -> Strategy:
-    """The same strategy with every `auto` replaced. workers: the world's size where one is given already;  sharing: its ranks
-    can share memory.
+def resolve(chosen: Strategy, *, cores: int, workers: int | None = None, sharing: bool = False,
+            group: int | None = None) -> Strategy:
+    """The same strategy with every `auto` replaced. workers: the world's size where one is given already; sharing: its ranks
+    can share memory; group: ranks of a host, where not all are on one.
 
     Raises Refused where the world has another size than the strategy asks for.
     """
@@ -288,8 +275,8 @@ def resolve(chosen: Strategy, *, cores: int, workers: int | None = None, sharing
         if state == "auto":
             state = "shared_memory" if sharing and count > 1 and chosen.reduce == "auto" else "replicated"
         reduce = Native() if chosen.reduce == "auto" and state == "replicated" else chosen.reduce
-        if isinstance(reduce, RingAsync):
-            reduce = replace(reduce, segments=reduce.count())
+        if isinstance(reduce, Choice):
+            reduce = settled(reduce, count, group or count)
         found = replace(chosen, workers=count, reduce=reduce, state=state)
     else:
         raise Refused(f"{chosen} is not built yet")
@@ -297,6 +284,17 @@ def resolve(chosen: Strategy, *, cores: int, workers: int | None = None, sharing
         raise Refused(f"{chosen} wants {found.workers} worker(s) and the launcher started {workers}; "
                       f"start {found.workers}, or write data(auto)")
     return found
+
+
+def settled(algorithm: Choice, size: int, group: int) -> Choice:
+    """An algorithm with its numbers of segments, and of ranks in a group. Raises Refused where that does not make up `size`."""
+    if isinstance(algorithm, Segmented):
+        return replace(algorithm, segments=algorithm.count())
+    if isinstance(algorithm, TwoLevel):
+        found = replace(algorithm, group=group if algorithm.group == "auto" else algorithm.group)
+        hosts = size // found.grouping(size)
+        return replace(found, inside=settled(found.inside, group, group), across=settled(found.across, hosts, hosts))
+    return algorithm
 
 
 def share_weights(resolved: Strategy) -> tuple[list[int], int]:

@@ -25,7 +25,6 @@ from paragrad.data_parallel.all_reduce import Exchange
 from paragrad.data_parallel.alone import Alone, OptimizerState
 from paragrad.data_parallel.batch_norm import Part, batch_norms, make_own, make_whole
 from paragrad.data_parallel.shared_memory import SharedMemory
-from paragrad.data_parallel.walker import computed_bytes
 from paragrad.datasets.loading import Collate, Dataset, Samples, brought, cut, loaded, tensors_of
 from paragrad.datasets.order import Order
 from paragrad.dropout import Keyed
@@ -34,6 +33,7 @@ from paragrad.evaluation import Metric, evaluated, evaluating
 from paragrad.job import Job, seed_everything
 from paragrad.log import Log
 from paragrad.loss import Loss, Summed, wrong_with
+from paragrad.planner.price import computed_bytes
 from paragrad.probe import first_not_finite, probed
 from paragrad.record import Recorder
 from paragrad.schedules.sabotage import sabotaged

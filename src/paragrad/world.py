@@ -6,6 +6,7 @@ import functools
 import gc
 import itertools
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -219,6 +220,16 @@ def launched_rank() -> int:
     return told.rank if told else 0
 
 
+def check_interfaces() -> None:
+    """Refuse a name in GLOO_SOCKET_IFNAME that no interface of this host has; gloo would say so on joining, rank by rank."""
+    here = [name for _, name in socket.if_nameindex()]
+    named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if strange := [name for name in named if name.partition(":")[0] not in here]:           # eth0:1 is an address of eth0
+        raise Refused(f"GLOO_SOCKET_IFNAME names {', '.join(strange)}, and this host has {', '.join(here)}; set it to the one "
+                      "by which the other hosts reach this one (`ip address` shows their addresses), or unset it where all "
+                      "ranks are on this host")
+
+
 def _grouped() -> bool:
     """Is there a process group of the user's? One that holds this process alone makes it no rank."""
     return dist.is_initialized() and dist.get_world_size() > 1
@@ -227,6 +238,8 @@ def _grouped() -> bool:
 def _meet(told: Launched, number: int, place: tuple[str, int] | Path, backend: str, timeout: float) -> None:
     """Make the default group of the launch: over a store that rank 0 listens at, or a file on this host."""
     where = str(place) if isinstance(place, Path) else ":".join(map(str, place))
+    by_name = "" if told.on_one_host else (", and GLOO_SOCKET_IFNAME on each host to the interface that the others reach it by "
+                                           f"(here it is {os.environ.get('GLOO_SOCKET_IFNAME') or 'not set'})")
     try:
         if isinstance(place, Path):
             store = dist.FileStore(where, told.size)
@@ -236,7 +249,7 @@ def _meet(told: Launched, number: int, place: tuple[str, int] | Path, backend: s
     except RuntimeError as error:
         raise RankFailed(f"the {told.size} ranks of {told.by} did not meet at {where} within {timeout:g} s; see that all of "
                          "them run, or set MASTER_ADDR and MASTER_PORT to the host of rank 0, as all can reach it, and a free "
-                         f"port there: {error}", rank=told.rank) from error
+                         f"port there{by_name}: {error}", rank=told.rank) from error
 
 
 @functools.cache

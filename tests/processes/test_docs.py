@@ -19,7 +19,7 @@ from paragrad.job import Job
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```\n\$ paragrad ((?:draw|train .* --dry-run).*)\n((?:.*\n)*?)```$", re.MULTILINE)
+BLOCK = re.compile(r"^```\n\$ paragrad ((?:draw|work|train .* --dry-run).*)\n((?:.*\n)*?)```$", re.MULTILINE)
 SHOWN = [(page.name, command, text) for page in PAGES for command, text in BLOCK.findall(page.read_text())]
 
 

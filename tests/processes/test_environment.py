@@ -323,7 +323,9 @@ def test_a_rank_that_never_comes_is_waited_for_so_long_and_named(place: Place) -
     """))
     port = free_port()
     at_an_address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for given, told in (({}, str(place.temporary)), (at_an_address, f"127.0.0.1:{port}")):
+    elsewhere = {**at_an_address, "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    for given, told in (({}, str(place.temporary)), (at_an_address, f"127.0.0.1:{port}"),
+                        (elsewhere, "GLOO_SOCKET_IFNAME on each host to the interface that the others reach it by")):
         with started(place.words(), {**place.shell, **mpich(1, 2), **given}) as process:
             answer, complaints = process.communicate(timeout=60)
         assert answer.startswith("rank 1: the 2 ranks of mpirun (MPICH) did not meet at "), complaints

@@ -173,7 +173,8 @@ def many_steps(world: World, job: Job, chosen: Strategy) -> dict[str, Tensor]:
 def test_two_workers_are_bit_identical_whatever_the_algorithm(pool: Ranks) -> None:
     """A sum of two floats commutes; in float32, over several epochs."""
     job = make_job("mlp", mlp, VECTORS)
-    results = [result for row in ("native", "ring", "ring, blocking", "ring_async", "tree", "butterfly", "star")
+    results = [result for row in ("native", "ring", "ring, blocking", "ring_async", "tree", "butterfly", "star",
+                                          "direct", "halving", "double_tree", "two_level")
                for result in pool.run(many_steps, job, resolved(ROWS[row](2)), size=2)]
     for result in results:
         assert all(torch.equal(result[name], results[0][name]) for name in result)

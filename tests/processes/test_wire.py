@@ -13,12 +13,17 @@ from paragrad.players.proof import prove
 from paragrad.players.wire import Play, all_reduce
 from paragrad.schedules.actions import AllReduce, Recv, Send
 from paragrad.schedules.butterfly import Butterfly
+from paragrad.schedules.direct import Direct
+from paragrad.schedules.double_tree import DoubleTree
+from paragrad.schedules.halving import Halving
 from paragrad.schedules.ring import Ring, RingAsync
 from paragrad.schedules.star import Star
 from paragrad.schedules.tree import Tree
+from paragrad.schedules.two_level import TwoLevel
 from paragrad.world import World
 
-SCHEDULES: list[AllReduce] = [Ring(), Ring(blocking=True), RingAsync(), RingAsync(5), Tree(), Butterfly(), Star()]
+SCHEDULES: list[AllReduce] = [Ring(), Ring(blocking=True), RingAsync(), RingAsync(5), Tree(), Butterfly(), Star(), Direct(),
+                              Halving(1), Halving(3), DoubleTree(2), TwoLevel(Halving(), Direct(), 1)]
 LENGTHS = (0, 1, 2, 3, 4, 5, 1000, 100_003)
 DTYPES = (torch.float32, torch.float64, torch.int64)
 
@@ -45,6 +50,11 @@ def test_sums_are_exact_at_every_length(pool: Ranks, schedule: AllReduce, size: 
         expected = sum(vector(rank, length, dtype) for rank in range(size))
         for answer in answers:
             assert torch.equal(answer[place][0], expected)          # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("schedule", [TwoLevel(group=2), TwoLevel(Butterfly(), Star(), 2), TwoLevel(Tree(), Halving(2), 2)], ids=str)
+def test_sums_of_two_levels_are_exact(pool: Ranks, schedule: AllReduce) -> None:
+    test_sums_are_exact_at_every_length(pool, schedule, 4)
 
 
 def test_the_bytes_sent_are_what_the_proof_counts(pool: Ranks) -> None:
@@ -85,9 +95,9 @@ def test_a_rendezvous_send_is_waited_for_once(pool: Ranks) -> None:
 
 def lonely(world: World) -> None:
     actions = [Recv(1, 0)] if world.rank == 0 else [Send(0, 0)] if world.rank > 1 else []
-    Play(actions, {0: torch.zeros(4)}, world).run()
+    Play(actions, torch.zeros(4), 1, world).run()
     if world.rank == 1:
-        Play([Recv(0, 0)], {0: torch.zeros(4)}, world).run()
+        Play([Recv(0, 0)], torch.zeros(4), 1, world).run()
 
 
 def test_a_hang_ends_with_the_schedule_around_it(pool: Ranks) -> None:

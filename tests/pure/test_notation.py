@@ -139,9 +139,8 @@ def test_refused_with_the_repair(text: str) -> None:
 
 @pytest.mark.parametrize("text", [
     "tensor(2)", "spatial(2)", "branch(2)", "place(2)", "pipeline(2)", "server(2)", "local(2)", "federated(2)",
-    "data(2) * tensor(2)", "data(2, reduce=direct)", "data(2, reduce=two_level)", "data(2, compress=top_k(0.01))",
-    "data(2, state=fully_sharded)", "data(2, shares=auto)", "data(2, dense=tensor)",
-    "data(2, reduce=ring(reproducible=true))"])
+    "data(2) * tensor(2)", "data(2, compress=top_k(0.01))", "data(2, state=fully_sharded)", "data(2, shares=auto)",
+    "data(2, dense=tensor)"])
 def test_known_by_name_and_refused_as_not_built(text: str) -> None:
     with pytest.raises(Refused, match="known and not built yet"):
         refuse_unbuilt(strategy(text))
@@ -157,6 +156,10 @@ def test_auto_is_resolved() -> None:
     assert resolve(Data("auto"), cores=8) == Data(8, reduce=Native(), state="replicated")
     assert resolve(Data("auto"), cores=8, workers=3).workers == 3
     assert resolve(Data(2, reduce=RingAsync()), cores=8) == Data(2, reduce=RingAsync(2), state="replicated")
+    assert resolve(strategy("data(8, reduce=two_level(across=halving))"), cores=8, group=4) == strategy(
+        "data(8, reduce=two_level(across=halving(2), group=4), state=replicated)")
+    with pytest.raises(Refused, match="groups of 3 do not make up 8 ranks"):
+        resolve(strategy("data(8, reduce=two_level(group=3))"), cores=8)
     with pytest.raises(Refused, match="wants 2 worker"):
         resolve(Data(2), cores=8, workers=3)
 

@@ -7,15 +7,20 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from paragrad.players.proof import prove
+from paragrad.players.proof import prove, prove_half
 from paragrad.players.walk import Deadlock
 from paragrad.schedules.actions import Action, AllReduce, Compute, Program, Recv, ScheduleError, Send
 from paragrad.schedules.butterfly import Butterfly
-from paragrad.schedules.ring import Ring, RingAsync
+from paragrad.schedules.direct import Direct
+from paragrad.schedules.double_tree import DoubleTree
+from paragrad.schedules.halving import Halving
+from paragrad.schedules.ring import Ring, RingAllGather, RingAsync, RingReduceScatter
 from paragrad.schedules.star import Star
-from paragrad.schedules.tree import Tree
+from paragrad.schedules.tree import Tree, TreeBroadcast, TreeReduce
+from paragrad.schedules.two_level import TwoLevel
 
-SCHEDULES: list[AllReduce] = [Ring(), Ring(blocking=True), RingAsync(3), Tree(), Butterfly(), Star()]
+SCHEDULES: list[AllReduce] = [Ring(), Ring(blocking=True), RingAsync(3), Tree(), Butterfly(), Star(), Direct(), DoubleTree(2),
+                              Halving(1), Halving(2), TwoLevel(group=2), TwoLevel(Butterfly(), Star(), 2)]
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,8 @@ def test_an_add_dropped(schedule: AllReduce) -> None:
         return [*program[:place], replace(program[place], add=False), *program[place + 1:]]      # type: ignore[call-arg]
     victim = 0 if isinstance(schedule, Star) else 2                 # in a star nobody else adds
     message = refused(schedule, drop, victim)
-    assert f"rank {victim}" in message
-    assert "without the contribution" in message or "overwrites slot" in message
+    assert f"rank {victim}" in message or "without the contribution" in message
+    assert "without the contribution" in message or "to take slot" in message
 
 
 @pytest.mark.parametrize("schedule", [Ring(), RingAsync(3)], ids=str)
@@ -115,7 +120,7 @@ def test_a_contribution_added_twice() -> None:
 
 
 def test_a_slot_overwritten_while_open() -> None:
-    """Two ranks give each other their vector and write the other's over their own: the send may not be done."""
+    """Two ranks give each other their vector and write the other's over their own: each must first know that its own is sent."""
     @dataclass(frozen=True)
     class Exchange:
         def parts(self, size: int) -> int:
@@ -125,7 +130,7 @@ def test_a_slot_overwritten_while_open() -> None:
             yield Send(1 - rank, 0)
             yield Recv(1 - rank, 0)
 
-    with pytest.raises(ScheduleError, match=r"rank \d overwrites slot 0 while its send to rank \d may still be open"):
+    with pytest.raises(Deadlock, match="rank 0 waits for rank 1 to take slot 0"):
         prove(Exchange(), 2, 12)
 
 
@@ -153,3 +158,22 @@ def test_a_message_nobody_takes() -> None:
 def test_a_slot_that_is_not_there() -> None:
     message = refused(Tree(), lambda program: [Send(0, 7), *program])
     assert "rank 1 uses slot 7" in message
+
+
+def test_halves_are_proved_for_what_they_are() -> None:
+    """A reduce alone is no all-reduce, a broadcast is no reduce, and what nobody owns is named."""
+    assert prove_half(RingReduceScatter(), 4, 12, "reduce").sent == prove_half(RingAllGather(), 4, 12, "broadcast").sent == 9
+    with pytest.raises(ScheduleError, match="rank 0 ends without the contribution of rank 1 in slot 0"):
+        prove(RingReduceScatter(), 4, 12)
+    with pytest.raises(ScheduleError, match="rank 0 ends without the contribution of rank 1 in slot 0"):
+        prove_half(TreeBroadcast(), 4, 12, "reduce")
+    with pytest.raises(ScheduleError, match="rank 1 ends without the contribution of rank 0 in slot 0"):
+        prove_half(TreeReduce(), 4, 12, "broadcast")
+
+    @dataclass(frozen=True)
+    class Nobodys(TreeReduce):
+        def owns(self, rank: int, size: int) -> range:
+            return range(0)
+
+    with pytest.raises(ScheduleError, match="nobody owns slot 0"):
+        prove_half(Nobodys(), 4, 12, "reduce")

@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paragrad.data_parallel.alone import Alone
-from paragrad.data_parallel.walker import Bucket, Walker, computed_bytes, waiting_bucket
+from paragrad.data_parallel.walker import Bucket, Walker, waiting_bucket
 from paragrad.errors import StepFailed
 from paragrad.loss import Summed
+from paragrad.planner.price import computed_bytes
 from paragrad.world import World
 
 # torch 2.13 renamed the switch that leaves buffers alone in forward

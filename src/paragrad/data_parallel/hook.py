@@ -9,7 +9,7 @@ from paragrad.data_parallel.walker import Walker, waiting_bucket
 from paragrad.errors import Refused
 from paragrad.settings import Settings
 from paragrad.strategy import Data, refuse_unbuilt, resolve, strategy
-from paragrad.world import standing
+from paragrad.world import ranks_here, standing
 
 
 def hook(algorithm: str) -> tuple[Any, Any]:
@@ -23,7 +23,7 @@ def hook(algorithm: str) -> tuple[Any, Any]:
         raise Refused("hook wants a process group; call torch.distributed.init_process_group first")
     chosen = strategy(f"data({world.size}, reduce={algorithm})")
     refuse_unbuilt(chosen)
-    resolved = resolve(chosen, cores=1)
+    resolved = resolve(chosen, cores=1, group=ranks_here())
     check_schedule(chosen, resolved, Settings())
     assert isinstance(resolved, Data)
     assert isinstance(chosen, Data)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paragrad.data_parallel.reproducible import reproducible_all_reduce
+from paragrad.planner.price import computed_bytes
 from paragrad.players.wire import all_reduce
 from paragrad.strategy import Native
 from paragrad.world import World
@@ -35,6 +37,7 @@ class Walker:
                  played: Callable[[Bucket, float, int], None] = lambda bucket, start, number: None) -> None:
         self.computed = isinstance(algorithm, Native)           # its bytes come from the closed form
         self.algorithm, self.clock, self.played = algorithm, clock, played
+        self.sum = reproducible_all_reduce if getattr(algorithm, "reproducible", False) else all_reduce
         self.world = world.twin(through_host=not self.computed)
         self.queue: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._walk, name="paragrad-walker", daemon=True)
@@ -65,7 +68,7 @@ class Walker:
             vector.copy_(self.world.all_reduced(vector))
             return computed_bytes("all_reduce", vector.numel() * vector.element_size(), self.world.size)
         on_host = vector.cpu()
-        number = all_reduce(self.algorithm, on_host, self.world)
+        number = self.sum(self.algorithm, on_host, self.world)
         if on_host is not vector:
             vector.copy_(on_host)
         return number
@@ -83,8 +86,3 @@ def waiting_bucket(bucket: Any) -> Bucket:
         computed.record()
     devices = [vector.device] if vector.is_cuda else None
     return Bucket(bucket.index(), vector, torch.futures.Future(devices=devices), computed)
-
-
-def computed_bytes(collective: str, payload: int, size: int) -> int:
-    """Bytes a rank sends in a backend's own collective over `payload` bytes: gloo's are rings."""
-    return {"all_reduce": 2 * payload * (size - 1) // size, "all_gather": payload * (size - 1)}[collective]

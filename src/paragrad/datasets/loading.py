@@ -49,7 +49,7 @@ class Samples:
             return tuple(tensor.index_select(0, places) for tensor in dataset.tensors)
         if self.collate is None and getattr(dataset, "whole_batches", False):
             return dataset[indices]
-        with _generators_kept():
+        with generators_kept():
             drawn = []
             for index in indices:
                 _seed_generators(f"sample {self.seed} {epoch} {index}")
@@ -150,7 +150,8 @@ def _seed_generators(text: str) -> None:
 
 
 @contextlib.contextmanager
-def _generators_kept() -> Iterator[None]:
+def generators_kept() -> Iterator[None]:
+    """Afterwards the generators of torch, numpy and random are as they were."""
     states = torch.default_generator.get_state(), numpy.random.get_state(), random.getstate()
     try:
         yield

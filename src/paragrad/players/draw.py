@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 from paragrad.players.walk import walk
-from paragrad.schedules.actions import AllReduce, Compute, Recv, Send
+from paragrad.schedules.actions import Collective, Compute, Recv, Send
 
 
-def draw(schedule: AllReduce, size: int) -> str:
-    """The drawing of an all-reduce over `size` ranks, at most as many columns as it has rounds."""
+def draw(schedule: Collective, size: int) -> str:
+    """The drawing of a schedule over `size` ranks, at most as many columns as it has rounds."""
     rounds = Rounds(size)
     walk(schedule.program, size, rounds)
     columns = max((len(row) for row in rounds.cells), default=0)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeVar
 
-from paragrad.schedules.actions import Action, Compute, Program, Recv, ScheduleError, Send, Slot
+from paragrad.schedules.actions import Action, Compute, Program, Recv, ScheduleError, Send, Slot, parts_in, shown
 
 Sends = Literal["asynchronous", "grouped", "rendezvous"]
 Payload = TypeVar("Payload")
@@ -55,7 +55,7 @@ def walk(program: Callable[[int, int], Program], size: int, meaning: Meaning[Pay
         waiting = [walker for walker in waiting if not walker.finished]
     for (source, target), left in pairs.items():
         if left:
-            raise ScheduleError(f"rank {target} never receives slot {left[0].send.slot} that rank {source} sends to it")
+            raise ScheduleError(f"rank {target} never receives slot {shown(left[0].send.slot)} that rank {source} sends to it")
 
 
 class Walker(Generic[Payload]):
@@ -65,8 +65,9 @@ class Walker(Generic[Payload]):
                  pairs: dict[tuple[int, int], deque[Message[Payload]]], sends: Sends) -> None:
         self.rank, self.meaning, self.pairs, self.sends = rank, meaning, pairs, sends
         self.groups = _groups(program) if sends == "grouped" else ([action] for action in program)
-        self.sent: list[Message[Payload]] = []          # of the present group
+        self.sent: list[Message[Payload]] = []          # sends that may not be over
         self.receives: list[Recv] = []                  # of the present group, not yet taken
+        self.added: list[Recv] = []                     # of the present group, waiting in scratch
         self.finished = False
         self.trail: list[Action] = []
 
@@ -75,14 +76,25 @@ class Walker(Generic[Payload]):
         moved = False
         while not self.finished:
             moved |= self._receive()
-            if self.receives or any(self._blocks(message) for message in self.sent):
+            if self._held_up():
                 return moved
             group = next(self.groups, None)
-            self.finished, moved = group is None, True
-            self.sent = []
+            self.finished, moved, self.added = group is None, True, []
             for action in group or []:
                 self._post(action)
         return moved
+
+    def _held_up(self) -> bool:
+        """A message has not come, a send blocks, or a slot that was added to is still being sent."""
+        return bool(self.receives) or any(map(self._blocks, self.sent)) or any(map(self._open, self.added))
+
+    def _open(self, recv: Recv) -> Message[Payload] | None:
+        """A send of the slot, or of a part of it, that is not over."""
+        if not self.sent:
+            return None
+        self.sent = [message for message in self.sent if not message.taken]
+        parts = set(parts_in(recv.slot))
+        return next((message for message in self.sent if not parts.isdisjoint(parts_in(message.send.slot))), None)
 
     def _post(self, action: Action) -> None:
         self.trail.append(action)
@@ -110,35 +122,47 @@ class Walker(Generic[Payload]):
 
     def _take(self, recv: Recv) -> bool:
         queue = self.pairs.get((recv.frm, self.rank))
-        if not queue:
+        if not queue or (not recv.add and self._open(recv)):
             return False
         message = queue.popleft()
         if message.send.slot != recv.slot:
-            raise ScheduleError(f"rank {self.rank} expects slot {recv.slot} from rank {recv.frm}, which sends slot "
-                                f"{message.send.slot}: first sent is first received")
+            raise ScheduleError(f"rank {self.rank} expects slot {shown(recv.slot)} from rank {recv.frm}, which sends "
+                                f"slot {shown(message.send.slot)}: first sent is first received")
         message.taken = True
+        if recv.add:
+            self.added.append(recv)
         self.meaning.write(self.rank, recv, message.payload)
         return True
 
     def waits_for(self) -> str:
-        if self.receives:
-            return f"slot {self.receives[0].slot} from rank {self.receives[0].frm}"
-        blocked = next(message for message in self.sent if self._blocks(message))
-        return f"rank {blocked.send.to} to take slot {blocked.send.slot}"
+        first = self.receives[0] if self.receives else None
+        if first and (first.add or not self._open(first)):
+            return f"slot {shown(first.slot)} from rank {first.frm}"
+        open_ = filter(None, map(self._open, [*self.receives, *self.added]))
+        blocked = next(open_, None) or next(filter(self._blocks, self.sent))
+        return f"rank {blocked.send.to} to take slot {shown(blocked.send.slot)}"
 
 
 def _groups(program: Program) -> Iterator[list[Action]]:
-    """Neighbouring messages that can be posted together: none reads or adds to what an earlier one writes."""
+    """The messages of a round: sends, then receives (or the other way round), none of which reads or overwrites what an
+    earlier one writes. Receives that add to the same slot can go together: each comes into scratch of its own."""
     group: list[Action] = []
-    written: set[Slot] = set()
+    written: set[Slot] = set()                  # parts that a receive of the group overwrites
+    added: set[Slot] = set()                    # and those that one adds to
     for action in program:
-        touched = action.at if isinstance(action, Compute) else action.slot
-        if group and (isinstance(action, Compute) or isinstance(group[-1], Compute) or touched in written):
+        if isinstance(action, Compute):
+            starts_anew = True
+        else:
+            parts = set(parts_in(action.slot))
+            adds = isinstance(action, Recv) and action.add
+            starts_anew = not parts.isdisjoint(written) or not (adds or parts.isdisjoint(added))
+            starts_anew |= type(action) is not type(group[-1]) and type(action) is type(group[0]) if group else False
+        if group and (starts_anew or isinstance(group[-1], Compute)):
             yield group
-            group, written = [], set()
+            group, written, added = [], set(), set()
         group.append(action)
         if isinstance(action, Recv):
-            written.add(action.slot)
+            (added if action.add else written).update(parts_in(action.slot))
     if group:
         yield group
 

@@ -7,7 +7,7 @@ already posted (the player's liberty: order between a pair of ranks stays what t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -17,27 +17,33 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paragrad.errors import StepFailed
-from paragrad.schedules.actions import Action, AllReduce, Compute, Recv, Send, Slot, evenly
+from paragrad.schedules.actions import Action, Collective, Compute, Recv, Send, Slot, evenly, parts_in, shown
 from paragrad.world import World
 
 
-def all_reduce(schedule: AllReduce, vector: Tensor, world: World) -> int:
+def all_reduce(schedule: Collective, vector: Tensor, world: World) -> int:
     """Sum a contiguous one-dimensional vector over all ranks, in place, along a schedule; the bytes this rank sent."""
-    parts = evenly(vector.numel(), schedule.parts(world.size))
-    slots: dict[Slot, Tensor] = {slot: vector[part.start:part.stop] for slot, part in enumerate(parts)}
-    return Play(list(schedule.program(world.rank, world.size)), slots, world).run()
+    return Play(list(schedule.program(world.rank, world.size)), vector, schedule.parts(world.size), world).run()
 
 
 class Play:
-    """One walk of one program over the slots of this rank."""
+    """One walk of one program over the vector of this rank, in equal parts."""
 
-    def __init__(self, actions: Sequence[Action], slots: Mapping[Slot, Tensor], world: World) -> None:
-        self.actions, self.slots, self.world = actions, slots, world
-        self.open: dict[Slot, list[Any]] = {}                        # slot -> Works of its sends
+    def __init__(self, actions: Sequence[Action], vector: Tensor, parts: int, world: World) -> None:
+        self.actions, self.vector, self.world = actions, vector, world
+        self.parts = evenly(vector.numel(), parts)
+        self.open: dict[Slot, list[Any]] = {}                       # part -> Works of its sends
         self.posted: dict[int, tuple[Any, Tensor]] = {}             # place in the program -> receive under way
         receives = [place for place, action in enumerate(actions) if isinstance(action, Recv)]
         self.following = dict(pairwise(receives))                   # the receive after a receive
         self.sent = 0
+
+    def slot(self, slot: Slot) -> Tensor:
+        """The piece of the vector that a slot names."""
+        parts = parts_in(slot)
+        assert isinstance(parts[0], int)
+        assert isinstance(parts[-1], int)
+        return self.vector[self.parts[parts[0]].start:self.parts[parts[-1]].stop]
 
     def run(self) -> int:
         """Play to the end; the bytes sent. Raises StepFailed that shows the schedule around the failure."""
@@ -50,42 +56,43 @@ class Play:
                     self.recv(place, action)
                 else:
                     self.compute(action)
-            for slot in list(self.open):
-                self.close(slot)
+            self.close(list(self.open))
         except RuntimeError as error:
             raise StepFailed(f"{error}\n{self.picture(place)}") from error
         return self.sent
 
     def send(self, action: Send) -> None:
-        tensor = self.slots[action.slot]
+        tensor = self.slot(action.slot)
         work = dist.isend(tensor, group=self.world.group, group_dst=action.to)
         self.sent += tensor.numel() * tensor.element_size()
         if action.wait:
             self.wait(work)
         else:
-            self.open.setdefault(action.slot, []).append(work)
+            for part in parts_in(action.slot):
+                self.open.setdefault(part, []).append(work)
 
     def recv(self, place: int, action: Recv) -> None:
         if place not in self.posted:
             if not action.add:
-                self.close(action.slot)
+                self.close(parts_in(action.slot))
             self.post(place, action)
         work, buffer = self.posted.pop(place)
         self.post_next(place)
         self.wait(work)
         if action.add:
-            self.close(action.slot)
-            self.slots[action.slot].add_(buffer)
+            self.close(parts_in(action.slot))
+            self.slot(action.slot).add_(buffer)
 
     def compute(self, action: Compute) -> None:
         """An exchange only adds. The one other thing that can stand here is a planted bug (`schedules/sabotage.py`)."""
-        self.close(action.at)
+        self.close(parts_in(action.at))
         if action.what != "mean":
-            raise StepFailed(f"the wire cannot compute {action.what!r} on slot {action.at}")
-        self.slots[action.at].div_(self.world.size)
+            raise StepFailed(f"the wire cannot compute {action.what!r} on slot {shown(action.at)}")
+        slot = self.slot(action.at)
+        slot.div_(self.world.size, rounding_mode=None if slot.is_floating_point() else "floor")
 
     def post(self, place: int, action: Recv) -> None:
-        slot = self.slots[action.slot]
+        slot = self.slot(action.slot)
         buffer = torch.empty_like(slot) if action.add else slot
         self.posted[place] = dist.irecv(buffer, group=self.world.group, group_src=action.frm), buffer
 
@@ -96,14 +103,18 @@ class Play:
             return
         action = self.actions[following]
         assert isinstance(action, Recv)
-        touched = {each.at if isinstance(each, Compute) else each.slot for each in self.actions[place:following]}
-        untouched = action.slot not in self.open and action.slot not in touched
-        if action.add or untouched:
+        touched = {part for each in self.actions[place:following]
+                   for part in parts_in(each.at if isinstance(each, Compute) else each.slot)}
+        if action.add or touched.union(self.open).isdisjoint(parts_in(action.slot)):
             self.post(following, action)
 
-    def close(self, slot: Slot) -> None:
-        """Wait until the sends of a slot are over."""
-        for work in self.open.pop(slot, []):
+    def close(self, parts: Sequence[Slot]) -> None:
+        """Wait until the sends of some parts are over, each once: one send may be of several parts."""
+        works = {id(work): work for part in parts for work in self.open.pop(part, [])}
+        if works:
+            self.open = {part: left for part, sends in self.open.items()
+                         if (left := [work for work in sends if id(work) not in works])}
+        for work in works.values():
             self.wait(work)
 
     def wait(self, work: Any) -> None:

@@ -7,20 +7,36 @@ A *program* is what one rank does, in order; a *schedule* is one program per ran
 2. Between a pair of ranks, first sent is first received. Order is the address; tags are not relied on. A player
    compares slots and refuses a mismatch by name.
 3. A write to a slot with an open Send waits for it: `Recv(add=True)` receives into scratch, waits for the slot's sends,
-   then adds. A plain `Recv` onto a slot must come when its sends are known to be over.
+   then adds; a plain `Recv` first waits for the slot's sends.
 4. Any size (1, 3, odd, no power of two) and any length (empty, shorter than the size): chunks may be unequal or empty.
+5. Where no action depends on a choice made by rank, `rank` may as well be an array of all ranks (`players/rounds.py`).
 
 There is no time in a schedule and no result: it holds order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
-Slot = int | str        # the name of a buffer; in an all-reduce the number of an equal part of the vector
+Slot = int | range | str    # a buffer's name; in a collective the number of an equal part of the vector, or several neighbours
+
+
+def shown(slot: Slot) -> str:
+    """A slot as drawings show it: 3, or 4-7 for the parts 4 to 7."""
+    return f"{slot[0]}-{slot[-1]}" if isinstance(slot, range) else str(slot)
+
+
+def neighbours(start: int, stop: int) -> Slot:
+    """The slot of the parts start .. stop - 1: a number where there is one only."""
+    return start if stop == start + 1 else range(start, stop)
+
+
+def parts_in(slot: Slot) -> Sequence[Slot]:
+    """The parts that a slot stands for."""
+    return slot if isinstance(slot, range) else (slot,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +47,7 @@ class Send:
     wait: bool = False
 
     def __str__(self) -> str:
-        return f">{self.to}:{self.slot}" + ("!" if self.wait else "")
+        return f">{self.to}:{shown(self.slot)}" + ("!" if self.wait else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +58,7 @@ class Recv:
     add: bool = False
 
     def __str__(self) -> str:
-        return f"<{self.frm}:{self.slot}" + ("+" if self.add else "")
+        return f"<{self.frm}:{shown(self.slot)}" + ("+" if self.add else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +68,35 @@ class Compute:
     at: Slot
 
     def __str__(self) -> str:
-        return f"{self.what}{self.at}"
+        return f"{self.what}{shown(self.at)}"
 
 
 Action = Send | Recv | Compute
 Program = Iterator[Action]
 
 
-class AllReduce(Protocol):
-    """A schedule after which every rank holds the sum of all ranks' vectors.
-
-    The vector is cut into `parts(size)` equal parts (`evenly`); a slot is the number of a part.
+class Collective(Protocol):
+    """What all ranks do together with a vector each, cut into `parts(size)` equal parts (`evenly`): a slot is the number of a
+    part, or a range of neighbouring ones.
     """
 
     def parts(self, size: int) -> int: ...
 
     def program(self, rank: int, size: int) -> Program: ...
+
+
+class AllReduce(Collective, Protocol):
+    """Every rank ends with the sum of all ranks' vectors."""
+
+
+class Half(Collective, Protocol):
+    """One half of an all-reduce. Between the halves each rank owns some parts, which hold the sum of all ranks' vectors there.
+
+    The first half makes it so: a reduce where one rank owns everything, a reduce_scatter where each owns something. The second
+    tells everybody: a broadcast, or an all_gather.
+    """
+
+    def owns(self, rank: int, size: int) -> range: ...
 
 
 class ScheduleError(ValueError):

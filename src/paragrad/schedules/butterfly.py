@@ -13,30 +13,76 @@ Both partners add the same two numbers, and a sum of two floats commutes: the ra
 
 from __future__ import annotations
 
-from paragrad.notation import Choice, Flag, choice, option
-from paragrad.schedules.actions import Program, Recv, Send
+from dataclasses import dataclass
+
+from paragrad.notation import Flag, choice, option
+from paragrad.schedules.actions import Half, Program, Recv, Send, Slot
+from paragrad.schedules.compose import Composed
 
 
 @choice
-class Butterfly(Choice):
+class Butterfly(Composed):
     """Butterfly, that is recursive doubling (Thakur, Rabenseifner, Gropp 2005)."""
-    reproducible: bool = option(Flag(), default=False, later=(True,))
+    reproducible: bool = option(Flag(), default=False)
+
+    def halves(self) -> tuple[Half, Half]:
+        return ButterflyReduce(), Unfold()
+
+
+class Folded:
+    """A vector in one piece that all ranks below the largest power of two own; the others fold into them and out again."""
 
     def parts(self, size: int) -> int:
         return 1
 
+    def owns(self, rank: int, size: int) -> range:
+        return range(1 if rank < inner(size) else 0)
+
+
+@dataclass(frozen=True)
+class ButterflyReduce(Folded):
+    """Fold in, then exchange everything with the partner of every round."""
+
     def program(self, rank: int, size: int) -> Program:
-        inner = 1 << (size.bit_length() - 1)        # the largest power of two: those above it fold in and out
-        if rank >= inner:
-            yield Send(rank - inner, 0)
-            yield Recv(rank - inner, 0)
-            return
-        folded = rank + inner
-        if folded < size:
-            yield Recv(folded, 0, add=True)
-        for round_ in range(inner.bit_length() - 1):
-            partner = rank ^ (1 << round_)
-            yield Send(partner, 0)
-            yield Recv(partner, 0, add=True)
-        if folded < size:
-            yield Send(folded, 0)
+        yield from fold(rank, size, 0)
+        if rank < inner(size):
+            for round_ in range(rounds(size)):
+                partner = rank ^ (1 << round_)
+                yield Send(partner, 0)
+                yield Recv(partner, 0, add=True)
+
+
+@dataclass(frozen=True)
+class Unfold(Folded):
+    """Those that folded in are told."""
+
+    def program(self, rank: int, size: int) -> Program:
+        yield from unfold(rank, size, 0)
+
+
+def inner(size: int) -> int:
+    """The largest power of two up to size: ranks above it fold in and out."""
+    return 1 << rounds(size)
+
+
+def rounds(size: int) -> int:
+    """Rounds among the inner ranks."""
+    return size.bit_length() - 1
+
+
+def fold(rank: int, size: int, everything: Slot) -> Program:
+    """Ranks that are too many for a power of two give all they have to a partner (as MPICH does)."""
+    if size > inner(size):
+        if rank >= inner(size):
+            yield Send(rank - inner(size), everything)
+        elif rank + inner(size) < size:
+            yield Recv(rank + inner(size), everything, add=True)
+
+
+def unfold(rank: int, size: int, everything: Slot) -> Program:
+    """And get the result from it."""
+    if size > inner(size):
+        if rank >= inner(size):
+            yield Recv(rank - inner(size), everything)
+        elif rank + inner(size) < size:
+            yield Send(rank + inner(size), everything)

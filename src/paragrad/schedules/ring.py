@@ -2,7 +2,7 @@
 
 The vector is cut into `size` chunks. In hop h every rank hands one chunk to the right and takes one from the left:
 
-    3 ranks      add             add             tell            tell
+    3 ranks    reduce_scatter          all_gather
     0 | >1:0 <2:2+    >1:2 <2:1+    >1:1 <2:0     >1:0 <2:2
     1 | >2:1 <0:0+    >2:0 <0:2+    >2:2 <0:1     >2:1 <0:0
     2 | >0:2 <1:1+    >0:1 <1:0+    >0:0 <1:2     >0:2 <1:1
@@ -12,45 +12,67 @@ Time 2(p-1)(alpha + beta n/p) + (p-1)/p n gamma: optimal in bytes, 2(p-1)/p n pe
 
 from __future__ import annotations
 
-from paragrad.notation import Choice, Flag, Integer, Word, choice, option
-from paragrad.schedules.actions import Program, Recv, Send
+from dataclasses import dataclass
+
+from paragrad.notation import Flag, Integer, Word, choice, option
+from paragrad.schedules.actions import Half, Program, Recv, Send
+from paragrad.schedules.compose import Composed, Segmented
 
 
 @choice
-class Ring(Choice):
+class Ring(Composed):
     """Ring: reduce-scatter, then all-gather, one chunk a hop (Patarasuk & Yuan 2009)."""
     blocking: bool = option(Flag(), default=False)          # rendezvous sends: even ranks send first, odd ranks receive
-    reproducible: bool = option(Flag(), default=False, later=(True,))
+    reproducible: bool = option(Flag(), default=False)
 
-    def parts(self, size: int) -> int:
-        return size
-
-    def program(self, rank: int, size: int) -> Program:
-        right, left = (rank + 1) % size, (rank - 1) % size
-        for hop in range(2 * (size - 1)):
-            send = Send(right, (rank - hop) % size, wait=self.blocking)
-            recv = Recv(left, (rank - hop - 1) % size, add=hop < size - 1)
-            receives_first = self.blocking and rank % 2 == 1
-            yield from (recv, send) if receives_first else (send, recv)
+    def halves(self) -> tuple[Half, Half]:
+        return RingReduceScatter(1, self.blocking), RingAllGather(1, self.blocking)
 
 
 @choice
-class RingAsync(Choice):
+class RingAsync(Segmented):
     """Ring in segments: the addition of one overlaps the transfer of the next (Open MPI's segmented ring)."""
     segments: int | str = option(Integer(), Word("auto"), default="auto")      # per chunk
-    reproducible: bool = option(Flag(), default=False, later=(True,))
+    reproducible: bool = option(Flag(), default=False)
 
-    def count(self) -> int:
-        """Segments per chunk; auto is two, the least that lets one be added while one travels."""
-        return 2 if isinstance(self.segments, str) else self.segments
+    def halves(self) -> tuple[Half, Half]:
+        return RingReduceScatter(self.count()), RingAllGather(self.count())
+
+
+@dataclass(frozen=True)
+class Around:
+    """One chunk a hop, in segments; after size - 1 hops of adding, each rank owns the chunk that comes to its right."""
+    segments: int = 1
+    blocking: bool = False
 
     def parts(self, size: int) -> int:
-        return size * self.count()
+        return size * self.segments
+
+    def owns(self, rank: int, size: int) -> range:
+        chunk = (rank + 1) % size
+        return range(chunk * self.segments, (chunk + 1) * self.segments)
+
+    def hop(self, rank: int, size: int, mine: int, add: bool) -> Program:
+        """Give chunk `mine` to the right and take the one before it from the left."""
+        right, left, theirs = (rank + 1) % size, (rank - 1) % size, (mine - 1) % size
+        sends = [Send(right, mine * self.segments + segment, wait=self.blocking) for segment in range(self.segments)]
+        receives = [Recv(left, theirs * self.segments + segment, add=add) for segment in range(self.segments)]
+        yield from (*receives, *sends) if self.blocking and rank % 2 == 1 else (*sends, *receives)
+
+
+@dataclass(frozen=True)
+class RingReduceScatter(Around):
+    """Hand on what was added up so far."""
 
     def program(self, rank: int, size: int) -> Program:
-        segments = range(self.count())
-        right, left = (rank + 1) % size, (rank - 1) % size
-        for hop in range(2 * (size - 1)):
-            mine, theirs = (rank - hop) % size, (rank - hop - 1) % size
-            yield from (Send(right, mine * len(segments) + segment) for segment in segments)
-            yield from (Recv(left, theirs * len(segments) + segment, add=hop < size - 1) for segment in segments)
+        for hop in range(size - 1):
+            yield from self.hop(rank, size, (rank - hop) % size, add=True)
+
+
+@dataclass(frozen=True)
+class RingAllGather(Around):
+    """Hand on what is complete."""
+
+    def program(self, rank: int, size: int) -> Program:
+        for hop in range(size - 1):
+            yield from self.hop(rank, size, (rank + 1 - hop) % size, add=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from paragrad.schedules.actions import AllReduce, Compute, Program
+from paragrad.schedules.actions import Collective, Compute, Program, parts_in
 
 SABOTAGES = ("skip_chunk", "mean_twice")
 
@@ -17,15 +17,19 @@ SABOTAGES = ("skip_chunk", "mean_twice")
 @dataclass(frozen=True)
 class Sabotaged:
     """An all-reduce with one of the SABOTAGES in it."""
-    schedule: AllReduce
+    schedule: Collective
     bug: str
 
     def parts(self, size: int) -> int:
         return self.schedule.parts(size)
 
+    @property
+    def reproducible(self) -> bool:
+        return bool(getattr(self.schedule, "reproducible", False))
+
     def program(self, rank: int, size: int) -> Program:
         for action in self.schedule.program(rank, size):
-            if self.bug == "skip_chunk" and not isinstance(action, Compute) and action.slot == 0:
+            if self.bug == "skip_chunk" and not isinstance(action, Compute) and 0 in parts_in(action.slot):
                 continue
             yield action
         if self.bug == "mean_twice":

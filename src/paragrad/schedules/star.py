@@ -1,34 +1,51 @@
 """Star all-reduce: everybody sends to rank 0, which adds and tells everybody. The plainest one, and the measure of the others:
 rank 0's link carries everything, one vector after another.
 
-    4 ranks     add                     tell
+    4 ranks     reduce              broadcast
     0 | <1:0+ <2:0+ <3:0+    >1:0 >2:0 >3:0
     1 | >0:0                 <0:0
     2 | >0:0                      <0:0
     3 | >0:0                           <0:0
 
-Time 2(p-1)(alpha + n beta) + (p-1) n gamma where rank 0 has one link; scratch n.
+Time 2 alpha + 2(p-1) n beta + n gamma (and more where adding is slower than the link): few rounds, all bytes through one link;
+scratch n.
 """
 
 from __future__ import annotations
 
-from paragrad.notation import Choice, Flag, choice, option
-from paragrad.schedules.actions import Program, Recv, Send
+from dataclasses import dataclass
+
+from paragrad.notation import Flag, choice, option
+from paragrad.schedules.actions import Half, Program, Recv, Send
+from paragrad.schedules.compose import AtRoot, Composed
 
 
 @choice
-class Star(Choice):
+class Star(Composed):
     """Star: everybody sends to rank 0, which adds and tells all."""
-    reproducible: bool = option(Flag(), default=False, later=(True,))
+    reproducible: bool = option(Flag(), default=False)
 
-    def parts(self, size: int) -> int:
-        return 1
+    def halves(self) -> tuple[Half, Half]:
+        return StarReduce(), StarBroadcast()
+
+
+@dataclass(frozen=True)
+class StarReduce(AtRoot):
+    """Everybody sends its vector to rank 0, which adds them in rank order."""
 
     def program(self, rank: int, size: int) -> Program:
         if rank > 0:
             yield Send(0, 0)
+        else:
+            yield from (Recv(other, 0, add=True) for other in range(1, size))
+
+
+@dataclass(frozen=True)
+class StarBroadcast(AtRoot):
+    """Rank 0 sends its vector to everybody."""
+
+    def program(self, rank: int, size: int) -> Program:
+        if rank > 0:
             yield Recv(0, 0)
-            return
-        others = range(1, size)
-        yield from (Recv(other, 0, add=True) for other in others)
-        yield from (Send(other, 0) for other in others)
+        else:
+            yield from (Send(other, 0) for other in range(1, size))

@@ -1,7 +1,7 @@
 """Tree all-reduce: a binomial tree adds everything up at rank 0, and the same tree tells it (Chan et al. 2007,
 doi 10.1002/cpe.1206).
 
-    4 ranks     add                  tell
+    4 ranks     reduce               broadcast
     0 | <1:0+ <2:0+          >2:0 >1:0
     1 | >0:0                           <0:0
     2 |       <3:0+ >0:0     <0:0 >3:0
@@ -12,23 +12,45 @@ Time 2 ceil(lg p)(alpha + n beta) + ceil(lg p) n gamma: few messages, but whole 
 
 from __future__ import annotations
 
-from paragrad.notation import Choice, Flag, choice, option
-from paragrad.schedules.actions import Program, Recv, Send
+from dataclasses import dataclass
+
+from paragrad.notation import Flag, choice, option
+from paragrad.schedules.actions import Half, Program, Recv, Send
+from paragrad.schedules.compose import AtRoot, Composed
 
 
 @choice
-class Tree(Choice):
+class Tree(Composed):
     """Binomial tree: reduce to rank 0, then broadcast (Chan et al. 2007)."""
-    reproducible: bool = option(Flag(), default=False, later=(True,))
+    reproducible: bool = option(Flag(), default=False)
 
-    def parts(self, size: int) -> int:
-        return 1
+    def halves(self) -> tuple[Half, Half]:
+        return TreeReduce(), TreeBroadcast()
+
+
+@dataclass(frozen=True)
+class TreeReduce(AtRoot):
+    """A rank takes from its children, the nearest first, and gives to its parent."""
 
     def program(self, rank: int, size: int) -> Program:
-        below = rank & -rank or 1 << (size - 1).bit_length()      # my subtree: ranks rank .. rank + below - 1
-        children = [rank + 2**k for k in range(below.bit_length() - 1) if rank + 2**k < size]
+        parent, children = family(rank, size)
         yield from (Recv(child, 0, add=True) for child in children)
         if rank > 0:
-            yield Send(rank - below, 0)
-            yield Recv(rank - below, 0)
+            yield Send(parent, 0)
+
+
+@dataclass(frozen=True)
+class TreeBroadcast(AtRoot):
+    """A rank takes from its parent and gives to its children, the one with the largest subtree first."""
+
+    def program(self, rank: int, size: int) -> Program:
+        parent, children = family(rank, size)
+        if rank > 0:
+            yield Recv(parent, 0)
         yield from (Send(child, 0) for child in reversed(children))
+
+
+def family(rank: int, size: int) -> tuple[int, list[int]]:
+    """(parent, children) in the binomial tree; rank 0 is the root."""
+    below = rank & -rank or 1 << (size - 1).bit_length()      # my subtree: ranks rank .. rank + below - 1
+    return rank - below, [rank + 2**k for k in range(below.bit_length() - 1) if rank + 2**k < size]

@@ -1,0 +1,247 @@
+"""The clock: when does every action of a schedule happen on a cluster? Events in order of time, nothing random.
+
+A Send posts its message and goes on; the message takes its sender's way out and its receiver's way in as soon as both are free:
+first the one that its receiver waits for, then first come, first served. A Recv ends when its message is there; what it adds
+holds a core. Writing a slot waits for its sends, as always. The result is a Timeline: the record's span lines, predicted.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from paragrad.planner.machine import Cluster, Link
+from paragrad.schedules.actions import Collective, Compute, Recv, ScheduleError, Send, Slot, evenly, parts_in, shown
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that took a while, as the record has it; times in seconds from the beginning."""
+    rank: int
+    name: str
+    lane: str                   # send, receive, compute
+    start: float
+    seconds: float
+    bytes: int
+    peer: int | None = None
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a clock saw. seconds: until the last rank was done."""
+    seconds: float
+    ends: tuple[float, ...]             # of each rank
+    messages: int
+    spans: tuple[Span, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Message:
+    """A message on its way; `end`: when its receiver can have it, once that is known."""
+    send: Send
+    source: int
+    size: int
+    link: Link
+    slow: float
+    posted: float
+    ways: tuple[Any, Any]                               # out of the sender, into the receiver (or their hosts)
+    awaited: bool = False                               # its receiver has come to it
+    end: float | None = None
+    then: list[Callable[[float], None]] = field(default_factory=list)      # who waits for the end
+
+
+def timed(schedule: Collective, size: int, length: int, cluster: Cluster, *, element: int = 4, spans: bool = False) -> Timeline:
+    """Play a schedule over a vector of `length` elements of `element` bytes on a cluster of `size` ranks.
+
+    spans: also keep every message and addition. Raises ScheduleError where the ranks wait for one another.
+    """
+    clock = Clock(schedule, size, [len(part) * element for part in evenly(length, schedule.parts(size))], cluster, spans)
+    clock.run()
+    return Timeline(max(clock.ends), tuple(clock.ends), clock.messages, tuple(clock.spans or ()))
+
+
+class Clock:
+    """The state of a cluster while a schedule is played on it."""
+
+    def __init__(self, schedule: Collective, size: int, lengths: list[int], cluster: Cluster, spans: bool) -> None:
+        self.cluster, self.lengths = cluster, lengths
+        self.programs = [schedule.program(rank, size) for rank in range(size)]
+        self.slow = [cluster.factor(rank) for rank in range(size)]
+        self.ends = [-1.0] * size
+        self.busy: set[Any] = set()                     # ways out and in that a message has taken
+        self.waiting: dict[Any, dict[Message, None]] = {}      # messages that want a way, as they were posted
+        self.cores = [[0.0] * cluster.cores for _ in range(-(-size // cluster.sharing))]       # heaps of times
+        self.sent: dict[tuple[int, int], deque[Message]] = {}
+        self.expected: dict[tuple[int, int], Callable[[Message], None]] = {}
+        self.open: list[dict[Slot, list[Message]]] = [{} for _ in range(size)]
+        self.events: list[tuple[float, int, int, Callable[..., None], tuple[Any, ...]]] = []
+        self.number = count()
+        self.messages = 0
+        self.spans: list[Span] | None = [] if spans else None
+
+    def run(self) -> None:
+        for rank in range(len(self.programs)):
+            self.at(0.0, self.advance, rank)
+        while self.events:
+            time, _, _, event, arguments = heapq.heappop(self.events)
+            event(time, *arguments)
+        if stuck := [rank for rank, end in enumerate(self.ends) if end < 0]:
+            raise ScheduleError(f"rank {stuck[0]} waits for ever (and {len(stuck) - 1} more)")
+
+    def at(self, time: float, event: Callable[..., None], *arguments: Any, after: bool = False) -> None:
+        """after: when everything else of that time has happened."""
+        heapq.heappush(self.events, (time, after, next(self.number), event, arguments))
+
+    def working(self, rank: int, time: float, seconds: float) -> float:
+        """Hold one of a rank's cores from `time` on, or from when one is free; when it is done."""
+        if seconds == 0.0:
+            return time
+        pool = self.cores[rank // self.cluster.sharing]
+        end = max(time, pool[0]) + seconds * self.slow[rank]
+        heapq.heapreplace(pool, end)
+        return end
+
+    # ---- a rank's program ----------------------------------------------------------------------------------------------
+    def advance(self, time: float, rank: int) -> None:
+        """Go on with a program until it has to wait."""
+        for action in self.programs[rank]:
+            if isinstance(action, Send):
+                message = self.post(time, rank, action)
+                if action.wait:
+                    message.then.append(lambda end, rank=rank: self.at(end, self.advance, rank))       # type: ignore[misc]
+                    return
+                if message.posted > time:
+                    self.at(message.posted, self.advance, rank)
+                    return
+            elif isinstance(action, Recv):
+                self.take(time, rank, action)
+                return
+            else:
+                self.refuse(rank, action)
+        self.ends[rank] = time
+
+    def post(self, time: float, rank: int, action: Send) -> Message:
+        link = self.cluster.between(rank, action.to)
+        posted = self.working(rank, time, link.overhead)
+        size = sum(self.lengths[part] for part in parts_in(action.slot))            # type: ignore[index]
+        message = Message(action, rank, size, link, max(self.slow[rank], self.slow[action.to]), posted, self.ways(rank, action.to))
+        self.messages += 1
+        for part in parts_in(action.slot):
+            self.open[rank].setdefault(part, []).append(message)
+        pair = rank, action.to
+        if expecting := self.expected.pop(pair, None):
+            expecting(message)
+        else:
+            self.sent.setdefault(pair, deque()).append(message)
+        if not action.wait:                                 # with wait: when its receiver is there
+            self.at(posted, self.want, message)
+        return message
+
+    def ways(self, source: int, target: int) -> tuple[Any, Any]:
+        """The way out and the way in of a message: the ranks' own, or that of their hosts."""
+        group = self.cluster.group
+        if group > 1 and source // group != target // group:
+            return ("out of host", source // group), ("into host", target // group)
+        return ("out", source), ("into", target)
+
+    def take(self, time: float, rank: int, action: Recv) -> None:
+        """The rank has come to a receive: go on when its message is there, or comes."""
+        def matched(message: Message) -> None:
+            if message.send.slot != action.slot:
+                raise ScheduleError(f"rank {rank} expects slot {shown(action.slot)} from rank {action.frm}, which sends slot "
+                                    f"{shown(message.send.slot)}: first sent is first received")
+            message.awaited = True
+            if message.send.wait:
+                self.at(max(time, message.posted), self.want, message)
+            if message.end is None:
+                message.then.append(lambda end: self.at(max(time, end), self.arrived, rank, action, message))
+            else:
+                self.at(max(time, message.end), self.arrived, rank, action, message)
+
+        queue = self.sent.get((action.frm, rank))
+        if queue:
+            matched(queue.popleft())
+        else:
+            self.expected[action.frm, rank] = matched
+
+    # ---- messages ------------------------------------------------------------------------------------------------------
+    def want(self, time: float, message: Message) -> None:
+        """The message wants its ways."""
+        for way in message.ways:
+            self.waiting.setdefault(way, {})[message] = None
+        self.at(time, self.serve, message.ways[1], after=True)
+
+    def serve(self, time: float, way_in: Any) -> None:
+        """Give a free way into a receiver to a message whose way out is free too."""
+        free = [message for message in self.waiting.get(way_in, ()) if self.busy.isdisjoint(message.ways)]
+        if free:
+            self.travel(time, min(free, key=self.turn))
+
+    def serve_sender(self, time: float, way_out: Any) -> None:
+        """A way out is free: it may be what a message of its sender waited for."""
+        for message in list(self.waiting.get(way_out, ())):
+            if way_out in self.busy:
+                return
+            self.serve(time, message.ways[1])
+
+    def turn(self, message: Message) -> tuple[bool, bool]:
+        """Who goes first into a receiver: whom it waits for, then whose sender has nothing to send before."""
+        return not message.awaited, next(iter(self.waiting[message.ways[0]])) is not message
+
+    def travel(self, time: float, message: Message) -> None:
+        """Take both ways, for as long as the message needs."""
+        source, target, link = message.source, message.send.to, message.link
+        for way in message.ways:
+            self.busy.add(way)
+            del self.waiting[way][message]
+        free = time + (link.alpha + link.beta * message.size) * message.slow
+        self.at(free, self.release, message)
+        end = free
+        if self.cluster.sharing > 1:                        # on a core of its own a rank works while it sends
+            work = link.work * message.size
+            end = max(free, self.working(source, time, work), self.working(target, time, work))
+        message.end = end + link.latency
+        if self.spans is not None:
+            text = shown(message.send.slot)
+            self.spans.append(Span(source, text, "send", time, free - time, message.size, target))
+            self.spans.append(Span(target, text, "receive", time, message.end - time, message.size, source))
+        for told in message.then:
+            told(message.end)
+
+    def release(self, time: float, message: Message) -> None:
+        """Both ways are free for others."""
+        self.busy.difference_update(message.ways)
+        self.at(time, self.serve, message.ways[1], after=True)
+        self.at(time, self.serve_sender, message.ways[0], after=True)
+
+    def arrived(self, time: float, rank: int, action: Recv, message: Message) -> None:
+        """The message is there: take it."""
+        self.settle(self.working(rank, time, message.link.overhead), rank, action, message.size)
+
+    def settle(self, time: float, rank: int, action: Recv, size: int) -> None:
+        """Wait for the sends of the slot, then add."""
+        for part in parts_in(action.slot):
+            sends = self.open[rank].get(part, [])
+            while sends:
+                if sends[-1].end is None:                   # it has not begun
+                    sends[-1].then.append(lambda end: self.at(max(time, end), self.settle, rank, action, size))
+                    return
+                time = max(time, sends.pop().end)           # type: ignore[type-var]
+        if action.add and self.cluster.gamma and size:
+            self.at(time, self.add, rank, action, size)
+        else:
+            self.at(time, self.advance, rank)
+
+    def add(self, time: float, rank: int, action: Recv, size: int) -> None:
+        end = self.working(rank, time, self.cluster.gamma * size)
+        if self.spans is not None:
+            seconds = self.cluster.gamma * size * self.slow[rank]
+            self.spans.append(Span(rank, f"+{shown(action.slot)}", "compute", end - seconds, seconds, size))
+        self.at(end, self.advance, rank)
+
+    def refuse(self, rank: int, action: Compute) -> None:
+        raise ScheduleError(f"rank {rank}: the clock of an exchange knows messages only, not {action}")

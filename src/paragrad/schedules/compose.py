@@ -1,0 +1,43 @@
+"""All-reduces that are made of two halves: reduce and broadcast, or reduce_scatter and all_gather."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from paragrad.notation import Choice
+from paragrad.schedules.actions import Half, Program
+
+
+class Composed(Choice):
+    """First one half, then the other; both cut the vector alike and agree on who owns what in between."""
+    __slots__ = ()
+
+    def halves(self) -> tuple[Half, Half]:
+        raise NotImplementedError
+
+    def parts(self, size: int) -> int:
+        return self.halves()[0].parts(size)
+
+    def program(self, rank: int, size: int) -> Program:
+        for half in self.halves():
+            yield from half.program(rank, size)
+
+
+class Segmented(Composed):
+    """Messages in segments: the addition of one overlaps the transfer of the next."""
+    __slots__ = ()
+    AUTO: ClassVar[int] = 2                     # the least that lets one be added while one travels
+    segments: int | str
+
+    def count(self) -> int:
+        return self.AUTO if isinstance(self.segments, str) else self.segments
+
+
+class AtRoot:
+    """A vector in one piece that rank 0 owns between the halves."""
+
+    def parts(self, size: int) -> int:
+        return 1
+
+    def owns(self, rank: int, size: int) -> range:
+        return range(1 if rank == 0 else 0)

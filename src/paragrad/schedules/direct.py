@@ -1,0 +1,60 @@
+"""Direct all-reduce: everybody sends every other rank that rank's part, adds up its own, and sends it to all. Two rounds, if
+a rank can talk to all others at once (hivemind averages so).
+
+    3 ranks    reduce_scatter             all_gather
+    0 | >1:1 >2:2 <2:0+ <1:0+       >1:0 >2:0 <2:2 <1:1
+    1 | >2:2 >0:0 <0:1+ <2:1+       >2:1 >0:1 <0:0 <2:2
+    2 | >0:0 >1:1 <1:2+ <0:2+       >0:2 >1:2 <1:1 <0:0
+
+Time 2 alpha + 2(p-1)/p n beta + n/p gamma (and more where adding is slower than the link): the bytes of the ring in the fewest
+rounds, for p(p-1) connections; scratch n/p.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paragrad.notation import Flag, choice, option
+from paragrad.schedules.actions import Half, Program, Recv, Send
+from paragrad.schedules.compose import Composed
+
+
+@choice
+class Direct(Composed):
+    """All-to-all reduce-scatter, then all-gather, in two rounds (as hivemind averages)."""
+    reproducible: bool = option(Flag(), default=False)
+
+    def halves(self) -> tuple[Half, Half]:
+        return DirectReduceScatter(), DirectAllGather()
+
+
+class PartEach:
+    """Rank r owns part r."""
+
+    def parts(self, size: int) -> int:
+        return size
+
+    def owns(self, rank: int, size: int) -> range:
+        return range(rank, rank + 1)
+
+
+@dataclass(frozen=True)
+class DirectReduceScatter(PartEach):
+    """To each its part, the right neighbour's first, so that no two ranks begin with the same one."""
+
+    def program(self, rank: int, size: int) -> Program:
+        for distance in range(1, size):
+            yield Send((rank + distance) % size, (rank + distance) % size)
+        for distance in range(1, size):
+            yield Recv((rank - distance) % size, rank, add=True)
+
+
+@dataclass(frozen=True)
+class DirectAllGather(PartEach):
+    """The own part to everybody."""
+
+    def program(self, rank: int, size: int) -> Program:
+        for distance in range(1, size):
+            yield Send((rank + distance) % size, rank)
+        for distance in range(1, size):
+            yield Recv((rank - distance) % size, (rank - distance) % size)

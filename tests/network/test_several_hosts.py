@@ -1,0 +1,165 @@
+"""Several hosts: torchrun across them, as the README says it, is the same training; and when one rank dies nobody stays."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+import torch
+from hosts import Cluster, HostFailed
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+Clusters = Callable[..., AbstractContextManager[Cluster]]
+
+
+def typed(cluster: Cluster, lines: list[str], folder: Path) -> list[str]:
+    """Each line into a shell of its host, which has no variables of ours; what they printed."""
+    programs = [cluster.start(host, ["sh", "-c", line], folder=folder, environment={"GLOO_SOCKET_IFNAME": None})
+                for host, line in enumerate(lines)]
+    return cluster.finished(programs)
+
+
+TRAINS = """
+    import itertools, sys
+    import torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+
+    import paragrad as pg
+    from paragrad.players.wire import all_reduce
+    from paragrad.schedules.butterfly import Butterfly
+    from paragrad.schedules.ring import Ring, RingAsync
+    from paragrad.schedules.star import Star
+    from paragrad.schedules.tree import Tree
+
+    def vector(rank, length):
+        return ((torch.arange(length) * (rank + 3) + 17 * rank) % 1009 - 500).double()      # whole numbers, no two ranks alike
+
+    points = torch.randn(150, 10, generator=torch.Generator().manual_seed(0)).double()      # a last batch of 22: 8, 7 and 7
+    data = TensorDataset(points, points[:, :4].argmax(1))
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(10, 300), nn.Tanh(), nn.Linear(300, 4)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with pg.parallelize(model, nn.functional.cross_entropy, optimizer, "data(auto, reduce=ring)") as trainer:
+        for epoch in range(5):
+            for batch in trainer.batches(data, batch=32, epoch=epoch):
+                trainer.step(*batch)
+        world = trainer.world
+        for schedule, length in itertools.product((Ring(), RingAsync(5), Tree(), Butterfly(), Star()), (1, 3, 1000, 100_003)):
+            if world.size > 1:
+                mine = vector(world.rank, length)
+                all_reduce(schedule, mine, world)
+                assert torch.equal(mine, sum(vector(rank, length) for rank in range(world.size))), (schedule, length)
+        print(world.rank, "of", world.size, world.backend)
+        if world.rank == 0:
+            torch.save(model.state_dict(), sys.argv[1])
+"""
+
+
+def test_three_hosts_train_as_one_worker_does_and_our_all_reduces_sum_right(
+        clusters: Clusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float64; and every schedule over real links, exactly, with another vector on every rank."""
+    script, here, there = (tmp_path / name for name in ("trains.py", "alone.pt", "three.pt"))
+    script.write_text(textwrap.dedent(TRAINS))
+    monkeypatch.setattr("sys.argv", [str(script), str(here)])
+    runpy.run_path(str(script))
+    with clusters(3, megabits=200) as cluster:
+        assert cluster.run([str(script), str(there)]) == [f"{rank} of 3 gloo\n" for rank in range(3)]
+        assert cluster.dropped() == 0
+    ours, theirs = torch.load(there), torch.load(here)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == torch.float64
+        assert float((tensor - theirs[name]).abs().max()) <= 1e-10 * float(tensor.abs().max())
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with the README's files, and its .venv."""
+    for name in ("mine.py", "own.py"):
+        code = re.search(rf"```python\n# {name}\n(.*?)```", README, re.DOTALL)
+        assert code is not None
+        (tmp_path / name).write_text(code.group(1))
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
+    return tmp_path
+
+
+LINES = re.findall(r"^GLOO_SOCKET_IFNAME=.* --nnodes 2 .*$", README, re.MULTILINE)
+
+
+def test_the_commands_of_the_readme_as_typed(clusters: Clusters, place: Path) -> None:
+    """Two hosts with two ranks each, to the same parameters as one worker's."""
+    assert len(LINES) == 2
+    alone = subprocess.run([sys.executable, "own.py"], cwd=place, capture_output=True, text=True, timeout=60, check=True)
+    _, steps, total = alone.stdout.split()
+    with clusters(2, megabits=200) as cluster:
+        for text in typed(cluster, LINES, place):
+            ranks = [line.split() for line in text.splitlines()]
+            assert {found[1] for found in ranks} == {steps}
+            assert [float(found[2]) for found in ranks] == [pytest.approx(float(total), rel=1e-4)] * 2          # float32
+
+
+@pytest.mark.table
+def test_a_job_trains_over_hosts_and_the_first_has_its_run(clusters: Clusters, place: Path) -> None:
+    train = 'per-node 1 -m paragrad train mine.py --strategy "data(auto)"'
+    with clusters(2, megabits=200) as cluster:
+        first, other = typed(cluster, [line.replace("per-node 2 own.py", train) for line in LINES], place)
+    assert "0 missed" in first
+    assert other == ""
+    (run,) = (place / "runs").iterdir()
+    assert (run / "model.safetensors").exists()
+
+
+DIES = """
+    import os, signal, sys, torch
+    import paragrad as pg
+    from torch import nn
+    from torch.utils.data import TensorDataset
+    model = nn.Linear(4, 2)
+    data = TensorDataset(torch.zeros(64, 4), torch.zeros(64, dtype=torch.long))
+    with pg.parallelize(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1)) as trainer:
+        for batch in trainer.batches(data, batch=8, epoch=0):
+            trainer.step(*batch)
+            if trainer.steps == 3 and trainer.world.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_rank_that_dies_ends_the_others_on_every_host(clusters: Clusters, tmp_path: Path) -> None:
+    """The connections to it close; nobody waits for it until its time limit of 300 s."""
+    (tmp_path / "dies.py").write_text(textwrap.dedent(DIES))
+    with clusters(2) as cluster:
+        with pytest.raises(HostFailed, match="SIGKILL") as caught:
+            cluster.run([str(tmp_path / "dies.py")])
+        assert set(caught.value.hosts) == {"host0", "host1"}
+
+
+JOINS = """
+    import torch
+    import paragrad as pg
+    model = torch.nn.Linear(2, 2)
+    with pg.parallelize(model, torch.nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1)):
+        print("it joined")
+"""
+
+
+def test_an_interface_that_is_not_there_is_refused_before_joining(clusters: Clusters) -> None:
+    """Nobody else has started: this rank would wait for the others, and asks for none of them."""
+    rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "host0",
+            "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth0,nosuch0"}
+    with clusters(2) as cluster:
+        program = cluster.start(0, [sys.executable, "-c", textwrap.dedent(JOINS)], environment=rank)
+        with pytest.raises(HostFailed):
+            cluster.finished([program])
+        assert program.said()[1].splitlines()[-1] == (
+            "paragrad.errors.Refused: GLOO_SOCKET_IFNAME names nosuch0, and this host has lo, eth0; set it to the one by which "
+            "the other hosts reach this one (`ip address` shows their addresses), or unset it where all ranks are on this host")

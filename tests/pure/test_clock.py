@@ -1,0 +1,166 @@
+"""The clock: what happens when; and its reading of all ranks at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from paragrad.planner.machine import Cluster, Link
+from paragrad.players.clock import timed
+from paragrad.players.rounds import simulated, timed_rounds
+from paragrad.schedules.actions import AllReduce, Compute, Program, Recv, ScheduleError, Send
+from paragrad.schedules.butterfly import Butterfly
+from paragrad.schedules.direct import Direct
+from paragrad.schedules.double_tree import DoubleTree
+from paragrad.schedules.halving import Halving
+from paragrad.schedules.ring import Ring, RingAsync
+from paragrad.schedules.star import Star
+from paragrad.schedules.tree import Tree
+from paragrad.schedules.two_level import TwoLevel
+
+LINK = Link(alpha=3.0, beta=0.5)
+CLUSTERS = {
+    "textbook": Cluster(LINK, 0.25),
+    "a rank three times slower": Cluster(LINK, 0.25, slow=((1, 3.0),)),
+    "flight and overhead": Cluster(Link(3.0, 0.5, latency=1.0, overhead=0.5), 0.25),
+    "hosts of two": Cluster(LINK, 0.25, inside=Link(0.5, 0.125), group=2),
+    "hosts of eight, one slow rank": Cluster(LINK, 0.25, inside=Link(0.5, 0.125), group=8, slow=((3, 2.0),)),
+}
+
+
+@dataclass(frozen=True)
+class Programs:
+    """A schedule written out: a program per rank, over two parts."""
+    programs: tuple[tuple[Send | Recv | Compute, ...], ...]
+
+    def parts(self, size: int) -> int:
+        return 2
+
+    def program(self, rank: int, size: int) -> Program:
+        return iter(self.programs[rank])
+
+
+def ends(cluster: Cluster, *programs: tuple[Send | Recv | Compute, ...], length: int = 20) -> tuple[float, ...]:
+    return timed(Programs(programs), len(programs), length, cluster, element=1).ends
+
+
+def test_a_message_takes_alpha_and_beta() -> None:
+    assert ends(Cluster(LINK), (Send(1, 0),), (Recv(0, 0),)) == (0.0, 3.0 + 5.0)
+    assert ends(Cluster(LINK), (Send(1, 0, wait=True),), (Recv(0, 0),)) == (8.0, 8.0)
+    assert ends(Cluster(LINK), (Send(1, range(2)),), (Recv(0, range(2)),)) == (0.0, 3.0 + 10.0)
+
+
+def test_an_addition_holds_the_core() -> None:
+    assert ends(Cluster(LINK, 0.25), (Send(1, 0),), (Recv(0, 0, add=True),)) == (0.0, 8.0 + 2.5)
+
+
+def test_flight_and_overhead() -> None:
+    link = Link(3.0, 0.5, latency=1.0, overhead=0.5)
+    assert ends(Cluster(link), (Send(1, 0),), (Recv(0, 0),)) == (0.5, 0.5 + 8.0 + 1.0 + 0.5)
+    assert link.seconds(10) == 10.0
+
+
+def test_two_messages_from_one_rank_take_turns_and_so_do_two_to_one_rank() -> None:
+    assert ends(Cluster(LINK), (Send(1, 0), Send(2, 1)), (Recv(0, 0),), (Recv(0, 1),)) == (0.0, 8.0, 16.0)
+    assert ends(Cluster(LINK), (Recv(1, 0), Recv(2, 1)), (Send(0, 0),), (Send(0, 1),)) == (16.0, 0.0, 0.0)
+
+
+def test_both_directions_of_a_link_work_at_once() -> None:
+    both = (Send(1, 0), Recv(1, 1)), (Send(0, 1), Recv(0, 0))
+    assert ends(Cluster(LINK), *both) == (8.0, 8.0)
+
+
+def test_whom_its_receiver_waits_for_goes_first() -> None:
+    """Both others have sent at once; rank 0 takes rank 2's first, so that is the one that has the way."""
+    assert ends(Cluster(LINK), (Recv(2, 1), Send(1, 1), Recv(1, 0)), (Send(0, 0), Recv(0, 1)), (Send(0, 1),)) == (16.0, 16.0, 0.0)
+
+
+def test_a_slot_is_not_written_while_it_is_sent() -> None:
+    """Rank 0's send waits for rank 1, which is busy with rank 2; what comes for the slot meanwhile is added afterwards."""
+    found = ends(Cluster(LINK, 0.25), (Send(1, 0), Recv(2, 0, add=True)), (Recv(2, 1), Recv(0, 0)), (Send(1, 1), Send(0, 0)))
+    assert found == (16.0 + 2.5, 16.0, 0.0)
+
+
+def test_a_rendezvous_starts_when_both_are_there() -> None:
+    assert ends(Cluster(LINK), (Send(1, 0, wait=True),), (Recv(2, 1), Recv(0, 0)), (Send(1, 1),)) == (16.0, 16.0, 0.0)
+
+
+def test_ranks_of_a_host_share_its_link_and_not_their_own() -> None:
+    cluster = Cluster(LINK, inside=Link(1.0, 0.0), group=2)
+    across = (Send(2, 0),), (Send(3, 0),), (Recv(0, 0),), (Recv(1, 0),)
+    assert ends(cluster, *across) == (0.0, 0.0, 8.0, 16.0)
+    within = (Send(1, 0),), (Recv(0, 0),), (Send(3, 0),), (Recv(2, 0),)
+    assert ends(cluster, *within) == (0.0, 1.0, 0.0, 1.0)
+
+
+def test_ranks_that_share_a_core_add_in_turn() -> None:
+    programs = (Send(1, 0), Recv(1, 0, add=True)), (Send(0, 0), Recv(0, 0, add=True))
+    assert ends(Cluster(LINK, 0.25), *programs) == (10.5, 10.5)
+    assert sorted(ends(Cluster(LINK, 0.25, sharing=2), *programs)) == [10.5, 13.0]
+    assert ends(Cluster(LINK, 0.25, sharing=2, cores=2), *programs) == (10.5, 10.5)
+
+
+def test_work_on_shared_cores_holds_messages_up() -> None:
+    """Four ranks on one core, a message each: half a second a byte of sender and of receiver."""
+    link = Link(0.0, 0.5, work=0.5)
+    programs = (Send(1, 0),), (Recv(0, 0),), (Send(3, 0),), (Recv(2, 0),)
+    assert ends(Cluster(link), *programs) == (0.0, 5.0, 0.0, 5.0)
+    assert ends(Cluster(link, sharing=4), *programs) == (0.0, 10.0, 0.0, 20.0)
+
+
+def test_a_slow_rank_is_slow_at_everything() -> None:
+    assert ends(Cluster(LINK, 0.25, slow=((1, 2.0),)), (Send(1, 0),), (Recv(0, 0, add=True),)) == (0.0, 2 * (8.0 + 2.5))
+
+
+def test_ranks_that_wait_for_one_another_are_named() -> None:
+    with pytest.raises(ScheduleError, match="rank 0 waits for ever"):
+        ends(Cluster(LINK), (Recv(1, 0), Send(1, 0)), (Recv(0, 0), Send(0, 0)))
+    with pytest.raises(ScheduleError, match="rank 1 expects slot 1 from rank 0, which sends slot 0"):
+        ends(Cluster(LINK), (Send(1, 0),), (Recv(0, 1),))
+
+
+def test_spans_are_those_of_the_record() -> None:
+    timeline = timed(Ring(), 3, 12, CLUSTERS["textbook"], element=4, spans=True)
+    sends = [span for span in timeline.spans if span.lane == "send"]
+    assert len(sends) == timeline.messages == 12
+    assert all(span.bytes == 16 and span.seconds == 3.0 + 8.0 for span in sends)
+    assert {(span.rank, span.peer) for span in sends} == {(0, 1), (1, 2), (2, 0)}
+    assert max(span.start + span.seconds for span in timeline.spans) == timeline.seconds
+
+
+UNIFORM: list[AllReduce] = [Ring(), RingAsync(2), RingAsync(3), Direct()]
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=CLUSTERS)
+@pytest.mark.parametrize("schedule", UNIFORM, ids=str)
+def test_all_ranks_at_once_are_timed_as_one_by_one(schedule: AllReduce, cluster: Cluster) -> None:
+    """Also for lengths that do not divide; None where ranks would meet on a link."""
+    uniform = []
+    sizes = {*range(2, 11), 16, 31, 64}
+    for size in sizes:
+        for length in (5, 12 * size):
+            at_once = timed_rounds(schedule, size, length, cluster)
+            one_by_one = timed(schedule, size, length, cluster) if at_once else None
+            if at_once and one_by_one:
+                assert at_once.ends == pytest.approx(one_by_one.ends, rel=1e-12), (size, length)
+                assert at_once.messages == one_by_one.messages
+                uniform.append(size)
+    alike = cluster in (CLUSTERS["textbook"], CLUSTERS["flight and overhead"])
+    assert set(uniform) == sizes or (isinstance(schedule, Direct) and not alike)
+
+
+@pytest.mark.parametrize("schedule", [Ring(blocking=True), Tree(), Star(), Butterfly(), Halving(), DoubleTree(),
+                                      TwoLevel(group=2)], ids=str)
+def test_schedules_with_a_choice_by_rank_go_to_the_clock(schedule: AllReduce) -> None:
+    assert timed_rounds(schedule, 6, 100, CLUSTERS["textbook"]) is None
+    assert simulated(schedule, 6, 100, CLUSTERS["textbook"]) == timed(schedule, 6, 100, CLUSTERS["textbook"])
+
+
+def test_thousands_of_ranks() -> None:
+    """The time of the formula, at 4,096 ranks; a straggler shows in it."""
+    size, length = 1024, 1024 * 100
+    plain = simulated(Ring(), size, length, Cluster(LINK, 0.25))
+    assert plain.messages == 2 * size * (size - 1)
+    assert plain.seconds == 2 * (size - 1) * (3.0 + 0.5 * 400) + (size - 1) * 0.25 * 400
+    assert simulated(Ring(), size, length, Cluster(LINK, 0.25, slow=((7, 3.0),))).seconds > 1.5 * plain.seconds
