@@ -21,8 +21,12 @@ from paragrad.comparison import compare as compared
 from paragrad.errors import RankFailed, Refused
 from paragrad.job import Job
 from paragrad.jobs import JOBS, find
+from paragrad.launching import cores
+from paragrad.planner.machine import machine_of
 from paragrad.planner.profile import profile
-from paragrad.report import listing, table
+from paragrad.planner.simulation import read_bytes, read_slow
+from paragrad.planner.simulation import simulate as simulated
+from paragrad.report import listing, simulation, table
 from paragrad.report.progress import Shown
 from paragrad.report.work import work as show_work
 from paragrad.schedules.sabotage import SABOTAGES
@@ -48,6 +52,7 @@ Until = Annotated[str | None, typer.Option(metavar="METRIC=VALUE", help="stop af
 Batch = Annotated[int | None, typer.Option(help="global batch size, instead of the job's")]
 Epochs = Annotated[int | None, typer.Option(help="epochs, instead of the job's")]
 Seed = Annotated[int | None, typer.Option(help="seed, instead of the job's")]
+Machine = Annotated[Path | None, typer.Option(metavar="FILE", help="what `paragrad measure` wrote of a machine")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="an argument of a built-in job")]
 Sabotage = Annotated[str | None, typer.Option(help=f"plant a bug in the exchange: {', '.join(SABOTAGES)}")]
 Unproved = Annotated[bool, typer.Option("--unproved", help="do not prove the schedule before the ranks start")]
@@ -120,10 +125,11 @@ def verify(job: JobName, strategy: Strategy, runs: Runs = Path("runs"), data: Da
 
 
 @app.command()
-def draw(strategy: Annotated[str, typer.Argument(help="such as 'data(4, reduce=ring)'")]) -> None:
+def draw(strategy: Annotated[str, typer.Argument(help="such as 'data(4, reduce=ring)'")],
+         svg: Annotated[Path | None, typer.Option(metavar="FILE", help="also write a space-time diagram")] = None) -> None:
     """Draw what the ranks of a strategy send each other."""
     with answering():
-        listing.draw(read_strategy(strategy))
+        listing.draw(read_strategy(strategy), svg)
 
 
 @app.command()
@@ -131,6 +137,26 @@ def work(job: JobName, data: Data = None, batch: Batch = None, set_: Set = None,
     """Work, depth and bytes of every layer of JOB in one step, and how many processors they could keep busy."""
     with answering():
         show_work(profile(_job(job, set_, batch, None, None), data), as_json)
+
+
+@app.command()
+def simulate(strategy: Annotated[str, typer.Argument(help="such as 'data(4096, reduce=ring)'")],
+             size: Annotated[str, typer.Option("--bytes", metavar="N", help="of the vector: 4096, 64KiB, 100MB")],
+             machine: Machine = None, link: Annotated[str | None, typer.Option(help="link of the machine file: gloo or shm")] = None,
+             inside: Annotated[str | None, typer.Option(help="link among the ranks of a host, where it is another")] = None,
+             per_link: Annotated[int, typer.Option("--ranks-per-link", min=1, help="ranks of a host, which share its link")] = 1,
+             per_core: Annotated[int, typer.Option("--ranks-per-core", min=1, help="ranks that share a core")] = 1,
+             slow: Annotated[list[str] | None, typer.Option(metavar="RANK=FACTOR", help="a rank so many times slower")] = None,
+             timeline: Annotated[Path | None, typer.Option(metavar="FILE", help="also write every message, as the record has it")] = None,
+             as_json: Json = False) -> None:
+    """What one exchange of a strategy will cost, on thousands of ranks too: by a clock, by formula, beside the lower bounds."""
+    with answering():
+        with Console(stderr=True).status("simulating"):
+            found = simulated(read_strategy(strategy), read_bytes(size), machine_of(machine, cores()), link=link, inside=inside,
+                              per_link=per_link, per_core=per_core, slow=tuple(map(read_slow, slow or ())), spans=timeline is not None)
+        simulation.simulation(found, as_json)
+        if timeline is not None:
+            simulation.timeline(found, timeline)
 
 
 @app.command()

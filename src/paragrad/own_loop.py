@@ -19,7 +19,7 @@ from paragrad.settings import Settings
 from paragrad.strategy import Data, Serial, Strategy, refuse_unbuilt, resolve
 from paragrad.strategy import strategy as read_strategy
 from paragrad.trainer import Trainer
-from paragrad.world import TIMEOUT, World, joined_from_environment, launched_size
+from paragrad.world import TIMEOUT, World, joined_from_environment, launched_size, ranks_here
 
 
 @contextmanager

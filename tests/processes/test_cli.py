@@ -8,13 +8,16 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
 
 from paragrad.cli import app
 from paragrad.jobs import find
+from paragrad.players.proof import prove
 from paragrad.results import Table
+from paragrad.strategy import SCHEDULES, Data, strategy
 
 JOB_FILES = Path(__file__).parents[1] / "job_files"
 SEVEN = ("serial; data(2); data(2, reduce=native); data(2, reduce=ring); data(2, reduce=ring_async); data(2, reduce=tree); "
@@ -184,6 +187,20 @@ def test_lists() -> None:
 
 def test_draw() -> None:
     assert paragrad("draw", "data(2, reduce=butterfly)").splitlines()[1:] == ["0 | >1:0 <1:0+", "1 | >0:0 <0:0+"]
+
+
+@pytest.mark.parametrize("algorithm", [each.name if each.name != "two_level" else "two_level(group=2)" for each in SCHEDULES])
+def test_draw_as_svg(algorithm: str, tmp_path: Path) -> None:
+    """Well-formed, an arrow for every message that the proof counts, the same file every time."""
+    words, file = f"data(4, reduce={algorithm})", tmp_path / "drawn.svg"
+    assert paragrad("draw", words, "--svg", str(file)) == paragrad("draw", words)
+    text = file.read_text()
+    arrows = [name for element in ElementTree.fromstring(text).iter() if "message-" in (name := element.get("id", ""))]
+    chosen = strategy(words)
+    assert isinstance(chosen, Data)
+    assert len(set(arrows)) == len(arrows) == prove(chosen.reduce, 4, 100).messages                 # type: ignore[arg-type]
+    paragrad("draw", words, "--svg", str(file))
+    assert file.read_text() == text
 
 
 def test_help_names_every_verb() -> None:

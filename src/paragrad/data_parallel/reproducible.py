@@ -12,6 +12,8 @@ p numbers below 2^(62 - ceil(lg p)) in size add up to less than 2^62: nothing ov
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -45,12 +47,10 @@ def reproducible_all_reduce(schedule: AllReduce, vector: Tensor, world: World) -
 
 def exponent(vector: Tensor) -> int:
     """The least E (from SMALLEST on) with all |x| < 2^E; NOT_FINITE where there is a number that is not."""
-    if not vector.numel():
-        return SMALLEST
-    largest = vector.abs().amax().double()
-    if not torch.isfinite(largest):
+    largest = float(vector.abs().amax()) if vector.numel() else 0.0
+    if not math.isfinite(largest):
         return NOT_FINITE
-    return max(int(torch.frexp(largest).exponent), SMALLEST)
+    return max(math.frexp(largest)[1], SMALLEST) if largest else SMALLEST
 
 
 def to_whole(vector: Tensor, shift: int) -> Tensor:

@@ -1,8 +1,17 @@
-"""What a cluster is to a clock: links, cores, and who shares them."""
+"""What a machine is to a clock: links, cores, who shares them; and the file that `paragrad measure` writes of it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+import warnings
+from bisect import bisect_right
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paragrad.errors import Refused
+
+SCHEMA = 1
 
 
 @dataclass(frozen=True)
@@ -12,16 +21,26 @@ class Link:
     A message of n bytes holds its sender's way out and its receiver's way in for alpha + beta n (single-port, full-duplex), and
     is in flight for `latency` more. Each of the two holds a core for `overhead` when it posts the message or takes it; where
     ranks share cores, also for `work` a byte while it travels. The textbook's model is alpha and beta alone.
+    points: (bytes, seconds) that were measured, where a straight line does not fit: the clock goes from point to point.
     """
     alpha: float
     beta: float
     latency: float = 0.0
     overhead: float = 0.0
     work: float = 0.0
+    points: tuple[tuple[int, float], ...] = ()
+
+    def held(self, size: int) -> float:
+        """How long a message of `size` bytes holds its ways."""
+        if not self.points:
+            return self.alpha + self.beta * size
+        place = min(max(bisect_right(self.points, (size, float("inf"))), 1), len(self.points) - 1)
+        (low, first), (high, second) = self.points[place - 1:place + 1]
+        return max(0.0, first + (second - first) * (size - low) / (high - low))
 
     def seconds(self, size: int) -> float:
-        """From posting a message of `size` bytes to having it, undisturbed."""
-        return 2 * self.overhead + self.alpha + max(self.beta, self.work) * size + self.latency
+        """From posting a message to having it, undisturbed."""
+        return 2 * self.overhead + self.held(size) + self.latency
 
 
 @dataclass(frozen=True)
@@ -38,7 +57,7 @@ class Cluster:
     group: int = 1
     sharing: int = 1
     cores: int = 1
-    slow: tuple[tuple[int, float], ...] = field(default=())
+    slow: tuple[tuple[int, float], ...] = ()
 
     def between(self, one: int, other: int) -> Link:
         """The link of a message between two ranks."""
@@ -47,3 +66,66 @@ class Cluster:
     def factor(self, rank: int) -> float:
         """How many times slower a rank is."""
         return dict(self.slow).get(rank, 1.0)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What was measured of a machine, or assumed of one. links: by name, `gloo` or `shm`; rates per second."""
+    links: dict[str, Link]
+    gamma: float                            # seconds per byte added
+    cores: int
+    measured: str                           # when, on what, over which interface; or "assumed"
+    errors: dict[str, float] | None = None          # of the straight line through a link's points: largest relative error
+    memory: float | None = None             # bytes read and written
+    matmul: float | None = None             # operations, one core
+
+    def link(self, name: str | None = None) -> Link:
+        """A link by name, or the first. Raises Refused."""
+        if name is None:
+            return next(iter(self.links.values()))
+        if name not in self.links:
+            raise Refused(f"this machine file has no link {name!r}, only {', '.join(self.links)}; measure it: "
+                          f"paragrad measure --backend {name}")
+        return self.links[name]
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n")
+
+
+# what a simulation takes where no machine was measured: the reference example of docs/all_reduce.md
+ASSUMED = Machine({"network": Link(alpha=20e-6, beta=1 / 2e9)}, gamma=1 / 8e9, cores=1,
+                  measured="assumed: 20 us a message, 2 GB/s, 8 GB/s added")
+
+
+def machine_of(path: Path | None, cores: int) -> Machine:
+    """The machine of a file, or the assumed one; a warning where the file is of another number of cores."""
+    if path is None:
+        return ASSUMED
+    machine, warning = read_machine(path, cores)
+    if warning:
+        warnings.warn(warning, stacklevel=2)
+    return machine
+
+
+def read_machine(path: Path, cores: int) -> tuple[Machine, str | None]:
+    """(machine, warning or None) of a machine file; cores: those of this host. Raises Refused with the repair."""
+    again = f"write it anew: paragrad measure --output {path}"
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        schema = found.pop("schema")
+    except FileNotFoundError:
+        raise Refused(f"there is no machine file {path}; {again}") from None
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise Refused(f"{path} is no machine file ({error}); {again}") from None
+    if schema != SCHEMA:
+        raise Refused(f"{path} is a machine file of version {schema}, this paragrad reads version {SCHEMA}; {again}")
+    try:
+        links = {name: replace(Link(**link), points=tuple((int(size), float(seconds)) for size, seconds in link["points"]))
+                 for name, link in found.pop("links").items()}
+        machine = Machine(links=links, **found)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise Refused(f"{path} lacks or misnames something ({error}); {again}") from None
+    warning = None
+    if machine.cores != cores:
+        warning = f"{path} was measured on a machine of {machine.cores} cores, this one has {cores}; {again}"
+    return machine, warning

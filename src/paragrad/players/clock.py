@@ -11,11 +11,11 @@ import heapq
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import accumulate, count
 from typing import Any
 
 from paragrad.planner.machine import Cluster, Link
-from paragrad.schedules.actions import Collective, Compute, Recv, ScheduleError, Send, Slot, evenly, parts_in, shown
+from paragrad.schedules.actions import Collective, Compute, Recv, ScheduleError, Send, Slot, evenly, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,7 @@ class Message:
     slow: float
     posted: float
     ways: tuple[Any, Any]                               # out of the sender, into the receiver (or their hosts)
+    parts: tuple[int, int]                              # which it carries: first, and the one after the last
     awaited: bool = False                               # its receiver has come to it
     end: float | None = None
     then: list[Callable[[float], None]] = field(default_factory=list)      # who waits for the end
@@ -68,7 +69,8 @@ class Clock:
     """The state of a cluster while a schedule is played on it."""
 
     def __init__(self, schedule: Collective, size: int, lengths: list[int], cluster: Cluster, spans: bool) -> None:
-        self.cluster, self.lengths = cluster, lengths
+        self.cluster = cluster
+        self.starts = list(accumulate(lengths, initial=0))
         self.programs = [schedule.program(rank, size) for rank in range(size)]
         self.slow = [cluster.factor(rank) for rank in range(size)]
         self.ends = [-1.0] * size
@@ -77,7 +79,7 @@ class Clock:
         self.cores = [[0.0] * cluster.cores for _ in range(-(-size // cluster.sharing))]       # heaps of times
         self.sent: dict[tuple[int, int], deque[Message]] = {}
         self.expected: dict[tuple[int, int], Callable[[Message], None]] = {}
-        self.open: list[dict[Slot, list[Message]]] = [{} for _ in range(size)]
+        self.open: list[list[Message]] = [[] for _ in range(size)]         # sends that may not be over, by rank
         self.events: list[tuple[float, int, int, Callable[..., None], tuple[Any, ...]]] = []
         self.number = count()
         self.messages = 0
@@ -127,11 +129,11 @@ class Clock:
     def post(self, time: float, rank: int, action: Send) -> Message:
         link = self.cluster.between(rank, action.to)
         posted = self.working(rank, time, link.overhead)
-        size = sum(self.lengths[part] for part in parts_in(action.slot))            # type: ignore[index]
-        message = Message(action, rank, size, link, max(self.slow[rank], self.slow[action.to]), posted, self.ways(rank, action.to))
+        start, stop = ends_of(action.slot)
+        message = Message(action, rank, self.starts[stop] - self.starts[start], link, max(self.slow[rank], self.slow[action.to]),
+                          posted, self.ways(rank, action.to), (start, stop))
         self.messages += 1
-        for part in parts_in(action.slot):
-            self.open[rank].setdefault(part, []).append(message)
+        self.open[rank].append(message)
         pair = rank, action.to
         if expecting := self.expected.pop(pair, None):
             expecting(message)
@@ -198,7 +200,7 @@ class Clock:
         for way in message.ways:
             self.busy.add(way)
             del self.waiting[way][message]
-        free = time + (link.alpha + link.beta * message.size) * message.slow
+        free = time + link.held(message.size) * message.slow
         self.at(free, self.release, message)
         end = free
         if self.cluster.sharing > 1:                        # on a core of its own a rank works while it sends
@@ -215,8 +217,10 @@ class Clock:
     def release(self, time: float, message: Message) -> None:
         """Both ways are free for others."""
         self.busy.difference_update(message.ways)
-        self.at(time, self.serve, message.ways[1], after=True)
-        self.at(time, self.serve_sender, message.ways[0], after=True)
+        if self.waiting[message.ways[1]]:
+            self.at(time, self.serve, message.ways[1], after=True)
+        if self.waiting[message.ways[0]]:
+            self.at(time, self.serve_sender, message.ways[0], after=True)
 
     def arrived(self, time: float, rank: int, action: Recv, message: Message) -> None:
         """The message is there: take it."""
@@ -224,13 +228,18 @@ class Clock:
 
     def settle(self, time: float, rank: int, action: Recv, size: int) -> None:
         """Wait for the sends of the slot, then add."""
-        for part in parts_in(action.slot):
-            sends = self.open[rank].get(part, [])
-            while sends:
-                if sends[-1].end is None:                   # it has not begun
-                    sends[-1].then.append(lambda end: self.at(max(time, end), self.settle, rank, action, size))
-                    return
-                time = max(time, sends.pop().end)           # type: ignore[type-var]
+        start, stop = ends_of(action.slot)
+        left = []
+        for sent in self.open[rank]:
+            touched = sent.parts[0] < stop and start < sent.parts[1]
+            if touched and sent.end is None:                # it has not begun
+                sent.then.append(lambda end: self.at(max(time, end), self.settle, rank, action, size))
+                return
+            if touched:
+                time = max(time, sent.end)                  # type: ignore[type-var]
+            elif sent.end is None or sent.end > time:
+                left.append(sent)
+        self.open[rank] = left
         if action.add and self.cluster.gamma and size:
             self.at(time, self.add, rank, action, size)
         else:
@@ -245,3 +254,9 @@ class Clock:
 
     def refuse(self, rank: int, action: Compute) -> None:
         raise ScheduleError(f"rank {rank}: the clock of an exchange knows messages only, not {action}")
+
+
+def ends_of(slot: Slot) -> tuple[int, int]:
+    """The first part of a slot, and the one after its last."""
+    assert not isinstance(slot, str)
+    return (slot.start, slot.stop) if isinstance(slot, range) else (slot, slot + 1)

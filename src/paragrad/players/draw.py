@@ -5,20 +5,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from paragrad.players.walk import walk
-from paragrad.schedules.actions import Collective, Compute, Recv, Send
+from paragrad.schedules.actions import Collective, Compute, Recv, Send, Slot
 
 
 def draw(schedule: Collective, size: int) -> str:
     """The drawing of a schedule over `size` ranks, at most as many columns as it has rounds."""
-    rounds = Rounds(size)
-    walk(schedule.program, size, rounds)
-    columns = max((len(row) for row in rounds.cells), default=0)
-    cells = [[" ".join(row[column]) if column < len(row) else "" for column in range(columns)] for row in rounds.cells]
-    widths = [max(len(row[column]) for row in cells) for column in range(columns)]
+    rounds = Rounds.of(schedule, size)
+    cells = [[" ".join(row[column]) if column < len(row) else "" for column in range(rounds.columns)] for row in rounds.cells]
+    widths = [max(len(row[column]) for row in cells) for column in range(rounds.columns)]
     margin = len(str(size - 1))
     return "\n".join(f"{rank:>{margin}} | " + "   ".join(map(str.ljust, row, widths)).rstrip()
                      for rank, row in enumerate(cells)).replace("| \n", "|\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrow:
+    """A message: between which ranks, and in which rounds it was sent and received."""
+    source: int
+    target: int
+    sent: int
+    received: int
+    slot: Slot
+    added: bool
 
 
 class Rounds:
@@ -28,7 +39,19 @@ class Rounds:
 
     def __init__(self, size: int) -> None:
         self.cells: list[list[list[str]]] = [[] for _ in range(size)]
+        self.arrows: list[Arrow] = []
         self.free_to_send, self.free_to_recv = [0] * size, [0] * size
+
+    @classmethod
+    def of(cls, schedule: Collective, size: int) -> Rounds:
+        """Those of a schedule over `size` ranks."""
+        rounds = cls(size)
+        walk(schedule.program, size, rounds)
+        return rounds
+
+    @property
+    def columns(self) -> int:
+        return max((len(row) for row in self.cells), default=0)
 
     def _put(self, rank: int, column: int, text: str) -> None:
         row = self.cells[rank]
@@ -46,6 +69,7 @@ class Rounds:
     def write(self, rank: int, recv: Recv, payload: int) -> None:
         column = max(payload, self.free_to_recv[rank])
         self._put(rank, column, str(recv))
+        self.arrows.append(Arrow(recv.frm, rank, payload, column, recv.slot, recv.add))
         self.free_to_recv[rank] = column + 1
 
     def compute(self, rank: int, action: Compute) -> None:

@@ -8,6 +8,7 @@ and so are the peers and slots of its actions. It is the same program, read for 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -46,10 +47,11 @@ class Rounds:
         self.bytes = np.array([len(part) * element for part in evenly(length, schedule.parts(size))])
         self.slow = np.array([cluster.factor(rank) for rank in range(size)])
         self.alike = bool((self.slow == 1).all()) and cluster.group == 1 and len(set(self.bytes.tolist())) == 1
-        self.now, self.out, self.into, self.core = (np.zeros(size) for _ in range(4))
+        self.now, self.out, self.into = (np.zeros(size) for _ in range(3))
         self.shift: int | None = None                   # to whom everybody sends
         self.sent: dict[int, deque[Any]] = {}           # by shift: when messages are there, by their receiver
-        self.links: dict[int, Any] = {}
+        self.links: dict[int, Links] = {}
+        self.peers: dict[int, Any] = {}
         self.messages = 0
 
     def run(self) -> Timeline:
@@ -68,54 +70,66 @@ class Rounds:
             if self.shift is not None and not self.alike:
                 raise NotUniform                        # two ranks may want one receiver, in any order
             self.shift = shift
-        alpha, beta, latency, overhead, slow = self.link(shift)
-        size = self.bytes[action.slot]                                                  # type: ignore[index]
-        posted = self.now = self.busy(self.ranks, self.now, overhead)
-        to = (self.ranks + shift) % self.size
-        start = np.maximum(np.maximum(posted, self.out), self.into[to])
-        self.out = start + (alpha + beta * size) * slow
-        self.into[to] = self.out
-        arrival = np.empty(self.size)
-        arrival[to] = self.out + latency
-        self.sent.setdefault(shift, deque()).append((arrival, size[(self.ranks - shift) % self.size]))
+        link = self.link(shift)
+        posted = self.now = self.busy(self.now, link.overhead)
+        start = np.maximum(np.maximum(posted, self.out), self.into[link.to])
+        self.out = start + link.held[link.kind, action.slot] * link.slow
+        self.into = self.out[link.frm]
+        self.sent.setdefault(shift, deque()).append(((self.out + link.latency)[link.frm], self.bytes[action.slot][link.frm]))  # type: ignore[index]
         self.messages += self.size
 
     def recv(self, action: Recv) -> None:
         shift = -self.shift_of(action.frm) % self.size
         arrival, size = self.sent[shift].popleft()
-        overhead = self.link(shift)[3][(self.ranks - shift) % self.size]
-        self.now = self.busy(self.ranks, np.maximum(self.now, arrival), overhead)
+        self.now = self.busy(np.maximum(self.now, arrival), self.link(shift).overhead_in)
         if action.add:                                  # sends of the slot are over: its sum went on from them
-            self.now = self.busy(self.ranks, self.now, self.cluster.gamma * size)
+            self.now = self.busy(self.now, self.cluster.gamma * size)
 
-    def busy(self, ranks: Any, since: Any, seconds: Any) -> Any:
-        """Hold the core of each of `ranks`; when it is done."""
-        if not np.any(seconds):
-            return since
-        end = np.where(seconds > 0, np.maximum(since, self.core[ranks]) + seconds * self.slow[ranks], since)
-        self.core[ranks] = np.where(seconds > 0, end, self.core[ranks])
-        return end
+    def busy(self, since: Any, seconds: Any) -> Any:
+        """Hold the core of each rank; when it is done. The core is a rank's own: it is free when the rank is."""
+        return since + seconds * self.slow if np.any(seconds) else since
 
     def shift_of(self, peers: Any) -> int:
         """The one distance, around the ring of ranks, at which all peers are."""
-        distances = (np.asarray(peers) - self.ranks) % self.size
-        if (distances != distances[0]).any():
+        shift = int(peers[0]) % self.size
+        if not np.array_equal(peers, self.to(shift)):
             raise NotUniform
-        return int(distances[0])
+        return shift
 
-    def link(self, shift: int) -> Any:
-        """Arrays over senders: alpha, beta, latency, overhead, and how slow the slower of both is."""
+    def to(self, shift: int) -> Any:
+        """The rank at a distance from each."""
+        if shift not in self.peers:
+            self.peers[shift] = (self.ranks + shift) % self.size
+        return self.peers[shift]
+
+    def link(self, shift: int) -> Links:
+        """The links from every rank to the one at a distance."""
         if shift not in self.links:
-            to = (self.ranks + shift) % self.size
+            to = self.to(shift)
             hosts, others = self.ranks // self.cluster.group, to // self.cluster.group
             crossing = hosts != others
             if self.cluster.group > 1 and (np.bincount(hosts[crossing]).max(initial=0) > 1
                                            or np.bincount(others[crossing]).max(initial=0) > 1):
                 raise NotUniform                        # ranks of one host take turns on its link
             links = [self.cluster.between(int(one), int(other)) for one, other in zip(self.ranks, to, strict=True)]
-            names = "alpha", "beta", "latency", "overhead"
-            self.links[shift] = [np.array([getattr(link, name) for link in links]) for name in names]
-            self.links[shift].append(np.maximum(self.slow, self.slow[to]))
+            kinds = list(dict.fromkeys(links))
+            sizes, of_part = np.unique(self.bytes, return_inverse=True)
+            held = np.array([[link.held(int(size)) for size in sizes] for link in kinds])[:, of_part]
+            latency, overhead = (np.array([getattr(link, name) for link in links]) for name in ("latency", "overhead"))
+            frm = self.to(-shift % self.size)
+            self.links[shift] = Links(to, frm, held, np.array([kinds.index(link) for link in links]), latency, overhead,
+                                      overhead[frm], np.maximum(self.slow, self.slow[to]))
         return self.links[shift]
 
 
+@dataclass(frozen=True)
+class Links:
+    """From every rank to another, as arrays over senders."""
+    to: Any                     # receivers
+    frm: Any                    # senders, by receiver
+    held: Any                   # seconds, by kind of link and part
+    kind: Any
+    latency: Any
+    overhead: Any
+    overhead_in: Any            # by receiver
+    slow: Any                   # how slow the slower of both is

@@ -99,7 +99,7 @@ def lines(name: str, curves: Sequence[Curve], *, x_label: str, y_label: str, alt
         axes.set_xlim(left=0)
         if goal is not None:
             axes.axhline(goal, color=MUTED, linewidth=1, linestyle=":", zorder=1)
-        return _inline(figure, name, alt)
+        return inline(figure, name, alt)
 
 
 def _line(axes: Axes, each: Curve, place: int, of: int, floor: float) -> None:
@@ -158,7 +158,7 @@ def bars(name: str, rows: Sequence[tuple[str, str, dict[str, Line]]], kinds: Seq
         axes.set_ylim(len(rows) - (0.7 if short else 0.45), -0.65)
         axes.set_yticks([])
         axes.spines["bottom"].set_visible(False)
-        return _inline(figure, name, alt)
+        return inline(figure, name, alt)
 
 
 def sample(name: str, seen: Look) -> str:
@@ -169,7 +169,7 @@ def sample(name: str, seen: Look) -> str:
         axes.set(xlim=(0, 30), ylim=(0, 12))
         axes.plot([0, 15, 30], [6, 6, 6], color=seen.colour, linestyle=seen.dashes, linewidth=2, marker=seen.marker,
                   markersize=7, markevery=[1], markerfacecolor=seen.inside, markeredgewidth=1.4)
-        return _inline(figure, name, "")
+        return inline(figure, name, "")
 
 
 @contextmanager
@@ -222,7 +222,7 @@ def _shortened(text: str) -> str:
     return text if len(text) <= LINE else text[:LINE - 3] + "..."
 
 
-def _inline(figure: Figure, name: str, alt: str) -> str:
+def inline(figure: Figure, name: str, alt: str) -> str:
     """The figure as an <svg> element that fits its box, with ids of its own and no more digits than are seen."""
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})

@@ -21,6 +21,7 @@ from paragrad.errors import Refused
 from paragrad.job import accuracy
 from paragrad.notation import Choice
 from paragrad.players.draw import draw as drawn
+from paragrad.report.drawing import write_space_time
 from paragrad.report.table import COMPUTED, sent
 from paragrad.shares import micro_batches
 from paragrad.strategy import ALGORITHMS, SCHEDULES, STRATEGIES, Data, Native, Strategy, refuse_unbuilt, resolve, share_weights
@@ -118,8 +119,8 @@ def _shares(batch: range, weights: list[int], micro: int) -> list[list[int]]:
     return [[len(piece[rank]) for piece in pieces] for rank in range(len(weights))]
 
 
-def draw(chosen: Strategy) -> None:
-    """The drawing of a data strategy's all-reduce."""
+def draw(chosen: Strategy, svg: Path | None) -> None:
+    """The drawing of a data strategy's all-reduce. svg: a file for it as a space-time diagram, too."""
     refuse_unbuilt(chosen)
     if not isinstance(chosen, Data):
         raise Refused(f"{chosen} has no exchange to draw; try data(4, reduce=ring)")
@@ -130,6 +131,8 @@ def draw(chosen: Strategy) -> None:
     if isinstance(resolved.reduce, Native):
         raise Refused("native is the backend's own all-reduce, of which there is no schedule; draw "
                       + ", ".join(each.name for each in SCHEDULES))
+    if svg:
+        write_space_time(resolved.reduce, resolved.workers, svg)      # type: ignore[arg-type]
     print(f"{resolved.reduce}, {resolved.workers} ranks; a line is a rank, a column a round. "
           ">1:0 sends slot 0 to rank 1, <3:2+ receives slot 2 from rank 3 and adds it, ! waits")
     print(drawn(resolved.reduce, resolved.workers))       # type: ignore[arg-type]

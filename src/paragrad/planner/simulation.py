@@ -1,0 +1,101 @@
+"""`paragrad simulate`: what one exchange of a strategy will cost, by the clock, by formula, and beside the lower bounds."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from paragrad.errors import Refused
+from paragrad.planner.machine import Cluster, Machine
+from paragrad.planner.price import Price, least, price, seconds
+from paragrad.players.clock import Timeline, timed
+from paragrad.players.rounds import simulated
+from paragrad.players.work import WorkAndDepth, work_and_depth
+from paragrad.strategy import Data, Native, Strategy, refuse_unbuilt, resolve
+
+WALKED = 64             # ranks up to which work and depth are walked
+KEPT = 100_000          # messages up to which a timeline is kept
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What was found. bytes: of the whole vector."""
+    strategy: Strategy
+    workers: int
+    bytes: int
+    cluster: Cluster
+    machine: Machine
+    timeline: Timeline
+    closed: float | None                # seconds by closed form, where there is one; links shared or slow are not in it
+    price: Price | None
+    least: Price                        # lower bounds
+    work: WorkAndDepth | None
+
+
+def simulate(strategy: Strategy, size: int, machine: Machine, *, link: str | None = None, inside: str | None = None,
+             per_link: int = 1, per_core: int = 1, slow: tuple[tuple[int, float], ...] = (), element: int = 4,
+             spans: bool = False) -> Simulation:
+    """Play a data strategy's all-reduce over `size` bytes on a cluster of hosts like `machine`. Raises Refused.
+
+    per_link: ranks of a host, which share its link to others;  inside: the link among them (otherwise the same as outside);
+    per_core: ranks that share a core;  slow: (rank, how many times slower).
+    """
+    resolved = _resolved(strategy, per_link)
+    workers, schedule = resolved.workers, resolved.reduce
+    assert isinstance(workers, int)
+    for rank, factor in slow:
+        if not 0 <= rank < workers or factor < 1:
+            raise Refused(f"--slow {rank}={factor:g}: give a rank from 0 to {workers - 1} and a factor of at least 1")
+    for what, number in (("link", per_link), ("core", per_core)):
+        if workers % number:
+            raise Refused(f"{number} ranks per {what} do not make up {workers} ranks; give a number that divides {workers}")
+    length = size // element
+    cluster = Cluster(machine.link(link), machine.gamma, machine.link(inside) if inside else None, per_link, per_core, 1, slow)
+    if spans:
+        timeline = timed(schedule, workers, length, cluster, element=element, spans=True)       # type: ignore[arg-type]
+        if timeline.messages > KEPT:
+            raise Refused(f"a timeline of {timeline.messages} messages is too long to keep (at most {KEPT}); simulate fewer ranks")
+    else:
+        timeline = simulated(schedule, workers, length, cluster, element=element)               # type: ignore[arg-type]
+    return Simulation(resolved, workers, size, cluster, machine, timeline, *_closed(schedule, workers, length, cluster, element),
+                      least(workers, length),
+                      work_and_depth(schedule, workers, length) if workers <= WALKED else None)   # type: ignore[arg-type]
+
+
+def _resolved(strategy: Strategy, per_link: int) -> Data:
+    refuse_unbuilt(strategy)
+    if not isinstance(strategy, Data) or strategy.state == "shared_memory":
+        raise Refused(f"{strategy} has no schedule to simulate; try data(4096, reduce=ring)")
+    if strategy.workers == "auto" or strategy.reduce == "auto":
+        raise Refused(f"{strategy}: say how many workers and which algorithm, for example data(4096, reduce=ring)")
+    resolved = resolve(strategy, cores=1, group=per_link)
+    assert isinstance(resolved, Data)
+    if isinstance(resolved.reduce, Native):
+        raise Refused("native is the backend's own all-reduce, of which there is no schedule; gloo's is like ring_async")
+    return resolved
+
+
+def _closed(schedule: Any, workers: int, length: int, cluster: Cluster, element: int) -> tuple[float | None, Price | None]:
+    try:
+        closed = seconds(schedule, workers, length, cluster, element)
+        return closed, price(schedule, workers, length)
+    except LookupError:
+        return None, None
+
+
+def read_bytes(text: str) -> int:
+    """A number of bytes such as 100MB, 64KiB or 4096. Raises Refused."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
+    if not match or match[2].upper() not in UNITS:
+        raise Refused(f"{text!r} is no number of bytes; write 4096, 64KiB or 100MB")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def read_slow(text: str) -> tuple[int, float]:
+    """A slow rank such as 7=3: rank 7 is three times slower. Raises Refused."""
+    match = re.fullmatch(r"(\d+)=(\d+(?:\.\d+)?)", text.strip())
+    if not match:
+        raise Refused(f"--slow {text}: write RANK=FACTOR, such as --slow 7=3")
+    return int(match[1]), float(match[2])

@@ -1,0 +1,60 @@
+"""What `paragrad simulate` prints and writes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from paragrad.errors import Refused
+from paragrad.planner.simulation import Simulation
+from paragrad.report.listing import _facts
+
+
+def simulation(found: Simulation, as_json: bool) -> None:
+    """Print a simulation: a line per fact, or JSON with plain numbers."""
+    if as_json:
+        print(json.dumps({"strategy": str(found.strategy), "workers": found.workers, "bytes": found.bytes,
+                          "seconds": found.timeline.seconds, "closed form": found.closed, "messages": found.timeline.messages,
+                          "price": found.price and asdict(found.price), "least": asdict(found.least),
+                          "work": found.work and asdict(found.work), "cluster": asdict(found.cluster),
+                          "machine": found.machine.measured}, indent=1))
+    else:
+        _facts((name, value) for name, value in _told(found).items() if value is not None)
+
+
+def _told(found: Simulation) -> dict[str, Any]:
+    link, gamma, bounds = found.cluster.link, found.cluster.gamma, found.least
+    terms = {"rounds": bounds.rounds * link.alpha, "bytes": 4 * bounds.carried * link.beta, "additions": 4 * bounds.added * gamma}
+    plain = "" if found.cluster.group == 1 and not found.cluster.slow else ", every rank with a link of its own and none slow"
+    return {
+        "strategy": str(found.strategy),
+        "vector": f"{found.bytes:,} bytes on each of {found.workers:,} ranks",
+        "machine": found.machine.measured,
+        "time by the clock": _seconds(found.timeline.seconds),
+        "time by closed form": None if found.closed is None else _seconds(found.closed) + plain,
+        "lower bounds": ", ".join(f"{name} {_seconds(value)}" for name, value in terms.items()),
+        "messages": f"{found.timeline.messages:,} in all",
+        "rounds": None if found.price is None else f"{found.price.rounds:,} messages, one after the other",
+        "sent by the busiest rank": None if found.price is None else f"{4 * found.price.sent:,} bytes",
+        "scratch": None if found.price is None else f"{4 * found.price.scratch:,} bytes",
+        "work W": None if found.work is None else f"{found.work.work:,} additions",
+        "depth D": None if found.work is None else f"{found.work.depth:,} additions one after the other",
+        "average parallelism W/D": None if found.work is None else f"{found.work.parallelism:,.1f}",
+        "additions in time on these ranks": None if found.work is None else " to ".join(
+            f"{bound:,.0f}" for bound in found.work.bounds(found.workers)) + " (Brent: max(W/P, D) to W/P + D)"}
+
+
+def timeline(found: Simulation, path: Path) -> None:
+    """Write the clock's spans as the record has them. Raises Refused where the file cannot be written."""
+    try:
+        with path.open("w") as file:
+            for span in found.timeline.spans:
+                file.write(json.dumps({"kind": "span", "step": 0, **asdict(span)}) + "\n")
+    except OSError as error:
+        raise Refused(f"cannot write {path} ({error.strerror}); give a file in a folder that is there") from None
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} us"
