@@ -142,18 +142,20 @@ def work(job: JobName, data: Data = None, batch: Batch = None, set_: Set = None,
 @app.command()
 def simulate(strategy: Annotated[str, typer.Argument(help="such as 'data(4096, reduce=ring)'")],
              size: Annotated[str, typer.Option("--bytes", metavar="N", help="of the vector: 4096, 64KiB, 100MB")],
-             machine: Machine = None, link: Annotated[str | None, typer.Option(help="link of the machine file: gloo or shm")] = None,
+             machine: Machine = None,
+             link: Annotated[str | None, typer.Option(help="link of the machine file: gloo or shm")] = None,
              inside: Annotated[str | None, typer.Option(help="link among the ranks of a host, where it is another")] = None,
-             per_link: Annotated[int, typer.Option("--ranks-per-link", min=1, help="ranks of a host, which share its link")] = 1,
+             per_link: Annotated[int, typer.Option("--ranks-per-link", min=1, help="ranks of a host, on one link")] = 1,
              per_core: Annotated[int, typer.Option("--ranks-per-core", min=1, help="ranks that share a core")] = 1,
              slow: Annotated[list[str] | None, typer.Option(metavar="RANK=FACTOR", help="a rank so many times slower")] = None,
-             timeline: Annotated[Path | None, typer.Option(metavar="FILE", help="also write every message, as the record has it")] = None,
+             timeline: Annotated[Path | None, typer.Option(metavar="FILE", help="also write every message as a span")] = None,
              as_json: Json = False) -> None:
     """What one exchange of a strategy will cost, on thousands of ranks too: by a clock, by formula, beside the lower bounds."""
     with answering():
         with Console(stderr=True).status("simulating"):
             found = simulated(read_strategy(strategy), read_bytes(size), machine_of(machine, cores()), link=link, inside=inside,
-                              per_link=per_link, per_core=per_core, slow=tuple(map(read_slow, slow or ())), spans=timeline is not None)
+                              per_link=per_link, per_core=per_core, slow=tuple(map(read_slow, slow or ())),
+                              spans=timeline is not None)
         simulation.simulation(found, as_json)
         if timeline is not None:
             simulation.timeline(found, timeline)

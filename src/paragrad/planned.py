@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from paragrad.notation import Choice, Decimal, Flag, Integer, Integers, One, Word, choice, option
+from paragrad.notation import Choice, Decimal, Integer, Integers, One, Word, choice, option
 
 
 class Planned(Choice):

@@ -26,7 +26,7 @@ from paragrad.notation import (
     option,
     parts_of,
 )
-from paragrad.schedules.compose import Segmented
+from paragrad.schedules.compose import Composed
 from paragrad.schedules.two_level import LEVELS, TwoLevel
 
 
@@ -288,13 +288,11 @@ def resolve(chosen: Strategy, *, cores: int, workers: int | None = None, sharing
 
 def settled(algorithm: Choice, size: int, group: int) -> Choice:
     """An algorithm with its numbers of segments, and of ranks in a group. Raises Refused where that does not make up `size`."""
-    if isinstance(algorithm, Segmented):
-        return replace(algorithm, segments=algorithm.count())
     if isinstance(algorithm, TwoLevel):
         found = replace(algorithm, group=group if algorithm.group == "auto" else algorithm.group)
-        hosts = size // found.grouping(size)
-        return replace(found, inside=settled(found.inside, group, group), across=settled(found.across, hosts, hosts))
-    return algorithm
+        found.grouping(size)
+        return replace(found, inside=found.inside.settled(), across=found.across.settled())
+    return algorithm.settled() if isinstance(algorithm, Composed) else algorithm
 
 
 def share_weights(resolved: Strategy) -> tuple[list[int], int]:

@@ -9,13 +9,17 @@ import subprocess
 import sys
 from dataclasses import MISSING, fields
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+import paragrad
 from paragrad.cli import app
 from paragrad.job import Job
+from paragrad.players.proof import prove
+from paragrad.strategy import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -31,7 +35,39 @@ def test_what_is_shown_is_what_is_printed(page: str, command: str, text: str, mo
 
 def test_every_algorithm_is_drawn() -> None:
     drawn = " ".join(command for _, command, _ in SHOWN)
-    assert all(f"reduce={name}" in drawn for name in ("ring", "ring_async", "tree", "butterfly", "star"))
+    assert all(f"reduce={name}" in drawn for name in (each.name for each in SCHEDULES))
+
+
+@pytest.mark.parametrize("name", [each.name for each in SCHEDULES])
+def test_what_a_page_counts_is_what_the_proof_counts(name: str) -> None:
+    text = (ROOT / "docs" / f"{name}.md").read_text()
+    (schedule,) = re.findall(r"print\(prove\((pg\..+), \d+, 960\)\)", text)
+    rows = [tuple(map(int, row)) for row in re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", text, re.MULTILINE)]
+    assert len(rows) == 4
+    for size, *counts in rows:
+        proof = prove(eval(schedule, {"pg": paragrad}), size, 960)
+        assert counts == [proof.messages, proof.sent, proof.scratch]
+
+
+@pytest.mark.parametrize("name", ["counts", "crossover"])
+def test_what_all_reduces_cost_is_what_is_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs" / "all_reduce.md").read_text()
+    ((code, printed),) = re.findall(rf"```python\n# {name}.py\n(.*?)```\n\n```\n(.*?)```", text, re.DOTALL)
+    exec(code, {})
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize(("command", "figure"), re.findall(
+    r"\(`paragrad (draw .* --svg (docs/figures/.*\.svg))`\)", "".join(page.read_text() for page in PAGES)))
+def test_drawings_show_what_the_command_draws(command: str, figure: str, tmp_path: Path) -> None:
+    """Arrow by arrow and label by label; another matplotlib may write their lines otherwise."""
+    def shown(file: Path) -> list[str]:
+        texts = [text for element in ElementTree.fromstring(file.read_text()).iter()
+                 for text in (element.get("id", "").removeprefix("schedule-"), (element.text or "").strip())]
+        return [text for text in texts if re.fullmatch(r"message-\d+|[\d+-]+", text)]
+
+    assert CliRunner().invoke(app, shlex.split(command.replace(figure, str(tmp_path / "drawn.svg")))).exit_code == 0
+    assert shown(ROOT / figure) == shown(tmp_path / "drawn.svg") != []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

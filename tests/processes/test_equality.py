@@ -213,7 +213,7 @@ def not_finite(world: World) -> None:
 
 
 def test_a_number_that_is_not_finite_ends_a_reproducible_sum_by_name(pool: Ranks) -> None:
-    with pytest.raises(RankFailed, match="a gradient is not finite (here|on another rank)"):
+    with pytest.raises(RankFailed, match=r"a gradient is not finite (here|on another rank)"):
         pool.run(not_finite, size=3)
 
 

@@ -52,7 +52,8 @@ def test_sums_are_exact_at_every_length(pool: Ranks, schedule: AllReduce, size: 
             assert torch.equal(answer[place][0], expected)          # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("schedule", [TwoLevel(group=2), TwoLevel(Butterfly(), Star(), 2), TwoLevel(Tree(), Halving(2), 2)], ids=str)
+@pytest.mark.parametrize("schedule", [TwoLevel(group=2), TwoLevel(Butterfly(), Star(), 2), TwoLevel(Tree(), Halving(2), 2)],
+                         ids=str)
 def test_sums_of_two_levels_are_exact(pool: Ranks, schedule: AllReduce) -> None:
     test_sums_are_exact_at_every_length(pool, schedule, 4)
 

@@ -73,7 +73,8 @@ def test_both_directions_of_a_link_work_at_once() -> None:
 
 def test_whom_its_receiver_waits_for_goes_first() -> None:
     """Both others have sent at once; rank 0 takes rank 2's first, so that is the one that has the way."""
-    assert ends(Cluster(LINK), (Recv(2, 1), Send(1, 1), Recv(1, 0)), (Send(0, 0), Recv(0, 1)), (Send(0, 1),)) == (16.0, 16.0, 0.0)
+    programs = (Recv(2, 1), Send(1, 1), Recv(1, 0)), (Send(0, 0), Recv(0, 1)), (Send(0, 1),)
+    assert ends(Cluster(LINK), *programs) == (16.0, 16.0, 0.0)
 
 
 def test_a_slot_is_not_written_while_it_is_sent() -> None:

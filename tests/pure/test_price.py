@@ -21,7 +21,8 @@ from paragrad.schedules.star import Star
 from paragrad.schedules.tree import Tree
 from paragrad.schedules.two_level import TwoLevel
 
-FORMS: list[Composed] = [Star(), Tree(), Butterfly(), Halving(1), Halving(3), Direct(), Ring(), RingAsync(2), Ring(blocking=True)]
+FORMS: list[Composed] = [Star(), Tree(), Butterfly(), Halving(1), Halving(3), Direct(), Ring(), RingAsync(2),
+                         Ring(blocking=True)]
 LINK, GAMMA = Link(alpha=3.0, beta=0.5), 0.25       # seconds, and whole halves: times are exact in floats
 
 
@@ -123,8 +124,8 @@ def test_cross_over_points_from_8_to_4096_ranks(size: int) -> None:
 
 @pytest.mark.parametrize(("size", "alphas"), [(3, 0), (5, 2), (6, 4), (7, 6)])
 def test_the_ring_beats_folded_halving_from_some_alphas_on(size: int, alphas: int) -> None:
-    """At other sizes, from n (2 beta + gamma) = (2(p-1) - 2 floor(lg p) - 2) alpha on. The reference takes 2(p-1)/p for what the
-    inner ranks exchange; they are P, so it is 2(P-1)/P, and the point moves a little.
+    """At other sizes, from n (2 beta + gamma) = (2(p-1) - 2 floor(lg p) - 2) alpha on. The reference takes 2(p-1)/p for what
+    the inner ranks exchange; they are P, so it is 2(P-1)/P, and the point moves a little.
     """
     found = crossover(Halving(1), Ring(), size, NETWORK, GAMMA_)
     power = inner(size)

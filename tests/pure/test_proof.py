@@ -120,7 +120,7 @@ def test_a_contribution_added_twice() -> None:
 
 
 def test_a_slot_overwritten_while_open() -> None:
-    """Two ranks give each other their vector and write the other's over their own: each must first know that its own is sent."""
+    """Two ranks give each other their vector and write the other's over their own: each must first know its own sent."""
     @dataclass(frozen=True)
     class Exchange:
         def parts(self, size: int) -> int:

@@ -1,10 +1,10 @@
-"""Closed forms: what an exchange costs, by formula. The clock agrees with them (tests/pure/test_price.py), up to 64 ranks.
+"""Closed forms: what an exchange costs, by formula. The clock agrees with them, up to 64 ranks (tests/pure/test_price.py).
 
-p ranks, n elements, P the largest power of two up to p, k = lg P, K = ceil(lg p), s segments, c the longest part. A message of x
-bytes takes alpha + beta x, an addition of x bytes gamma x; an addition hides behind a message where it does not take longer.
-Where gamma > 0, two forms are upper bounds: the tree's if p is no power of two, the blocking ring's if p is odd; and halving
-takes up to a twentieth longer than its form if p is no power of two, because ranks that do not fold are early and in the way.
-Sources: Chan et al. 2007 (tree, lower bounds), Thakur, Rabenseifner, Gropp 2005 (butterfly, halving), Patarasuk & Yuan 2009 (ring).
+A message of x bytes takes alpha + beta x, an addition of x bytes gamma x; an addition hides behind a message where it does not
+take longer. Where gamma > 0, two forms are upper bounds: the tree's if p is no power of two, the blocking ring's if p is odd;
+and halving takes up to a twentieth longer than its form if p is no power of two, because ranks that do not fold are early and
+in the way. Sources: Chan et al. 2007 (tree, lower bounds), Thakur, Rabenseifner, Gropp 2005 (butterfly, halving),
+Patarasuk & Yuan 2009 (ring).
 """
 
 from __future__ import annotations

@@ -56,11 +56,12 @@ def simulate(strategy: Strategy, size: int, machine: Machine, *, link: str | Non
     if spans:
         timeline = timed(schedule, workers, length, cluster, element=element, spans=True)       # type: ignore[arg-type]
         if timeline.messages > KEPT:
-            raise Refused(f"a timeline of {timeline.messages} messages is too long to keep (at most {KEPT}); simulate fewer ranks")
+            raise Refused(f"a timeline of {timeline.messages} messages is too long to keep (at most {KEPT}); simulate fewer "
+                          "ranks")
     else:
         timeline = simulated(schedule, workers, length, cluster, element=element)               # type: ignore[arg-type]
-    return Simulation(resolved, workers, size, cluster, machine, timeline, *_closed(schedule, workers, length, cluster, element),
-                      least(workers, length),
+    closed, terms = _closed(schedule, workers, length, cluster, element)
+    return Simulation(resolved, workers, size, cluster, machine, timeline, closed, terms, least(workers, length),
                       work_and_depth(schedule, workers, length) if workers <= WALKED else None)   # type: ignore[arg-type]
 
 

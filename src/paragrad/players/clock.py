@@ -130,8 +130,8 @@ class Clock:
         link = self.cluster.between(rank, action.to)
         posted = self.working(rank, time, link.overhead)
         start, stop = ends_of(action.slot)
-        message = Message(action, rank, self.starts[stop] - self.starts[start], link, max(self.slow[rank], self.slow[action.to]),
-                          posted, self.ways(rank, action.to), (start, stop))
+        message = Message(action, rank, self.starts[stop] - self.starts[start], link,
+                          max(self.slow[rank], self.slow[action.to]), posted, self.ways(rank, action.to), (start, stop))
         self.messages += 1
         self.open[rank].append(message)
         pair = rank, action.to
@@ -231,14 +231,14 @@ class Clock:
         start, stop = ends_of(action.slot)
         left = []
         for sent in self.open[rank]:
-            touched = sent.parts[0] < stop and start < sent.parts[1]
-            if touched and sent.end is None:                # it has not begun
-                sent.then.append(lambda end: self.at(max(time, end), self.settle, rank, action, size))
+            if sent.parts[0] >= stop or start >= sent.parts[1]:
+                if sent.end is None or sent.end > time:
+                    left.append(sent)
+            elif sent.end is None:                          # it has not begun
+                sent.then.append(lambda end, time=time: self.at(max(time, end), self.settle, rank, action, size))  # type: ignore[misc]
                 return
-            if touched:
-                time = max(time, sent.end)                  # type: ignore[type-var]
-            elif sent.end is None or sent.end > time:
-                left.append(sent)
+            else:
+                time = max(time, sent.end)
         self.open[rank] = left
         if action.add and self.cluster.gamma and size:
             self.at(time, self.add, rank, action, size)

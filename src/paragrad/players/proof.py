@@ -27,7 +27,7 @@ class Proof:
 
 
 def prove(schedule: Collective, size: int, length: int) -> Proof:
-    """An all-reduce: every rank ends with exactly one contribution of every rank in every slot. Raises ScheduleError with names."""
+    """An all-reduce: every rank ends with exactly one contribution of every rank in every slot. Raises ScheduleError."""
     return _proved(schedule, Contributions.start(schedule, size, length), [range(schedule.parts(size))] * size)
 
 

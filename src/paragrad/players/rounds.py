@@ -106,7 +106,8 @@ class Rounds:
         """The links from every rank to the one at a distance."""
         if shift not in self.links:
             to = self.to(shift)
-            hosts, others = self.ranks // self.cluster.group, to // self.cluster.group
+            hosts: Any = self.ranks // self.cluster.group
+            others = to // self.cluster.group
             crossing = hosts != others
             if self.cluster.group > 1 and (np.bincount(hosts[crossing]).max(initial=0) > 1
                                            or np.bincount(others[crossing]).max(initial=0) > 1):

@@ -53,7 +53,8 @@ class Chains:
             return
         added = sum(self.lengths[part] for part in parts)                           # type: ignore[index]
         self.work += added
-        longest = max(max(payload), *(depth[part] for part in parts)) + added       # type: ignore[index]
+        before: list[int] = [depth[part] for part in parts]                         # type: ignore[index]
+        longest = max(payload + before) + added
         for part in parts:
             depth[part] = longest                                                   # type: ignore[index]
 

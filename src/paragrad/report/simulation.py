@@ -26,7 +26,8 @@ def simulation(found: Simulation, as_json: bool) -> None:
 
 def _told(found: Simulation) -> dict[str, Any]:
     link, gamma, bounds = found.cluster.link, found.cluster.gamma, found.least
-    terms = {"rounds": bounds.rounds * link.alpha, "bytes": 4 * bounds.carried * link.beta, "additions": 4 * bounds.added * gamma}
+    terms = {"rounds": bounds.rounds * link.alpha, "bytes": 4 * bounds.carried * link.beta,
+             "additions": 4 * bounds.added * gamma}
     plain = "" if found.cluster.group == 1 and not found.cluster.slow else ", every rank with a link of its own and none slow"
     return {
         "strategy": str(found.strategy),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import ClassVar
 
 from paragrad.notation import Choice
@@ -14,6 +15,10 @@ class Composed(Choice):
 
     def halves(self) -> tuple[Half, Half]:
         raise NotImplementedError
+
+    def settled(self) -> Composed:
+        """The same with every `auto` replaced."""
+        return self
 
     def parts(self, size: int) -> int:
         return self.halves()[0].parts(size)
@@ -31,6 +36,9 @@ class Segmented(Composed):
 
     def count(self) -> int:
         return self.AUTO if isinstance(self.segments, str) else self.segments
+
+    def settled(self) -> Segmented:
+        return dataclasses.replace(self, segments=self.count())         # type: ignore[type-var]
 
 
 class AtRoot:

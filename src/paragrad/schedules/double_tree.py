@@ -1,6 +1,7 @@
-"""Double tree all-reduce (Sanders, Speck, Traff 2009, doi 10.1016/j.parco.2009.09.001; NCCL since 2.4): two binary trees at once,
-half of the vector along each. Whoever has children in one tree is a leaf in the other (but for rank 0 of an odd number, which has one in each), so no
-rank sends or receives more than the vector while it is added up, and once more while it is told; segments follow one another.
+"""Double tree all-reduce (Sanders, Speck, Traff 2009, doi 10.1016/j.parco.2009.09.001; NCCL since 2.4): two binary trees at
+once, half of the vector along each. Whoever has children in one tree is a leaf in the other (but for rank 0 of an odd number,
+which has one in each), so no rank sends or receives more than the vector while it is added up, and once more while it is told;
+segments follow one another.
 
     first tree over 8 ranks        second: the first mirrored (an odd number of ranks: shifted by one)
           0                              7
@@ -81,7 +82,8 @@ class DoubleTreeBroadcast(TwoTrees):
 
 @cache
 def turn(rank: int, size: int, tree: int) -> int:
-    """When the first segment comes to a rank; the others follow in every second turn. In a turn no rank takes two, or gives two."""
+    """When the first segment comes to a rank; the others follow in every second turn. In a turn no rank takes two, or gives
+    two."""
     parent, _ = family(rank, size, tree)
     if parent is None:
         return 0

@@ -47,10 +47,7 @@ class Halved:
     def owns(self, rank: int, size: int) -> range:
         if rank >= inner(size):
             return range(0)
-        kept = range(self.parts(size))
-        for _, kept, _ in self.way(rank, size):
-            pass
-        return kept
+        return [range(self.parts(size)), *(kept for _, kept, _ in self.way(rank, size))][-1]
 
     def way(self, rank: int, size: int) -> Iterator[tuple[int, range, range]]:
         """(partner, parts that this rank keeps, parts that the partner keeps) of each round of an inner rank."""

@@ -57,7 +57,12 @@ class Around:
         right, left, theirs = (rank + 1) % size, (rank - 1) % size, (mine - 1) % size
         sends = [Send(right, mine * self.segments + segment, wait=self.blocking) for segment in range(self.segments)]
         receives = [Recv(left, theirs * self.segments + segment, add=add) for segment in range(self.segments)]
-        yield from (*receives, *sends) if self.blocking and rank % 2 == 1 else (*sends, *receives)
+        if self.blocking and rank % 2 == 1:
+            yield from receives
+            yield from sends
+        else:
+            yield from sends
+            yield from receives
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,8 @@ class TwoLevel(Choice):
         owned = first.owns(place, group)
 
         def within(program: Program) -> Program:
-            return translated(program, lambda peer: host * group + peer, lambda parts: (parts.start * finer, parts.stop * finer))
+            return translated(program, lambda peer: host * group + peer,
+                              lambda parts: (parts.start * finer, parts.stop * finer))
 
         def between(program: Program) -> Program:
             start, each = owned.start * finer, len(owned)
