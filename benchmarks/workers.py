@@ -16,16 +16,18 @@ MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np"]
 
 
 class Workers:
-    """`count` processes `file --worker kind ADDRESS`, started by torchrun (or mpirun), each with a socket of its own."""
+    """`count` processes `file --worker kind ADDRESS`, started by torchrun (or mpirun), each with a socket of its own.
 
-    def __init__(self, file: str, kind: str, count: int, starter: list[str] = TORCHRUN) -> None:
+    starter: the words before, or a function of the words that starts them in another way and returns how to wait for their end.
+    """
+
+    def __init__(self, file: str, kind: str, count: int,
+                 starter: list[str] | Callable[[list[str]], Callable[[], object]] = TORCHRUN) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="benchmark-")
         address = str(Path(self.folder.name) / "socket")
-        interpreter = [sys.executable] if starter is MPIRUN else []
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+        words = [file, "--worker", kind, address]
         with Listener(address, "AF_UNIX", backlog=count) as listener:
-            self.process = subprocess.Popen([*starter, str(count), *interpreter, file, "--worker", kind, address],
-                                            env=environment)
+            self.ended = started(starter, count, words) if isinstance(starter, list) else starter(words)
             self.sockets: list[Connection] = [listener.accept() for _ in range(count)]
         self.pids: list[int] = [socket.recv() for socket in self.sockets]
 
@@ -38,8 +40,16 @@ class Workers:
     def close(self) -> None:
         for socket in self.sockets:
             socket.send(None)
-        self.process.wait(timeout=60)
+        self.ended()
         self.folder.cleanup()
+
+
+def started(starter: list[str], count: int, words: list[str]) -> Callable[[], object]:
+    """Start processes of this host; how to wait for their end."""
+    interpreter = [sys.executable] if starter is MPIRUN else []
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*starter, str(count), *interpreter, *words], env=environment)
+    return lambda: process.wait(timeout=60)
 
 
 def serve(address: str, answer: Callable[[Any], Any]) -> None:

@@ -23,6 +23,7 @@ from paragrad.job import Job
 from paragrad.jobs import JOBS, find
 from paragrad.launching import cores
 from paragrad.planner.machine import machine_of
+from paragrad.planner.measuring import measure as measured
 from paragrad.planner.profile import profile
 from paragrad.planner.simulation import read_bytes, read_slow
 from paragrad.planner.simulation import simulate as simulated
@@ -159,6 +160,19 @@ def simulate(strategy: Annotated[str, typer.Argument(help="such as 'data(4096, r
         simulation.simulation(found, as_json)
         if timeline is not None:
             simulation.timeline(found, timeline)
+
+
+@app.command()
+def measure(output: Annotated[Path, typer.Option(metavar="FILE", help="the machine file to write")] = Path("machine.json"),
+            backend: Annotated[str, typer.Option(help="shm, gloo, or both")] = "both",
+            interface: Annotated[str | None, typer.Option(help="what gloo talks over; on one host loopback")] = None,
+            as_json: Json = False) -> None:
+    """Measure this machine: alpha, beta, gamma of its links, its memory and its arithmetic. Under torchrun: between hosts."""
+    with answering():
+        with Console(stderr=True).status("measuring"):
+            found = measured(backend, interface)
+        if found is not None:                   # on rank 0
+            simulation.machine(found, output, as_json)
 
 
 @app.command()

@@ -30,9 +30,11 @@ class Log:
         yield
         self.add_span(name, lane, start)
 
-    def add_span(self, name: str, lane: str, start: float, bytes: int | None = None) -> None:
+    def add_span(self, name: str, lane: str, start: float, bytes: int | None = None, seconds: float | None = None) -> None:
+        """seconds: otherwise it ends now."""
         if self.recorder:
-            self.spans.append((name, lane, start, self.now() - start, "null" if bytes is None else bytes))
+            self.spans.append((name, lane, start, self.now() - start if seconds is None else seconds,
+                               "null" if bytes is None else bytes))
 
     def step(self, number: int, start: float, **fields: Any) -> None:
         """The line of a step that began at `start`, after its spans."""

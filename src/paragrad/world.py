@@ -42,11 +42,17 @@ class World:
     device: torch.device = CPU
     group: Any = field(default=None, repr=False, compare=False)
     stop: Request = field(default_factory=Request, repr=False, compare=False)      # this rank was asked to stop
+    walks: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)    # numbers the group's exchanges
 
     @property
     def carrier(self) -> torch.device:
         """Where a tensor must be for the backend to take it."""
         return self.device if self.backend == "nccl" else CPU
+
+    @property
+    def store(self) -> Any:
+        """Where the ranks of the group met, with keys of the group's own."""
+        return dist.distributed_c10d._get_process_group_store(self.group)        # torch has no public word for it
 
     def all_reduced(self, tensor: Tensor, operation: str = "SUM") -> Tensor:
         """The sum (or MAX, MIN) over all ranks, as a new tensor."""
@@ -98,7 +104,8 @@ class World:
         if self.size == 1:
             return self
         backend = "gloo" if through_host else self.backend
-        return replace(self, backend=backend, group=dist.new_group(timeout=timedelta(seconds=self.timeout), backend=backend))
+        group = dist.new_group(timeout=timedelta(seconds=self.timeout), backend=backend)
+        return replace(self, backend=backend, group=group, walks=itertools.count())
 
     def prove(self) -> None:
         """Run every kind of collective this library uses on known whole numbers; raise if one answers wrong."""

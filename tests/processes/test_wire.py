@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +17,9 @@ import torch
 from paragrad.errors import RankFailed
 from paragrad.launching import Ranks
 from paragrad.players.proof import prove
-from paragrad.players.wire import Play, all_reduce
-from paragrad.schedules.actions import AllReduce, Recv, Send
+from paragrad.players.walk import Deadlock, walk
+from paragrad.players.wire import SCRATCH, Play, Traffic, all_reduce
+from paragrad.schedules.actions import AllReduce, Compute, Program, Recv, Send, Slot, evenly, parts_in
 from paragrad.schedules.butterfly import Butterfly
 from paragrad.schedules.direct import Direct
 from paragrad.schedules.double_tree import DoubleTree
@@ -37,8 +45,7 @@ def summed(world: World, schedule: AllReduce) -> list[tuple[torch.Tensor, int]]:
     results = []
     for length, dtype in itertools.product(LENGTHS, DTYPES):
         mine = vector(world.rank, length, dtype)
-        sent = all_reduce(schedule, mine, world)
-        results.append((mine, sent))
+        results.append((mine, all_reduce(schedule, mine, world).bytes))
     return results
 
 
@@ -94,16 +101,189 @@ def test_a_rendezvous_send_is_waited_for_once(pool: Ranks) -> None:
     assert all(pool.run(again_and_again, size=2))
 
 
-def lonely(world: World) -> None:
-    actions = [Recv(1, 0)] if world.rank == 0 else [Send(0, 0)] if world.rank > 1 else []
-    Play(actions, torch.zeros(4), 1, world).run()
+class Around:
+    """Every rank gives to the right and takes from the left, what and in which order by chance: no all-reduce, and full of
+    receives that must not be posted over what comes before them.
+    """
+
+    def __init__(self, seed: int) -> None:
+        chance = random.Random(seed)
+        self.rounds = [[(chance.randrange(4), chance.randrange(3), chance.random() < 0.5) for _ in range(chance.randint(1, 3))]
+                       for _ in range(6)]
+
+    def parts(self, size: int) -> int:
+        return 8
+
+    def program(self, rank: int, size: int) -> Program:
+        left = (rank - 1) % size
+        for messages in self.rounds:
+            for pair, which, _ in messages:
+                yield Send((rank + 1) % size, self.slot(pair + rank, which))
+            for pair, which, add in messages:
+                yield Recv(left, self.slot(pair + left, which), add)
+
+    def slot(self, pair: int, which: int) -> Slot:
+        """One of two neighbouring parts, or both; every rank begins with another two."""
+        first = 2 * (pair % 4)
+        return (first, first + 1, range(first, first + 2))[which]
+
+
+class Numbers:
+    """The meaning of a walk over real vectors."""
+
+    def __init__(self, vectors: list[torch.Tensor]) -> None:
+        self.vectors, self.parts = vectors, evenly(len(vectors[0]), 8)
+
+    def slot(self, rank: int, slot: Slot) -> torch.Tensor:
+        parts: list[int] = list(parts_in(slot))                 # type: ignore[arg-type]
+        return self.vectors[rank][self.parts[parts[0]].start:self.parts[parts[-1]].stop]
+
+    def read(self, rank: int, send: Send) -> torch.Tensor:
+        return self.slot(rank, send.slot).clone()
+
+    def write(self, rank: int, recv: Recv, payload: torch.Tensor) -> None:
+        self.slot(rank, recv.slot).mul_(recv.add).add_(payload)
+
+    def compute(self, rank: int, action: Compute) -> None:
+        raise AssertionError(action)
+
+
+def walked(seed: int, length: int) -> list[torch.Tensor] | None:
+    """What every rank has at the end; None for an order that waits for itself."""
+    numbers = Numbers([vector(rank, length, torch.int64) for rank in range(3)])
+    try:
+        walk(Around(seed).program, 3, numbers)
+    except Deadlock:
+        return None
+    return numbers.vectors
+
+
+def around(world: World, cases: list[tuple[int, int]]) -> list[torch.Tensor]:
+    vectors = [vector(world.rank, length, torch.int64) for _, length in cases]
+    for (seed, _), mine in zip(cases, vectors, strict=True):
+        all_reduce(Around(seed), mine, world)
+    return vectors
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_receives_posted_early_leave_the_order_of_the_program(pool: Ranks, backend: str) -> None:
+    """Where a walk in one process ends, the wire ends, with the same numbers; also where two parts are longer than scratch."""
+    cases = [(seed, length) for seed in range(60) for length in (3, 1000, *[SCRATCH] * (seed < 12))]    # parts of 1 MB
+    expected = {case: vectors for case in cases if (vectors := walked(*case)) is not None}
+    assert len(expected) > 30
+    for rank, answers in enumerate(pool.run(around, list(expected), size=3, backend=backend)):
+        for case, answer in zip(expected, answers, strict=True):
+            assert torch.equal(answer, expected[case][rank]), case
+
+
+def timed(world: World) -> tuple[Traffic, float]:
+    """Rank 1 comes half a second late."""
+    mine = vector(world.rank, 100_000, torch.float64)
+    world.barrier()
     if world.rank == 1:
-        Play([Recv(0, 0)], torch.zeros(4), 1, world).run()
+        threading.Event().wait(0.5)
+    start = time.monotonic()
+    return all_reduce(Ring(), mine, world), time.monotonic() - start
+
+
+def test_an_exchange_tells_waiting_from_transfer_from_its_own_work(pool: Ranks) -> None:
+    answers = pool.run(timed, size=2)
+    for traffic, seconds in answers:
+        parts = traffic.waiting, traffic.transfer, traffic.own
+        assert min(parts) >= 0
+        assert sum(parts) == pytest.approx(seconds, abs=0.01)
+        assert traffic.own > 0
+    (waited, _), (late, _) = answers
+    assert waited.waiting > 0.4 > late.waiting
+    assert waited.transfer < 0.4
+
+
+def lonely(world: World) -> None:
+    Play([Recv(1 - world.rank, 0)], torch.zeros(4), 1, world).run()
 
 
 def test_a_hang_ends_with_the_schedule_around_it(pool: Ranks) -> None:
-    """Both wait for the other: the timeout ends it, and shows where in the program the rank stood."""
+    """Both wait for the other: the timeout ends it, and shows where in the program every rank stood."""
     with pytest.raises(RankFailed) as caught:
         pool.run(lonely, size=2, timeout=1.0)
-    assert "[<" in caught.value.message
-    assert f"{caught.value.rank} | " in caught.value.message
+    first, *lines = caught.value.message.splitlines()
+    rank = caught.value.rank
+    assert rank is not None
+    assert first.startswith(f"rank {rank} waits for slot 0 from rank {1 - rank}, which waits for slot 0 from rank {rank}: ")
+    assert lines == ["   0 | [<1:0]", "   1 | [<0:0]"]
+
+
+def absent(world: World) -> None:
+    for _ in range(1 if world.rank == 2 else 2):
+        all_reduce(Ring(), torch.ones(8), world)
+    threading.Event().wait(20.0)                # of rank 2, which is busy with something else; the launcher ends it
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_who_is_missing_is_shown_as_silent_beside_the_others(pool: Ranks, backend: str) -> None:
+    """Rank 3 waits for rank 2, 0 for 3, 1 for 0: whoever is late first, all say where they stand."""
+    with pytest.raises(RankFailed) as caught:
+        pool.run(absent, size=4, timeout=1.0, backend=backend)
+    first, *lines = caught.value.message.splitlines()
+    assert "slot 2 from rank 2, which says nothing: " in first
+    assert lines == ["   0 | >1:0 <3:3+ >1:3 [<3:2+] >1:2 <3:1+ >1:1 ...",
+                     "   1 | ... >2:0 <0:3+ >2:3 [<0:2+] >2:2 <0:1 >2:1 ...",
+                     "   2 | says nothing",
+                     "   3 | >0:3 [<2:2+] >0:2 <2:1+ >0:1 ..."]
+
+
+def one_behind(world: World) -> None:
+    """Rank 0 gives to rank 1 and goes on to the next exchange; rank 1 waits for a second message of the first."""
+    if world.rank == 0:
+        Play([Send(1, 0)], torch.zeros(4), 1, world).run()
+        Play([Recv(1, 0)], torch.zeros(4), 1, world).run()
+    else:
+        Play([Recv(0, 0), Recv(0, 0)], torch.zeros(4), 1, world).run()
+
+
+def test_ranks_in_different_exchanges_are_told_apart(pool: Ranks) -> None:
+    with pytest.raises(RankFailed) as caught:
+        pool.run(one_behind, size=2, timeout=1.0)
+    lines = caught.value.message.splitlines()[1:]
+    apart = ["", " (1 exchange behind)"] if caught.value.rank == 0 else [" (1 exchange ahead)", ""]
+    assert lines == ["   0 | [<1:0]" + apart[0], "   1 | <0:0 [<0:0]" + apart[1]]
+
+
+DIES = """
+    import os, sys
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    import paragrad as pg
+
+    rank, size, meeting = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
+    model.register_comm_hook(*pg.hook("ring"))
+    for step in range(3):                   # in the second DDP has messages of its own, about its buckets
+        if (step, rank) == (2, 1):
+            os._exit(0)
+        model(torch.ones(3, 4)).sum().backward()
+"""
+
+
+def test_a_dead_rank_is_shown_as_silent_under_plain_ddp(tmp_path: Path) -> None:
+    """A process group of the user's, over a file. Nobody waits for the dead rank until the limit, of 300 s."""
+    script = tmp_path / "dies.py"
+    script.write_text(textwrap.dedent(DIES))
+    words = [sys.executable, str(script)]
+    ranks = [subprocess.Popen([*words, str(rank), "3", f"file://{tmp_path}/meeting"], stderr=subprocess.PIPE, text=True)
+             for rank in range(3)]
+    try:
+        said = [process.communicate(timeout=60)[1] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    for rank in (0, 2):
+        lines = [line.removeprefix(f"[rank{rank}]: ") for line in said[rank].splitlines()]      # torch's own words
+        assert any(f"rank {rank} waits for " in line for line in lines), said[rank]
+        assert "   1 | says nothing" in lines
+        assert all(any(line.startswith(f"   {other} | ") and "[" in line for line in lines) for other in (0, 2))

@@ -29,6 +29,7 @@ from paragrad.data_parallel.walker import Bucket, Walker, waiting_bucket
 from paragrad.errors import StepFailed
 from paragrad.loss import Summed
 from paragrad.planner.price import computed_bytes
+from paragrad.players.wire import Traffic
 from paragrad.world import World
 
 # torch 2.13 renamed the switch that leaves buffers alone in forward
@@ -61,8 +62,8 @@ class Counted(nn.Module):
 class Exchange(Alone):
     """Wraps a module so that its backward sums the gradients of all ranks; every rank updates all parameters.
 
-    span(name, lane, start, bytes) is told of every bucket's exchange; clock() is the record's. With overlap=False the
-    exchange begins when backward has ended.
+    span(name, lane, start, bytes, seconds) is told of every bucket's exchange, and of its parts; clock() is the record's.
+    With overlap=False the exchange begins when backward has ended.
     """
 
     def __init__(self, module: Summed, world: World, optimizer: torch.optim.Optimizer, clip_norm: float | None, algorithm: Any,
@@ -123,9 +124,14 @@ class Exchange(Alone):
                 self.walker.put(each)
             self.held = []
 
-    def _played(self, bucket: Bucket, start: float, number: int) -> None:
-        self.count("gradients", number, computed=self.walker.computed)
-        self.span(f"reduce {bucket.number}", "send", start, bytes=number)
+    def _played(self, bucket: Bucket, start: float, traffic: Traffic) -> None:
+        name = f"reduce {bucket.number}"
+        self.count("gradients", traffic.bytes, computed=self.walker.computed)
+        self.span(name, "send", start, bytes=traffic.bytes)
+        if not self.walker.computed:                    # of the same time: one after the other, whatever turns they took
+            for lane, seconds in (("wait", traffic.waiting), ("receive", traffic.transfer), ("compute", traffic.own)):
+                self.span(name, lane, start, seconds=seconds)
+                start += seconds
 
     def close(self) -> None:
         self.walker.close()

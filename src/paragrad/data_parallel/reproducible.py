@@ -13,13 +13,14 @@ p numbers below 2^(62 - ceil(lg p)) in size add up to less than 2^62: nothing ov
 from __future__ import annotations
 
 import math
+import time
 
 import torch
 from torch import Tensor
 
 from paragrad.errors import StepFailed
 from paragrad.planner.price import computed_bytes
-from paragrad.players.wire import all_reduce
+from paragrad.players.wire import Traffic, all_reduce
 from paragrad.schedules.actions import AllReduce
 from paragrad.world import World
 
@@ -28,21 +29,26 @@ SMALLEST = -900                 # exponent below which numbers count as 0: u and
 NOT_FINITE = 1 << 20            # an exponent no number has
 
 
-def reproducible_all_reduce(schedule: AllReduce, vector: Tensor, world: World) -> int:
-    """Sum a contiguous vector of floats over all ranks, in place; the bytes this rank sent. Collective.
+def reproducible_all_reduce(schedule: AllReduce, vector: Tensor, world: World) -> Traffic:
+    """Sum a contiguous vector of floats over all ranks, in place. Collective; the small all-reduce counts as waiting.
 
     Raises StepFailed, on every rank, where a number is not finite.
     """
+    start = time.monotonic()
     mine = exponent(vector)
+    asked = time.monotonic()
     largest = int(world.all_reduced(torch.tensor([mine]), "MAX"))
+    waiting = time.monotonic() - asked
     if largest == NOT_FINITE:
         where = "here" if mine == NOT_FINITE else "on another rank"
         raise StepFailed(f"a gradient is not finite {where}: a reproducible sum needs finite numbers")
     shift = BITS - largest - (world.size - 1).bit_length()
     whole = to_whole(vector, shift)
-    sent = all_reduce(schedule, whole, world)
+    traffic = all_reduce(schedule, whole, world)
     from_whole(whole, shift, vector)
-    return sent + computed_bytes("all_reduce", 8, world.size)
+    waiting += traffic.waiting
+    return Traffic(traffic.bytes + computed_bytes("all_reduce", 8, world.size), waiting, traffic.transfer,
+                   time.monotonic() - start - waiting - traffic.transfer)
 
 
 def exponent(vector: Tensor) -> int:

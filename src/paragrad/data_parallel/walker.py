@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paragrad.data_parallel.reproducible import reproducible_all_reduce
 from paragrad.planner.price import computed_bytes
-from paragrad.players.wire import all_reduce
+from paragrad.players.wire import Traffic, all_reduce
 from paragrad.strategy import Native
 from paragrad.world import World
 
@@ -30,11 +30,11 @@ class Bucket:
 class Walker:
     """Sums buckets over all ranks, over a process group of its own. Collective.
 
-    played(bucket, start, bytes) is told of each, with clock()'s time at its start. A schedule's messages go through the host.
+    played(bucket, start, traffic) is told of each, with clock()'s time at its start. A schedule's messages go through the host.
     """
 
     def __init__(self, algorithm: Any, world: World, clock: Callable[[], float] = lambda: 0.0,
-                 played: Callable[[Bucket, float, int], None] = lambda bucket, start, number: None) -> None:
+                 played: Callable[[Bucket, float, Traffic], None] = lambda bucket, start, traffic: None) -> None:
         self.computed = isinstance(algorithm, Native)           # its bytes come from the closed form
         self.algorithm, self.clock, self.played = algorithm, clock, played
         self.sum = reproducible_all_reduce if getattr(algorithm, "reproducible", False) else all_reduce
@@ -54,24 +54,24 @@ class Walker:
                 if bucket.computed is not None:
                     torch.cuda.set_device(bucket.vector.device)         # of this thread
                     bucket.computed.synchronize()
-                number = self._play(bucket.vector)
+                traffic = self._play(bucket.vector)
                 if bucket.computed is not None:
                     torch.cuda.current_stream().synchronize()
-                self.played(bucket, start, number)
+                self.played(bucket, start, traffic)
                 bucket.future.set_result(bucket.vector)
             except Exception as error:
                 bucket.future.set_exception(error)
 
-    def _play(self, vector: Tensor) -> int:
-        """Sum a bucket in place; the bytes sent."""
+    def _play(self, vector: Tensor) -> Traffic:
+        """Sum a bucket in place. A backend's own all-reduce tells no times."""
         if self.computed:
             vector.copy_(self.world.all_reduced(vector))
-            return computed_bytes("all_reduce", vector.numel() * vector.element_size(), self.world.size)
+            return Traffic(computed_bytes("all_reduce", vector.numel() * vector.element_size(), self.world.size))
         on_host = vector.cpu()
-        number = self.sum(self.algorithm, on_host, self.world)
+        traffic = self.sum(self.algorithm, on_host, self.world)
         if on_host is not vector:
             vector.copy_(on_host)
-        return number
+        return traffic
 
     def close(self) -> None:
         self.queue.put(None)

@@ -1,15 +1,19 @@
 """The wire: play one rank's program over torch.distributed.
 
-A Send is an isend whose Work is kept until its slot is written again or the walk ends. A Recv that adds receives into
-scratch, waits for the slot's sends, then adds. While one message is waited for and added, the next one's receive is
-already posted (the player's liberty: order between a pair of ranks stays what the program says).
+A Send is an isend whose Work is kept until its slot is written again or the walk ends. A Recv ends in the program's order,
+but is posted as early as possible, because gloo moves nothing before it is: into scratch if it adds, or if what it
+overwrites is still needed, and otherwise in place. So the messages of a round, and of the rounds after it, are under way
+together, while waits and additions keep the order of the program.
 """
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,13 +21,35 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paragrad.errors import StepFailed
+from paragrad.players.hang import Lines, Place
 from paragrad.schedules.actions import Action, Collective, Compute, Recv, Send, Slot, evenly, parts_in, shown
 from paragrad.world import World
 
+# bytes of scratch for receives under way: as long as DDP's first bucket. An exchange of a message costs gloo 0.4 ms whatever
+# its length, which is what half a megabyte takes on its way: where messages are longer, one ahead is enough.
+SCRATCH = 1 << 20
+LONG = 1 << 16              # bytes from which sends in a row to different ranks go one after the other
 
-def all_reduce(schedule: Collective, vector: Tensor, world: World) -> int:
-    """Sum a contiguous one-dimensional vector over all ranks, in place, along a schedule; the bytes this rank sent."""
-    return Play(list(schedule.program(world.rank, world.size)), vector, schedule.parts(world.size), world).run()
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What this rank sent in an exchange, in bytes, and where its time went, in seconds: the three add up to its duration.
+
+    waiting: blocked until the first message came, as others were late;  transfer: blocked for messages after that;  own: all
+    the rest: posting messages, adding, Python.
+    """
+    bytes: int
+    waiting: float = 0.0
+    transfer: float = 0.0
+    own: float = 0.0
+
+
+def all_reduce(schedule: Collective, vector: Tensor, world: World) -> Traffic:
+    """Sum a contiguous one-dimensional vector over all ranks, in place, along a schedule."""
+    start = time.monotonic()
+    play = Play(list(schedule.program(world.rank, world.size)), vector, schedule.parts(world.size), world)
+    play.run()
+    return Traffic(play.sent, play.waiting, play.transfer, time.monotonic() - start - play.waiting - play.transfer)
 
 
 class Play:
@@ -31,12 +57,20 @@ class Play:
 
     def __init__(self, actions: Sequence[Action], vector: Tensor, parts: int, world: World) -> None:
         self.actions, self.vector, self.world = actions, vector, world
+        self.walk = next(world.walks)
         self.parts = evenly(vector.numel(), parts)
-        self.open: dict[Slot, list[Any]] = {}                       # part -> Works of its sends
-        self.posted: dict[int, tuple[Any, Tensor]] = {}             # place in the program -> receive under way
-        receives = [place for place, action in enumerate(actions) if isinstance(action, Recv)]
-        self.following = dict(pairwise(receives))                   # the receive after a receive
+        self.limit = timedelta(seconds=world.timeout)
+        self.place = 0
+        self.open: dict[Slot, list[tuple[Send, Any]]] = {}          # part -> its sends, with their Works
+        self.posted: deque[tuple[Any, Tensor | None]] = deque()     # receives under way, in order, with scratch of their own
+        self.ahead = 0                                              # the first action that `look_ahead` has not passed
+        self.touched: dict[Slot, int] = {}                          # part -> actions from `place` to there that touch it
+        self.scratch = 0                                            # bytes
+        self.most = max([SCRATCH, *(self.slot(each.slot).nbytes for each in actions if isinstance(each, Recv) and each.add)])
         self.sent = 0
+        self.waiting = self.transfer = 0.0
+        self.first_came = False
+        self.waits_for: Send | Recv | None = None
 
     def slot(self, slot: Slot) -> Tensor:
         """The piece of the vector that a slot names."""
@@ -45,43 +79,61 @@ class Play:
         assert isinstance(parts[-1], int)
         return self.vector[self.parts[parts[0]].start:self.parts[parts[-1]].stop]
 
-    def run(self) -> int:
-        """Play to the end; the bytes sent. Raises StepFailed that shows the schedule around the failure."""
-        place = -1
+    def run(self) -> None:
+        """Play to the end. Raises StepFailed that shows the schedule around the failure, with the last actions of all ranks."""
         try:
             for place, action in enumerate(self.actions):
+                self.place = place
                 if isinstance(action, Send):
                     self.send(action)
                 elif isinstance(action, Recv):
-                    self.recv(place, action)
+                    self.recv(action)
                 else:
                     self.compute(action)
+                if place < self.ahead:
+                    for part in touches(action):
+                        self.touched[part] -= 1
+            self.place = len(self.actions)
             self.close(list(self.open))
         except RuntimeError as error:
-            raise StepFailed(f"{error}\n{self.picture(place)}") from error
-        return self.sent
+            lines = Lines(self.world, self.standing())
+            self.wake()
+            raise StepFailed(lines.picture(error)) from error
 
     def send(self, action: Send) -> None:
+        # gloo tells a peer that a receive is posted over the connection that carries what is sent to it: told after the send,
+        # the peer hears of it when all of that is through, and the two directions go one after the other
+        self.ahead = max(self.ahead, self.place)
+        self.look_ahead()
         tensor = self.slot(action.slot)
+        before = self.actions[self.place - 1] if self.place else None
+        if isinstance(before, Send) and before.to != action.to and tensor.nbytes >= LONG:
+            self.close(parts_in(before.slot))       # at once they would share the link, and the first come as late as the last
         work = dist.isend(tensor, group=self.world.group, group_dst=action.to)
         self.sent += tensor.numel() * tensor.element_size()
         if action.wait:
-            self.wait(work)
+            self.wait(action, work)
         else:
             for part in parts_in(action.slot):
-                self.open.setdefault(part, []).append(work)
+                self.open.setdefault(part, []).append((action, work))
 
-    def recv(self, place: int, action: Recv) -> None:
-        if place not in self.posted:
-            if not action.add:
-                self.close(parts_in(action.slot))
-            self.post(place, action)
-        work, buffer = self.posted.pop(place)
-        self.post_next(place)
-        self.wait(work)
-        if action.add:
+    def recv(self, action: Recv) -> None:
+        self.ahead = max(self.ahead, self.place)
+        self.look_ahead()
+        if not self.posted:                                         # it overwrites what is under way, and scratch is too short
             self.close(parts_in(action.slot))
-            self.slot(action.slot).add_(buffer)
+            self.look_ahead()
+        work, buffer = self.posted.popleft()
+        self.wait(action, work)
+        self.first_came = True
+        if buffer is not None:
+            self.scratch -= buffer.numel() * buffer.element_size()
+            self.close(parts_in(action.slot))
+            slot = self.slot(action.slot)
+            if action.add:
+                slot.add_(buffer)
+            else:
+                slot.copy_(buffer)
 
     def compute(self, action: Compute) -> None:
         """An exchange only adds. The one other thing that can stand here is a planted bug (`schedules/sabotage.py`)."""
@@ -91,36 +143,74 @@ class Play:
         slot = self.slot(action.at)
         slot.div_(self.world.size, rounding_mode=None if slot.is_floating_point() else "floor")
 
-    def post(self, place: int, action: Recv) -> None:
-        slot = self.slot(action.slot)
-        buffer = torch.empty_like(slot) if action.add else slot
-        self.posted[place] = dist.irecv(buffer, group=self.world.group, group_src=action.frm), buffer
+    def look_ahead(self) -> None:
+        """Post the receives that come next, as far as scratch goes; of those that add, one more than is waited for at least.
+        Each action is passed once.
+        """
+        while self.ahead < len(self.actions):
+            action = self.actions[self.ahead]
+            if isinstance(action, Recv):
+                slot, buffer = self.slot(action.slot), None
+                if action.add or self.needed(action.slot):
+                    size = slot.numel() * slot.element_size()
+                    if self.scratch + size > self.most and not (action.add and len(self.posted) < 2):
+                        return
+                    buffer = torch.empty_like(slot)
+                    self.scratch += size
+                work = dist.irecv(slot if buffer is None else buffer, group=self.world.group, group_src=action.frm)
+                self.posted.append((work, buffer))
+            for part in touches(action):
+                self.touched[part] = self.touched.get(part, 0) + 1
+            self.ahead += 1
 
-    def post_next(self, place: int) -> None:
-        """Post the receive after this one early, where nothing on the way to it touches what it writes."""
-        following = self.following.get(place)
-        if following is None:
-            return
-        action = self.actions[following]
-        assert isinstance(action, Recv)
-        touched = {part for each in self.actions[place:following]
-                   for part in parts_in(each.at if isinstance(each, Compute) else each.slot)}
-        if action.add or touched.union(self.open).isdisjoint(parts_in(action.slot)):
-            self.post(following, action)
+    def needed(self, slot: Slot) -> bool:
+        """Does an action before the one ahead, or a send under way, still touch a part of the slot?"""
+        return any(self.touched.get(part) or part in self.open for part in parts_in(slot))
 
     def close(self, parts: Sequence[Slot]) -> None:
         """Wait until the sends of some parts are over, each once: one send may be of several parts."""
-        works = {id(work): work for part in parts for work in self.open.pop(part, [])}
-        if works:
-            self.open = {part: left for part, sends in self.open.items()
-                         if (left := [work for work in sends if id(work) not in works])}
-        for work in works.values():
-            self.wait(work)
+        sends = {id(work): (action, work) for part in parts for action, work in self.open.pop(part, [])}
+        if sends:
+            self.open = {part: left for part, open_ in self.open.items()
+                         if (left := [each for each in open_ if id(each[1]) not in sends])}
+        for action, work in sends.values():
+            self.wait(action, work)
 
-    def wait(self, work: Any) -> None:
+    def wait(self, action: Send | Recv, work: Any) -> None:
         """Wait for a message, once (gloo waits for ever on a send that was waited for before), and not without end."""
-        work.wait(timedelta(seconds=self.world.timeout))
+        self.waits_for = action
+        start = time.monotonic()
+        work.wait(self.limit)
+        seconds = time.monotonic() - start
+        self.waits_for = None
+        if self.first_came:
+            self.transfer += seconds
+        else:
+            self.waiting += seconds
 
-    def picture(self, place: int) -> str:
-        around = [f"[{action}]" if at == place else str(action) for at, action in enumerate(self.actions)]
-        return f"   {self.world.rank} | " + " ".join(around[max(0, place - 3): place + 4])
+    # ---- when it fails ---------------------------------------------------------------------------------------------------
+    def standing(self) -> Place:
+        """Where this rank stands, for all to see."""
+        around = [f"[{action}]" if at == self.place else str(action) for at, action in enumerate(self.actions)]
+        first, stop = max(0, self.place - 3), self.place + 4
+        line = ["..."] * (first > 0) + around[first:stop] + ["..."] * (stop < len(around))
+        peer, waits_for = None, ""
+        if isinstance(self.waits_for, Recv):
+            peer, waits_for = self.waits_for.frm, f"slot {shown(self.waits_for.slot)} from rank {self.waits_for.frm}"
+        elif isinstance(self.waits_for, Send):
+            peer, waits_for = self.waits_for.to, f"rank {self.waits_for.to} to take slot {shown(self.waits_for.slot)}"
+        return Place(self.walk, " ".join(line), waits_for, peer)
+
+    def wake(self) -> None:
+        """Close this rank's connections, so that whoever waits for it fails as well and says where it stands, and does not
+        wait on for its own limit. gloo closes all of a rank's when a receive is too late.
+        """
+        for peer in range(self.world.size):
+            if peer != self.world.rank:
+                with suppress(RuntimeError):
+                    dist.irecv(torch.empty(0), group=self.world.group, group_src=peer).wait(timedelta(milliseconds=1))
+
+
+def touches(action: Action) -> Sequence[Slot]:
+    """The parts that an action reads or writes."""
+    return parts_in(action.at if isinstance(action, Compute) else action.slot)

@@ -51,7 +51,7 @@ class Chains:
             for part, chain in zip(parts, payload, strict=True):
                 depth[part] = chain                                                 # type: ignore[index]
             return
-        added = sum(self.lengths[part] for part in parts)                           # type: ignore[index]
+        added = sum(self.lengths[part] for part in parts)                           # type: ignore[index, misc]
         self.work += added
         before: list[int] = [depth[part] for part in parts]                         # type: ignore[index]
         longest = max(payload + before) + added

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paragrad.errors import Refused
+from paragrad.planner.machine import Machine
 from paragrad.planner.simulation import Simulation
 from paragrad.report.listing import _facts
 
@@ -45,6 +46,26 @@ def _told(found: Simulation) -> dict[str, Any]:
         "average parallelism W/D": None if found.work is None else f"{found.work.parallelism:,.1f}",
         "additions in time on these ranks": None if found.work is None else " to ".join(
             f"{bound:,.0f}" for bound in found.work.bounds(found.workers)) + " (Brent: max(W/P, D) to W/P + D)"}
+
+
+def machine(found: Machine, path: Path, as_json: bool) -> None:
+    """Write a machine file and say what is in it. Raises Refused where it cannot be written."""
+    try:
+        found.write(path)
+    except OSError as error:
+        raise Refused(f"cannot write {path} ({error.strerror}); give --output a file in a folder that is there") from None
+    if as_json:
+        print(path.read_text(), end="")
+        return
+    errors = found.errors or {}
+    facts: dict[str, Any] = {name: f"alpha {_seconds(link.alpha)}, {1 / link.beta / 1e9:.3g} GB/s, latency {_seconds(link.latency)}, "
+                             f"{_seconds(link.overhead)} of a core a message, {1e9 * link.work:.3g} ns a byte; a straight line errs by at "
+                             f"most {errors.get(name, 0.0):.0%}, the clock takes the {len(link.points)} points"
+                             for name, link in found.links.items()}
+    facts |= {"gamma": f"{1 / found.gamma / 1e9:.3g} GB/s added", "cores": found.cores}
+    if found.memory and found.matmul:
+        facts |= {"memory": f"{found.memory / 1e9:.3g} GB/s", "matrix products": f"{found.matmul / 1e9:.3g} Gflop/s, one core"}
+    _facts({**facts, "measured": found.measured, "machine file": path}.items())
 
 
 def timeline(found: Simulation, path: Path) -> None:

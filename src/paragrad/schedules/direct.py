@@ -1,13 +1,14 @@
-"""Direct all-reduce: everybody sends every other rank that rank's part, adds up its own, and sends it to all. Two rounds, if
-a rank can talk to all others at once (hivemind averages so).
+"""Direct all-reduce: everybody sends every other rank that rank's part, adds up its own, and sends it to all (hivemind
+averages so).
 
     3 ranks    reduce_scatter             all_gather
-    0 | >1:1 >2:2 <2:0+ <1:0+       >1:0 >2:0 <2:2 <1:1
-    1 | >2:2 >0:0 <0:1+ <2:1+       >2:1 >0:1 <0:0 <2:2
-    2 | >0:0 >1:1 <1:2+ <0:2+       >0:2 >1:2 <1:1 <0:0
+    0 | >1:1 <2:0+   >2:2 <1:0+     >1:0 <2:2   >2:0 <1:1
+    1 | >2:2 <0:1+   >0:0 <2:1+     >2:1 <0:0   >0:1 <2:2
+    2 | >0:0 <1:2+   >1:1 <0:2+     >0:2 <1:1   >1:2 <0:0
 
-Time 2 alpha + 2(p-1)/p n beta + n/p gamma (and more where adding is slower than the link): the bytes of the ring in the fewest
-rounds, for p(p-1) connections; scratch n/p.
+In turn k everybody sends k to the right and takes from k to the left, so no two ranks send to one at a time.
+Time 2(p-1)(alpha + n/p beta) + n/p gamma, where an addition hides behind the next message: the time of the ring with fewer
+additions in the way, in which nobody waits for a chain of others, for p(p-1) connections; scratch n/p.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from paragrad.schedules.compose import Composed
 
 @choice
 class Direct(Composed):
-    """All-to-all reduce-scatter, then all-gather, in two rounds (as hivemind averages)."""
+    """All-to-all reduce-scatter, then all-gather (as hivemind averages)."""
     reproducible: bool = option(Flag(), default=False)
 
     def halves(self) -> tuple[Half, Half]:
@@ -45,7 +46,6 @@ class DirectReduceScatter(PartEach):
     def program(self, rank: int, size: int) -> Program:
         for distance in range(1, size):
             yield Send((rank + distance) % size, (rank + distance) % size)
-        for distance in range(1, size):
             yield Recv((rank - distance) % size, rank, add=True)
 
 
@@ -56,5 +56,4 @@ class DirectAllGather(PartEach):
     def program(self, rank: int, size: int) -> Program:
         for distance in range(1, size):
             yield Send((rank + distance) % size, rank)
-        for distance in range(1, size):
             yield Recv((rank - distance) % size, (rank - distance) % size)

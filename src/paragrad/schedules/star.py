@@ -7,7 +7,7 @@ rank 0's link carries everything, one vector after another.
     2 | >0:0                      <0:0
     3 | >0:0                           <0:0
 
-Time 2 alpha + 2(p-1) n beta + n gamma (and more where adding is slower than the link): few rounds, all bytes through one link;
+Time 2(p-1)(alpha + n beta) + n gamma, where an addition hides behind the next message: everything goes through one link;
 scratch n.
 """
 

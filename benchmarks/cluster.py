@@ -1,0 +1,224 @@
+"""All-reduces on a cluster: is the time the one that the clock foretold, and does `reduce=auto` find the best?
+
+    python benchmarks/cluster.py --check            # 8 hosts at 100 Mbit/s on this machine (root, iproute2), then one host
+
+Every host is a set of namespaces (`hosts.py`) with one rank. First the link is measured as `paragrad measure` does, into a
+machine file; from it the clock foretells every algorithm's time. Then all algorithms and gloo's own run in turn.
+
+| figure                                                                            | bar              |
+|-----------------------------------------------------------------------------------|------------------|
+| error of the clock, 1, 4, 16 MB, all algorithms: median; worst                    | 0.10; 0.35       |
+| bandwidth over gloo's own: ring at 4 and 16 MB; at 1 MB                           | at least 0.95; 0.85 |
+| bandwidth over gloo's own: halving in segments at 4 and 16 MB                     | at least 0.90    |
+| time of tree over ring at 16 MB, over the formulas' ratio                         | 0.85 to 1.15     |
+| gloo's own over the best of ours, 1 KB and 64 KB                                  | at least 1.5     |
+| auto over the best: worst from 256 KB on, where it is slower by a sign test       | at most 1.10     |
+| auto over the best: sizes below where it is slower by a sign test                 | at most 0        |
+| auto over the best: geometric mean                                                | at most 1.05     |
+
+The last three also for 4 ranks of one host over gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from common import Bench, alternated, ratios
+from hosts import hosts
+from workers import TORCHRUN, Workers, serve
+
+from paragrad.planner.machine import Cluster, Machine, read_machine
+from paragrad.planner.price import seconds as closed_form
+from paragrad.players.clock import timed
+from paragrad.strategy import Data, strategy
+
+KB, MB = 1 << 10, 1 << 20
+OURS = ("star", "tree", "double_tree(segments=1)", "double_tree(segments=16)", "butterfly", "halving(segments=1)",
+        "halving(segments=4)", "direct", "ring", "ring(blocking=true)", "ring_async(segments=2)", "two_level(group=2)")
+FORETOLD = (MB, 4 * MB, 16 * MB)
+SMALL = (KB, 4 * KB, 16 * KB, 64 * KB)
+SIZES = (*SMALL, 256 * KB, *FORETOLD)
+LONG = 0.25             # seconds: what takes longer is run once in a round, the rest up to so often
+REPEATS = 10
+
+
+def named(size: int) -> str:
+    return f"{size // MB} MB" if size >= MB else f"{size // KB} KB"
+
+
+def schedule(text: str) -> Any:
+    chosen = strategy(f"data(8, reduce={text})")
+    assert isinstance(chosen, Data)
+    return chosen.reduce
+
+
+def main() -> None:
+    def options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--hosts", type=int, default=8)
+        parser.add_argument("--megabits", type=int, default=100)
+        parser.add_argument("--only", choices=("cluster", "one host"), help="one of the two parts")
+    bench = Bench(__doc__, options)
+    count, megabits = bench.options.hosts, bench.options.megabits
+    if bench.options.only != "one host":
+        with hosts(count, megabits=megabits) as cluster:
+            def start(words: list[str]) -> Callable[[], object]:
+                programs = cluster.torchrun(words)
+                return lambda: cluster.finished(programs)
+            on_cluster(bench, Workers(__file__, "gloo", count, start), count)
+    if bench.options.only != "cluster":
+        workers = Workers(__file__, "gloo", 4, [*TORCHRUN])
+        found = measured(bench, workers, SIZES, ("star", "tree", "butterfly", "halving(segments=1)", "direct", "ring"))
+        workers.close()
+        automatic(bench, found, "one host, 4 ranks")
+    bench.finish()
+
+
+def on_cluster(bench: Bench, workers: Workers, count: int) -> None:
+    machine = machine_file(workers.ask(("measure",))[0])
+    link = machine.link("gloo")
+    bench.measured["link"] = {"alpha": link.alpha, "beta": link.beta, "latency": link.latency, "overhead": link.overhead,
+                              "work": link.work, "points": link.points, "gamma": machine.gamma, "errors": machine.errors}
+    found = measured(bench, workers, SIZES, OURS)
+    workers.close()
+    foretold(bench, found, machine, count)
+    for size in FORETOLD:
+        rates = found[size]
+        bench.figure(f"ring's bandwidth over gloo's own, {named(size)}", ratios(rates["native"], rates["ring"]),
+                     at_least=0.85 if size == MB else 0.95)
+        bench.figure(f"halving's bandwidth over gloo's own, {named(size)}", ratios(rates["native"], rates["halving(segments=4)"]),
+                     at_least=None if size == MB else 0.9)
+    textbook = Cluster(link, machine.gamma)
+    expected = closed_form(schedule("tree"), count, 4 * MB, textbook) / closed_form(schedule("ring"), count, 4 * MB, textbook)
+    bench.figure("tree over ring at 16 MB, over the formulas' ratio",
+                 [ratio / expected for ratio in ratios(found[16 * MB]["tree"], found[16 * MB]["ring"])], at_most=1.15, at_least=0.85)
+    for size in (KB, 64 * KB):
+        best = min(OURS, key=lambda name: median(found[size][name]))
+        bench.figure(f"gloo's own over {best}, {named(size)}", ratios(found[size]["native"], found[size][best]), at_least=1.5)
+    automatic(bench, found, "cluster")
+
+
+def machine_file(told: Any) -> Machine:
+    """What rank 0 measured, by way of a machine file."""
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        path = Path(folder) / "machine.json"
+        told.write(path)
+        return read_machine(path, told.cores)[0]
+
+
+def measured(bench: Bench, workers: Workers, sizes: tuple[int, ...], names: tuple[str, ...]) -> dict[int, dict[str, list[float]]]:
+    """Seconds of every algorithm, gloo's own and auto, by size: the slowest rank's."""
+    found = {}
+    for size in sizes:
+        picked = workers.ask(("pick", size))[0]
+        bench.measured[f"auto, {len(workers.sockets)} ranks, {named(size)}"] = picked
+        print(f"{named(size)}: auto {picked}", file=sys.stderr, flush=True)
+
+        def once(name: str, size: int = size) -> float:
+            return max(workers.ask(("time", name, size)))
+        rounds = bench.rounds(5, 2) if size >= MB else 3 * bench.rounds(5, 1)
+        found[size] = alternated({name: (lambda name=name: once(name)) for name in (*names, "native", "auto")}, rounds)
+    bench.measured[f"{len(workers.sockets)} ranks [s]"] = {named(size): times for size, times in found.items()}
+    return found
+
+
+def foretold(bench: Bench, found: dict[int, dict[str, list[float]]], machine: Machine, count: int) -> None:
+    """The clock's time of every algorithm beside the measured one."""
+    cluster = Cluster(machine.link("gloo"), machine.gamma, sharing=count, cores=machine.cores)
+    errors = {}
+    for size in FORETOLD:
+        for name in OURS:
+            clock = timed(schedule(name), count, size // 4, cluster).seconds
+            taken = median(found[size][name])
+            errors[f"{name}, {named(size)}"] = abs(clock / taken - 1)
+            print(f"{name}, {named(size)}: clock {clock:.4g} s, measured {taken:.4g} s, {clock / taken - 1:+.1%}")
+    worst = max(errors, key=errors.__getitem__)
+    bench.measured["error of the clock"] = errors
+    bench.figure("error of the clock, median", median(errors.values()), at_most=0.1)
+    bench.figure(f"error of the clock, worst ({worst})", errors[worst], at_most=0.35)
+
+
+def automatic(bench: Bench, found: dict[int, dict[str, list[float]]], where: str) -> None:
+    """auto beside the best of all."""
+    over, slower_large, slower_small = [], [1.0], 0
+    for size, times in found.items():
+        best = min((name for name in times if name != "auto"), key=lambda name: median(times[name]))
+        pairs = ratios(times["auto"], times[best])
+        bench.figure(f"auto over {best}, {where}, {named(size)}", pairs)
+        over.append(median(pairs))
+        if slower(pairs):
+            if size >= 256 * KB:
+                slower_large.append(median(pairs))
+            else:
+                slower_small += 1
+    bench.figure(f"auto over the best, {where}: worst from 256 KB on where slower by a sign test", max(slower_large), at_most=1.1)
+    bench.figure(f"auto over the best, {where}: sizes below 256 KB where slower by a sign test", slower_small, at_most=0)
+    bench.figure(f"auto over the best, {where}: geometric mean", math.prod(over) ** (1 / len(over)), at_most=1.05)
+
+
+def slower(pairs: list[float]) -> bool:
+    """A sign test, one-sided at 5 %: so many ratios above 1 would be rare if both were alike."""
+    above = sum(ratio > 1 for ratio in pairs)
+    return sum(math.comb(len(pairs), k) for k in range(above, len(pairs) + 1)) / 2 ** len(pairs) < 0.05
+
+
+# ---- in a rank ---------------------------------------------------------------------------------------------------------
+def worker(address: str) -> None:
+    import os
+
+    import torch
+    import torch.distributed as dist
+
+    from paragrad.planner.choosing import Chooser
+    from paragrad.planner.measuring import links_of, machine_with
+    from paragrad.players.wire import all_reduce
+    from paragrad.strategy import Native
+    from paragrad.world import joined_from_environment
+    torch.set_num_threads(1)
+    with joined_from_environment("gloo") as world:
+        def play(algorithm: Any, vector: torch.Tensor) -> None:
+            if isinstance(algorithm, Native):
+                dist.all_reduce(vector, group=world.group)
+            else:
+                all_reduce(algorithm, vector, world)
+
+        machine = replace(world.agreed(machine_with([links_of(world)])), cores=os.cpu_count() or 1)    # hosts share them here
+        chooser = Chooser(world, Native(), play, Cluster(machine.link("gloo"), machine.gamma, sharing=world.size,
+                                                         cores=machine.cores))
+        algorithms = {"native": Native()}
+
+        def answer(order: tuple[Any, ...]) -> Any:
+            if order[0] == "measure":
+                return machine
+            vector = torch.zeros(order[-1] // 4)
+            if order[0] == "pick":
+                chooser.pick(vector)
+                return str(chooser.picked[vector.numel(), vector.dtype])
+            name = order[1]
+            algorithm = chooser.pick(vector) if name == "auto" else algorithms.setdefault(name, algorithms.get(name) or schedule(name))
+            world.barrier()
+            start = time.perf_counter()
+            play(algorithm, vector)
+            taken = time.perf_counter() - start
+            again = world.agreed(min(REPEATS, int(LONG / taken)))
+            world.barrier()
+            start = time.perf_counter()
+            for _ in range(again):
+                play(algorithm, vector)
+            return (time.perf_counter() - start) / again if again else taken
+        serve(address, answer)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        worker(sys.argv[3])
+    else:
+        main()

@@ -1,0 +1,171 @@
+"""`paragrad measure`: alpha, beta, gamma of this machine's links, by playing small programs on the wire itself.
+
+    ping-pong    rank 0 sends, rank 1 sends back: one way is half of it
+    stream       rank 0 sends one after the other, rank 1 says when it has the last: the time per message
+    CPU          what both use meanwhile, in user and kernel, per message
+
+What is measured is what an exchange pays: torch.distributed, gloo or shm, and the Python of the wire. The numbers are fitted so
+that the clock, playing the same programs, takes the same time.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import date
+from itertools import chain, repeat
+
+import numpy as np
+import torch
+
+from paragrad.backends.shm.region import unavailable
+from paragrad.errors import Refused
+from paragrad.launching import Ranks, cores
+from paragrad.notation import unknown
+from paragrad.planner.machine import Link, Machine
+from paragrad.players.wire import Play
+from paragrad.schedules.actions import Action, Recv, Send
+from paragrad.world import World, check_interfaces, joined_from_environment, launched_size
+
+SIZES = (64, 1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)         # bytes
+BRIEF = (64, 1 << 14, 1 << 18)
+MOMENT = 0.15               # seconds of one measurement, about
+ROUNDS = 5                  # of each size, in turn
+
+
+def measured_link(world: World, sizes: tuple[int, ...] = SIZES, rounds: int = ROUNDS) -> tuple[Link, float]:
+    """(the link between ranks 0 and 1, largest relative error of a straight line through its points). Collective."""
+    ways: dict[int, list[float]] = {size: [] for size in sizes}
+    gaps: dict[int, list[float]] = {size: [] for size in sizes}
+    used: dict[int, list[float]] = {size: [] for size in sizes}
+    for _ in range(rounds):
+        for size in sizes:
+            vector = torch.zeros(size // 4)
+            way = _seconds_each(world, vector, _ping_pong)
+            ways[size].append(way[0] / 2)
+            gap, busy = _seconds_each(world, vector, _stream)
+            gaps[size].append(gap)
+            used[size].append(busy)
+    found = [(size, *map(statistics.median, (ways[size], gaps[size], used[size]))) for size in sizes]
+    link, error = fitted(found)
+    return world.agreed((link, error))          # type: ignore[no-any-return]
+
+
+def fitted(found: list[tuple[int, float, float, float]]) -> tuple[Link, float]:
+    """The link of (bytes, seconds one way, seconds between messages of a stream, CPU seconds of one side per message).
+
+    A message holds its ways for as long as a stream shows, but for what both sides' own work leaves of the way; what is missing
+    to the time of one way is flight.
+    """
+    sizes, ways, gaps, busy = (np.array(column, dtype=float) for column in zip(*found, strict=True))
+    overhead = float(min(busy.min(), ways.min() / 3))
+    work = max(0.0, float(((busy - overhead) / sizes)[len(found) // 2:].mean()))
+    held = np.maximum.accumulate(np.minimum(gaps, ways - 2 * overhead))     # more bytes never take less
+    latency = max(0.0, float((ways - 2 * overhead - held).min()))
+    whole = held + 2 * overhead + latency
+    lines = np.stack([np.ones_like(sizes), sizes], axis=1) / whole[:, None]         # relative errors count
+    alpha, beta = np.linalg.lstsq(lines, held / whole, rcond=None)[0]
+    alpha, beta = max(float(alpha), 0.0), max(float(beta), 1e-15)
+    error = float((np.abs(alpha + beta * sizes - held) / whole).max())
+    return Link(alpha, beta, latency, overhead, work, tuple(zip(map(int, sizes), held.tolist(), strict=True))), error
+
+
+def _ping_pong(rank: int, times: int) -> list[Action]:
+    turn: list[Action] = [Send(1, 0), Recv(1, 0)] if rank == 0 else [Recv(0, 0), Send(0, 0)]
+    return list(chain.from_iterable(repeat(turn, times)))
+
+
+def _stream(rank: int, times: int) -> list[Action]:
+    return [*[Send(1, 0)] * times, Recv(1, 0)] if rank == 0 else [*[Recv(0, 0)] * times, Send(0, 0)]
+
+
+def _seconds_each(world: World, vector: torch.Tensor, program: Callable[[int, int], list[Action]]) -> tuple[float, float]:
+    """(seconds, mean CPU seconds of the two sides) of one turn of a program, over about a MOMENT. Collective."""
+    first = _played(world, vector, program, 3)[0] / 3
+    times = world.agreed(max(3, min(300, int(MOMENT / max(first, 1e-6)))))
+    seconds, used = _played(world, vector, program, times)
+    both = sum(float(each) for each in world.gathered(torch.tensor([used], dtype=torch.float64))[:2])
+    return seconds / times, both / 2 / times
+
+
+def _played(world: World, vector: torch.Tensor, program: Callable[[int, int], list[Action]], times: int) -> tuple[float, float]:
+    world.barrier()
+    start, used = time.perf_counter(), time.process_time()
+    if world.rank < 2:
+        Play(program(world.rank, times), vector, 1, world).run()
+    return time.perf_counter() - start, time.process_time() - used
+
+
+def added(bytes_: int = 1 << 20) -> float:
+    """gamma: seconds per byte added, in a vector of that many bytes."""
+    one, other = torch.zeros(bytes_ // 4), torch.ones(bytes_ // 4)
+    return _quickest(lambda: one.add_(other)) / bytes_
+
+
+def memory_rate() -> float:
+    """Bytes read and written per second by a copy of 64 MiB."""
+    one, other = torch.zeros(1 << 24), torch.ones(1 << 24)
+    return 2 * 4 * one.numel() / _quickest(lambda: one.copy_(other))
+
+
+def matmul_rate(width: int = 512) -> float:
+    """Operations per second of a product of two square matrices, one thread."""
+    one, other = torch.rand(width, width), torch.rand(width, width)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return 2 * width**3 / _quickest(lambda: one @ other)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _quickest(work: Callable[[], object], times: int = 15) -> float:
+    """The median of some runs after two more."""
+    taken = []
+    for _ in range(times + 2):
+        start = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[2:])
+
+
+def links_of(world: World, brief: bool = False) -> tuple[str, Link, float]:
+    """(name, link, error of its line) of the backend of this world. Collective."""
+    link, error = measured_link(world, BRIEF, 1) if brief else measured_link(world)
+    return world.backend, link, error
+
+
+def machine_with(found: list[tuple[str, Link, float]]) -> Machine:
+    """What was measured of the links, and of this process's core and memory now."""
+    over = f", gloo over {os.environ['GLOO_SOCKET_IFNAME']}" if "GLOO_SOCKET_IFNAME" in os.environ else ""
+    return Machine(links={name: link for name, link, _ in found}, gamma=added(), cores=cores(),
+                   measured=f"{date.today()}, {platform.node()}, {platform.machine()}, torch {torch.__version__}{over}",
+                   errors={name: error for name, _, error in found}, memory=memory_rate(), matmul=matmul_rate())
+
+
+def measure(backend: str = "both", interface: str | None = None) -> Machine | None:
+    """Measure this host's links, or, under a launcher, those between its ranks 0 and 1; None on other ranks. Raises Refused.
+
+    backend: shm, gloo or both;  interface: what gloo talks over.
+    """
+    if backend not in ("shm", "gloo", "both"):
+        raise Refused(unknown("backend", backend, ("shm", "gloo", "both")))
+    if interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    check_interfaces()
+    if (size := launched_size()) is not None:
+        if size < 2:
+            raise Refused("a link has two ends; start 2 ranks")
+        with joined_from_environment("gloo") as world:
+            link = links_of(world)
+            return machine_with([link]) if world.rank == 0 else None
+    why = unavailable()                         # shm is for hosts of Linux
+    if backend == "shm" and why:
+        raise Refused(f"{why}; measure gloo: --backend gloo")
+    names = [name for name in ("gloo", "shm") if backend in (name, "both") and not (name == "shm" and why)]
+    with Ranks(2) as ranks:
+        found = [ranks.run(links_of, size=2, backend=name, threads=1)[0] for name in names]
+    return machine_with(found)

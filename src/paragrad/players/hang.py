@@ -1,0 +1,83 @@
+"""A hang, drawn: every rank's last actions, told through the store that the ranks met in.
+
+    rank 0 waits for slot 0 from rank 2, which waits for slot 1 from rank 1, which says nothing: Timed out waiting 20000ms ...
+       0 | >1:0 <2:2+ >1:2 [<2:1+] >1:1 <2:0 >1:0 ...
+       1 | says nothing
+       2 | >0:2 [<1:1+] >0:1 <1:0+ ...
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+from paragrad.world import World
+
+SECONDS = 2.0           # for the others to say where they stand: who waits for this rank fails with it, within milliseconds
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands. walk: how many it began before, over this group;  peer: the rank it waits for."""
+    walk: int
+    actions: str
+    waits_for: str = ""
+    peer: int | None = None
+
+
+class Lines:
+    """What every rank says of itself. Asked for in a thread: a store may be out of reach, or held by whoever waits in it."""
+
+    def __init__(self, world: World, mine: Place) -> None:
+        self.world, self.mine = world, mine
+        self.places = {world.rank: mine}
+        self.thread = threading.Thread(target=self._exchange, name="paragrad-hang", daemon=True)
+        self.thread.start()
+
+    def _exchange(self) -> None:
+        others = [rank for rank in range(self.world.size) if rank != self.world.rank]
+        with suppress(Exception):                           # then the own line is all there is
+            store = self.world.store
+            store.set(_key(self.world.rank), json.dumps(asdict(self.mine)))
+            with suppress(RuntimeError):                    # somebody says nothing
+                store.wait([_key(rank) for rank in others], timedelta(seconds=SECONDS))
+            for rank in others:
+                if store.check([_key(rank)]):
+                    self.places[rank] = Place(**json.loads(store.get(_key(rank))))
+
+    def picture(self, error: Exception) -> str:
+        """Who waits for what, and the schedule around the hang."""
+        self.thread.join(2 * SECONDS)
+        places, rank = dict(self.places), self.world.rank
+        margin = len(str(self.world.size - 1))
+        return "\n".join([f"{self._story(places, rank)}: {error}",
+                          *(f"   {each:>{margin}} | {self._line(places.get(each))}" for each in range(self.world.size))])
+
+    def _story(self, places: dict[int, Place], rank: int) -> str:
+        """From this rank to the one it waits for, and on, to one that waits for nobody, or once around."""
+        text, seen = f"rank {rank}", {rank}
+        while True:
+            place = places.get(rank)
+            if place is None:
+                return f"{text} says nothing"
+            if place.peer is None:
+                return f"{text} fails"
+            rank, text = place.peer, f"{text} waits for {place.waits_for}"
+            if rank in seen:
+                return text
+            seen.add(rank)
+            text += ", which"
+
+    def _line(self, place: Place | None) -> str:
+        if place is None:
+            return "says nothing"
+        apart = place.walk - self.mine.walk
+        turn = f" ({abs(apart)} exchange{'s' * (abs(apart) > 1)} {'ahead' if apart > 0 else 'behind'})" if apart else ""
+        return place.actions + turn
+
+
+def _key(rank: int) -> str:
+    return f"paragrad/hang/{rank}"
