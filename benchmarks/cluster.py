@@ -49,6 +49,7 @@ SMALL = (KB, 4 * KB, 16 * KB, 64 * KB)
 SIZES = (*SMALL, 256 * KB, *FORETOLD)
 LONG = 0.25             # seconds: what takes longer is run once in a round, the rest up to so often
 REPEATS = 10
+Times = dict[int, dict[str, list[float]]]       # seconds by size and algorithm, of every round
 
 
 def named(size: int) -> str:
@@ -94,12 +95,13 @@ def on_cluster(bench: Bench, workers: Workers, count: int) -> None:
         rates = found[size]
         bench.figure(f"ring's bandwidth over gloo's own, {named(size)}", ratios(rates["native"], rates["ring"]),
                      at_least=0.85 if size == MB else 0.95)
-        bench.figure(f"halving's bandwidth over gloo's own, {named(size)}", ratios(rates["native"], rates["halving(segments=4)"]),
-                     at_least=None if size == MB else 0.9)
+        bench.figure(f"halving's bandwidth over gloo's own, {named(size)}",
+                     ratios(rates["native"], rates["halving(segments=4)"]), at_least=None if size == MB else 0.9)
     textbook = Cluster(link, machine.gamma)
     expected = closed_form(schedule("tree"), count, 4 * MB, textbook) / closed_form(schedule("ring"), count, 4 * MB, textbook)
     bench.figure("tree over ring at 16 MB, over the formulas' ratio",
-                 [ratio / expected for ratio in ratios(found[16 * MB]["tree"], found[16 * MB]["ring"])], at_most=1.15, at_least=0.85)
+                 [ratio / expected for ratio in ratios(found[16 * MB]["tree"], found[16 * MB]["ring"])],
+                 at_most=1.15, at_least=0.85)
     for size in (KB, 64 * KB):
         best = min(OURS, key=lambda name: median(found[size][name]))
         bench.figure(f"gloo's own over {best}, {named(size)}", ratios(found[size]["native"], found[size][best]), at_least=1.5)
@@ -114,7 +116,7 @@ def machine_file(told: Any) -> Machine:
         return read_machine(path, told.cores)[0]
 
 
-def measured(bench: Bench, workers: Workers, sizes: tuple[int, ...], names: tuple[str, ...]) -> dict[int, dict[str, list[float]]]:
+def measured(bench: Bench, workers: Workers, sizes: tuple[int, ...], names: tuple[str, ...]) -> Times:
     """Seconds of every algorithm, gloo's own and auto, by size: the slowest rank's."""
     found = {}
     for size in sizes:
@@ -130,7 +132,7 @@ def measured(bench: Bench, workers: Workers, sizes: tuple[int, ...], names: tupl
     return found
 
 
-def foretold(bench: Bench, found: dict[int, dict[str, list[float]]], machine: Machine, count: int) -> None:
+def foretold(bench: Bench, found: Times, machine: Machine, count: int) -> None:
     """The clock's time of every algorithm beside the measured one."""
     cluster = Cluster(machine.link("gloo"), machine.gamma, sharing=count, cores=machine.cores)
     errors = {}
@@ -146,7 +148,7 @@ def foretold(bench: Bench, found: dict[int, dict[str, list[float]]], machine: Ma
     bench.figure(f"error of the clock, worst ({worst})", errors[worst], at_most=0.35)
 
 
-def automatic(bench: Bench, found: dict[int, dict[str, list[float]]], where: str) -> None:
+def automatic(bench: Bench, found: Times, where: str) -> None:
     """auto beside the best of all."""
     over, slower_large, slower_small = [], [1.0], 0
     for size, times in found.items():
@@ -159,7 +161,8 @@ def automatic(bench: Bench, found: dict[int, dict[str, list[float]]], where: str
                 slower_large.append(median(pairs))
             else:
                 slower_small += 1
-    bench.figure(f"auto over the best, {where}: worst from 256 KB on where slower by a sign test", max(slower_large), at_most=1.1)
+    bench.figure(f"auto over the best, {where}: worst from 256 KB on where slower by a sign test", max(slower_large),
+                 at_most=1.1)
     bench.figure(f"auto over the best, {where}: sizes below 256 KB where slower by a sign test", slower_small, at_most=0)
     bench.figure(f"auto over the best, {where}: geometric mean", math.prod(over) ** (1 / len(over)), at_most=1.05)
 
@@ -191,9 +194,9 @@ def worker(address: str) -> None:
                 all_reduce(algorithm, vector, world)
 
         machine = replace(world.agreed(machine_with([links_of(world)])), cores=os.cpu_count() or 1)    # hosts share them here
-        chooser = Chooser(world, Native(), play, Cluster(machine.link("gloo"), machine.gamma, sharing=world.size,
-                                                         cores=machine.cores))
-        algorithms = {"native": Native()}
+        chooser = Chooser(world, Native(), play, cluster=Cluster(machine.link("gloo"), machine.gamma, sharing=world.size,
+                                                                 cores=machine.cores))
+        algorithms: dict[str, Any] = {"native": Native()}
 
         def answer(order: tuple[Any, ...]) -> Any:
             if order[0] == "measure":
@@ -203,7 +206,8 @@ def worker(address: str) -> None:
                 chooser.pick(vector)
                 return str(chooser.picked[vector.numel(), vector.dtype])
             name = order[1]
-            algorithm = chooser.pick(vector) if name == "auto" else algorithms.setdefault(name, algorithms.get(name) or schedule(name))
+            algorithms.setdefault(name, None if name == "auto" else schedule(name))
+            algorithm = algorithms[name] or chooser.pick(vector)
             world.barrier()
             start = time.perf_counter()
             play(algorithm, vector)

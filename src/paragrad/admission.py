@@ -66,7 +66,7 @@ def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, 
     refuse_unbuilt(asked)
     settings.check(job)
     resolved = resolve(asked, cores=cores(), workers=launched_size(), sharing=not_sharing(settings) is None,
-                       group=ranks_here())
+                       own=backend_of(settings, launched_size() or 2) != "gloo", group=ranks_here())
     if isinstance(resolved, Data) and resolved.state == "shared_memory" and (why := not_sharing(settings)):
         raise Refused(f"{asked}: {why}; leave out state=shared_memory")
     facts = facts or examined(job, settings.folder)

@@ -44,9 +44,9 @@ class Log:
         line = {"kind": "step", "step": number, "start": round(start, 6), "seconds": round(self.now() - start, 6), **fields}
         self.recorder.write_text([*(_SPAN % (number, *span) for span in spans), encoded(line)])
 
-    def choice(self, what: str, picked: str, because: str) -> None:
+    def choice(self, what: str, picked: str, because: str, bytes: int | None = None) -> None:
         if self.recorder:
-            self.recorder.write("choice", what=what, bytes=None, picked=picked, because=because)
+            self.recorder.write("choice", what=what, bytes=bytes, picked=picked, because=because)
 
     def memory(self, **fields: int) -> None:
         """Bytes that this rank holds, by kind."""

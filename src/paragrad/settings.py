@@ -9,7 +9,9 @@ import torch
 
 from paragrad.errors import Refused
 from paragrad.job import Job
+from paragrad.launching import cores
 from paragrad.notation import unknown
+from paragrad.planner.machine import Machine, machine_of
 from paragrad.report import tensorboard
 from paragrad.schedules.sabotage import SABOTAGES
 
@@ -36,7 +38,7 @@ class Settings:
     overlap: exchange gradients while backward still runs;  loaders: processes per rank that load samples ahead;
     save: a checkpoint every so many steps and at the end (None: only when asked to stop);  resume: the folder of a run
     whose last checkpoint to go on from, or of one checkpoint;  until: "accuracy=97.5", where to stop;
-    tensorboard: write event files too;
+    tensorboard: write event files too;  machine: a machine file, from which `auto` picks an all-reduce;
     sabotage: a planted bug in the exchange;  unproved: do not prove the schedule at the door;
     reverse: every batch back to front (the rounding twin of serial);  limit: stop after so many steps.
     """
@@ -49,6 +51,7 @@ class Settings:
     resume: str | Path | None = None
     until: str | Until | None = None
     tensorboard: bool = False
+    machine: str | Path | None = None
     sabotage: str | None = None
     unproved: bool = False
     reverse: bool = False
@@ -70,6 +73,11 @@ class Settings:
         except ValueError:
             raise Refused(f"--until {self.until}: write metric=value, for example accuracy=97.5") from None
 
+    @property
+    def known_machine(self) -> Machine | None:
+        """The machine of the file. Raises Refused."""
+        return machine_of(Path(self.machine), cores()) if self.machine else None
+
     def check(self, job: Job | None = None) -> None:
         """Refuse what no rank should see (and what does not fit the job). Raises Refused."""
         for name, known in (("device", DEVICES), ("backend", BACKENDS), ("sabotage", SABOTAGES)):
@@ -86,6 +94,7 @@ class Settings:
             raise Refused("backend nccl moves tensors between GPUs; add --device cuda, or leave out --backend")
         if self.tensorboard:
             tensorboard.check()
+        self.known_machine      # noqa: B018      # it refuses a file that is none
         if job is not None:
             self._check_until(job)
 

@@ -33,6 +33,7 @@ from paragrad.evaluation import Metric, evaluated, evaluating
 from paragrad.job import Job, seed_everything
 from paragrad.log import Log
 from paragrad.loss import Loss, Summed, wrong_with
+from paragrad.planner.machine import Machine
 from paragrad.planner.price import computed_bytes
 from paragrad.probe import first_not_finite, probed
 from paragrad.record import Recorder
@@ -59,18 +60,18 @@ class Trainer:
     record: where steps and spans go, or None;  overlap: exchange gradients while backward runs;
     like: compute what one worker must to be compared with that strategy (the union of all ranks' parts, micro-batch by
     micro-batch);  reverse: each micro-batch in reverse order (the rounding twin);  sabotage: a planted bug, by its name;
-    examined: the loss was looked at, at the door; otherwise it is before the first step.
+    examined: the loss was looked at, at the door; otherwise it is before the first step;  machine: known links, for `auto`.
     """
 
     def __init__(self, world: World, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, strategy: Strategy, *,
                  seed: int = 0, scheduler: Any = None, clip_norm: float | None = None, autocast: torch.dtype | None = None,
                  collate: Collate | None = None, record: Recorder | None = None, overlap: bool = True,
                  like: Strategy | None = None, reverse: bool = False, sabotage: str | None = None,
-                 examined: bool = False) -> None:
+                 examined: bool = False, machine: Machine | None = None) -> None:
         self.world, self.model, self.optimizer, self.strategy = world, model, optimizer, strategy
         self.seed, self.scheduler, self.clip_norm, self.autocast, self.collate = seed, scheduler, clip_norm, autocast, collate
         self.log, self.overlap, self.reverse, self.sabotage = Log(record), overlap, reverse, sabotage
-        self.examined = examined
+        self.examined, self.machine = examined, machine
         self.shares, self.micro = share_weights(like or strategy)
         self.parts = list(range(len(self.shares))) if like else [world.rank]        # whose parts this rank runs
         self.parameters = dict(model.named_parameters())
@@ -244,7 +245,7 @@ class Trainer:
         some_unused = bool(self.world.all_reduced(torch.tensor([float(found.some_unused)]), "MAX"))
         assert isinstance(self.strategy, Data)
         return Exchange(self.module, self.world, self.optimizer, self.clip_norm, sabotaged(self.strategy.reduce, self.sabotage),
-                        some_unused=some_unused, overlap=self.overlap, clock=self.log.now, span=self.log.add_span)
+                        some_unused=some_unused, overlap=self.overlap, log=self.log, machine=self.machine)
 
     def _examine(self, inputs: Any, target: Any, samples: int) -> None:
         """Does the loss add up? What a Job is asked at the door."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 from paragrad.data_parallel.alone import Alone
 from paragrad.data_parallel.walker import Bucket, Walker, waiting_bucket
 from paragrad.errors import StepFailed
+from paragrad.log import Log
 from paragrad.loss import Summed
+from paragrad.planner.choosing import Pick
+from paragrad.planner.machine import Machine
 from paragrad.planner.price import computed_bytes
 from paragrad.players.wire import Traffic
 from paragrad.world import World
@@ -62,15 +64,15 @@ class Counted(nn.Module):
 class Exchange(Alone):
     """Wraps a module so that its backward sums the gradients of all ranks; every rank updates all parameters.
 
-    span(name, lane, start, bytes, seconds) is told of every bucket's exchange, and of its parts; clock() is the record's.
-    With overlap=False the exchange begins when backward has ended.
+    log is told of every bucket's exchange, and of its parts. With overlap=False the exchange begins when backward has ended.
+    machine: what is known of the links, for `auto`.
     """
 
     def __init__(self, module: Summed, world: World, optimizer: torch.optim.Optimizer, clip_norm: float | None, algorithm: Any,
-                 *, some_unused: bool, overlap: bool, clock: Callable[[], float], span: Callable[..., None]) -> None:
+                 *, some_unused: bool, overlap: bool, log: Log, machine: Machine | None = None) -> None:
         super().__init__(module, optimizer, clip_norm)
-        self.walker = Walker(algorithm, world, clock, self._played)
-        self.world, self.overlap, self.span = world, overlap, span
+        self.walker = Walker(algorithm, world, log.now, self._played, self._picked, machine)
+        self.world, self.overlap, self.log = world, overlap, log
         self.counting = Counted(module)
         self.module = DistributedDataParallel(          # its own messages stay out of the walker's group
             self.counting, process_group=world.group, gradient_as_bucket_view=True, find_unused_parameters=some_unused,
@@ -126,12 +128,15 @@ class Exchange(Alone):
 
     def _played(self, bucket: Bucket, start: float, traffic: Traffic) -> None:
         name = f"reduce {bucket.number}"
-        self.count("gradients", traffic.bytes, computed=self.walker.computed)
-        self.span(name, "send", start, bytes=traffic.bytes)
-        if not self.walker.computed:                    # of the same time: one after the other, whatever turns they took
+        self.count("gradients", traffic.bytes, computed=traffic.computed)
+        self.log.add_span(name, "send", start, bytes=traffic.bytes)
+        if not traffic.computed:                        # of the same time: one after the other, whatever turns they took
             for lane, seconds in (("wait", traffic.waiting), ("receive", traffic.transfer), ("compute", traffic.own)):
-                self.span(name, lane, start, seconds=seconds)
+                self.log.add_span(name, lane, start, seconds=seconds)
                 start += seconds
+
+    def _picked(self, bytes_: int, pick: Pick) -> None:
+        self.log.choice("reduce", str(pick.algorithm), pick.because, bytes_)
 
     def close(self) -> None:
         self.walker.close()

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from paragrad.data_parallel.reproducible import reproducible_all_reduce
+from paragrad.planner.choosing import Chooser, Pick
+from paragrad.planner.machine import Machine
 from paragrad.planner.price import computed_bytes
 from paragrad.players.wire import Traffic, all_reduce
 from paragrad.strategy import Native
@@ -31,14 +33,18 @@ class Walker:
     """Sums buckets over all ranks, over a process group of its own. Collective.
 
     played(bucket, start, traffic) is told of each, with clock()'s time at its start. A schedule's messages go through the host.
+    algorithm "auto": picks one for every size of buckets, from a machine file or what it measures; picked is told of it.
     """
 
     def __init__(self, algorithm: Any, world: World, clock: Callable[[], float] = lambda: 0.0,
-                 played: Callable[[Bucket, float, Traffic], None] = lambda bucket, start, traffic: None) -> None:
-        self.computed = isinstance(algorithm, Native)           # its bytes come from the closed form
+                 played: Callable[[Bucket, float, Traffic], None] = lambda bucket, start, traffic: None,
+                 picked: Callable[[int, Pick], None] = lambda bytes_, pick: None, machine: Machine | None = None) -> None:
+        if algorithm == "auto" and world.backend != "gloo":     # shm's and NCCL's own are the quickest there
+            algorithm = Native()
         self.algorithm, self.clock, self.played = algorithm, clock, played
         self.sum = reproducible_all_reduce if getattr(algorithm, "reproducible", False) else all_reduce
-        self.world = world.twin(through_host=not self.computed)
+        self.world = world.twin(through_host=not isinstance(algorithm, Native))
+        self.chooser = Chooser(self.world, Native(), self._sum, machine, told=picked) if algorithm == "auto" else None
         self.queue: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._walk, name="paragrad-walker", daemon=True)
         self.thread.start()
@@ -63,15 +69,21 @@ class Walker:
                 bucket.future.set_exception(error)
 
     def _play(self, vector: Tensor) -> Traffic:
-        """Sum a bucket in place. A backend's own all-reduce tells no times."""
-        if self.computed:
-            vector.copy_(self.world.all_reduced(vector))
-            return Traffic(computed_bytes("all_reduce", vector.numel() * vector.element_size(), self.world.size))
+        """Sum a bucket in place."""
+        if isinstance(self.algorithm, Native):
+            return self._sum(self.algorithm, vector)
         on_host = vector.cpu()
-        traffic = self.sum(self.algorithm, on_host, self.world)
+        traffic = self._sum(self.chooser.pick(on_host) if self.chooser else self.algorithm, on_host)
         if on_host is not vector:
             vector.copy_(on_host)
         return traffic
+
+    def _sum(self, algorithm: Any, vector: Tensor) -> Traffic:
+        """Sum a vector in place by one algorithm. A backend's own all-reduce tells neither times nor bytes."""
+        if not isinstance(algorithm, Native):
+            return self.sum(algorithm, vector, self.world)
+        vector.copy_(self.world.all_reduced(vector))
+        return Traffic(computed_bytes("all_reduce", vector.nbytes, self.world.size), computed=True)
 
     def close(self) -> None:
         self.queue.put(None)

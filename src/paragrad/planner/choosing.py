@@ -1,7 +1,7 @@
 """`reduce=auto`: which algorithm, in how many segments, for a vector of this size on these links.
 
-The clock plays every candidate on what is known of the machine; the quickest few are then tried once each on the vector's own
-size, the backend's own all-reduce among them, and the quickest of those is taken. Trying costs some exchanges of the first step.
+The clock plays every candidate on what is known of the machine; the quickest few, and the backend's own all-reduce, are then
+tried on vectors of that size, and the quickest of them is taken. Trying costs some exchanges in the first step.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
+from paragrad.launching import cores
 from paragrad.notation import Choice
-from paragrad.planner.machine import Cluster, Link, Machine
+from paragrad.planner.machine import Cluster, Machine
+from paragrad.planner.measuring import BRIEF, added, measured_link
 from paragrad.players.clock import timed
 from paragrad.schedules.butterfly import Butterfly
 from paragrad.schedules.compose import Composed
@@ -25,7 +27,7 @@ from paragrad.schedules.halving import Halving
 from paragrad.schedules.ring import Ring, RingAsync
 from paragrad.schedules.star import Star
 from paragrad.schedules.tree import Tree
-from paragrad.world import World
+from paragrad.world import World, ranks_here
 
 CANDIDATES: tuple[Composed, ...] = (
     Star(), Tree(), DoubleTree(1), DoubleTree(4), DoubleTree(16), Butterfly(), Halving(1), Halving(2), Halving(4), Direct(),
@@ -53,23 +55,26 @@ class Pick:
 class Chooser:
     """Picks an algorithm for every vector size, once. Collective: all ranks ask in the same order.
 
-    play(algorithm, vector): one all-reduce; native: the backend's own;  cluster: what is known of the ranks' links.
+    native: the backend's own;  play(algorithm, vector): one all-reduce;  machine: what is known of the links, otherwise they
+    are measured when first asked;  told(bytes, pick) is told of each.
     """
     world: World
     native: Choice
     play: Callable[[Any, torch.Tensor], object]
-    cluster: Cluster
+    machine: Machine | None = None
     told: Callable[[int, Pick], None] = lambda bytes_, pick: None
     picked: dict[tuple[int, torch.dtype], Pick] = field(default_factory=dict)
+    cluster: Cluster | None = None
 
     def pick(self, vector: torch.Tensor) -> Choice:
         key = vector.numel(), vector.dtype
         if key not in self.picked:
             self.picked[key] = self._tried(vector)
-            self.told(vector.numel() * vector.element_size(), self.picked[key])
+            self.told(vector.nbytes, self.picked[key])
         return self.picked[key].algorithm
 
     def _tried(self, vector: torch.Tensor) -> Pick:
+        self.cluster = self.cluster or self._known()
         times = predicted(self.world.size, vector.numel(), vector.element_size(), self.cluster)
         candidates = [*list(times)[:TRIED], self.native]
         seen: dict[Choice, list[float]] = {each: [] for each in candidates}
@@ -86,11 +91,14 @@ class Chooser:
         best = candidates[slowest.index(min(slowest))]
         told = ", ".join(f"{each} {1e3 * seconds:.3g} ms" + (f" (clock {1e3 * times[each]:.3g})" if each in times else "")
                          for each, seconds in zip(candidates, slowest, strict=True))
-        return Pick(best, f"tried: {told}")
+        return Pick(best, f"tried: {told}; links {self.machine.measured if self.machine else 'measured just before'}")
 
-
-def cluster_of(world: World, link: Link, machine: Machine | None, gamma: float, here: int, cores: int) -> Cluster:
-    """The ranks of a world on links of one kind; here: ranks on this host, which share its cores."""
-    sharing = here if here > cores and world.size % here == 0 else 1
-    return Cluster(machine.link(world.backend) if machine else link, machine.gamma if machine else gamma,
-                   sharing=sharing, cores=cores if sharing > 1 else 1)
+    def _known(self) -> Cluster:
+        """The ranks on their links; those of a host share its cores where they are more than these."""
+        here, processors = ranks_here() or self.world.size, cores()
+        sharing = here if here > processors and self.world.size % here == 0 else 1
+        if self.machine:
+            link, gamma = self.machine.link(self.world.backend), self.machine.gamma
+        else:
+            link, gamma = measured_link(self.world, BRIEF, rounds=1)[0], self.world.agreed(added())
+        return Cluster(link, gamma, sharing=sharing, cores=processors if sharing > 1 else 1)

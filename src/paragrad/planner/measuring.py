@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import os
 import platform
-import statistics
 import time
 from collections.abc import Callable
 from datetime import date
 from itertools import chain, repeat
+from statistics import median
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from paragrad.world import World, check_interfaces, joined_from_environment, lau
 
 SIZES = (64, 1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)         # bytes
 BRIEF = (64, 1 << 14, 1 << 18)
-MOMENT = 0.15               # seconds of one measurement, about
+MOMENT = 0.1                # seconds of one measurement, about
 ROUNDS = 5                  # of each size, in turn
 
 
@@ -49,7 +49,7 @@ def measured_link(world: World, sizes: tuple[int, ...] = SIZES, rounds: int = RO
             gap, busy = _seconds_each(world, vector, _stream)
             gaps[size].append(gap)
             used[size].append(busy)
-    found = [(size, *map(statistics.median, (ways[size], gaps[size], used[size]))) for size in sizes]
+    found = [(size, median(ways[size]), median(gaps[size]), median(used[size])) for size in sizes]
     link, error = fitted(found)
     return world.agreed((link, error))          # type: ignore[no-any-return]
 
@@ -129,13 +129,13 @@ def _quickest(work: Callable[[], object], times: int = 15) -> float:
         start = time.perf_counter()
         work()
         taken.append(time.perf_counter() - start)
-    return statistics.median(taken[2:])
+    return median(taken[2:])
 
 
-def links_of(world: World, brief: bool = False) -> tuple[str, Link, float]:
+def links_of(world: World) -> tuple[str, Link, float]:
     """(name, link, error of its line) of the backend of this world. Collective."""
-    link, error = measured_link(world, BRIEF, 1) if brief else measured_link(world)
-    return world.backend, link, error
+    link, error = measured_link(world)
+    return str(world.backend), link, error
 
 
 def machine_with(found: list[tuple[str, Link, float]]) -> Machine:

@@ -36,12 +36,13 @@ class Traffic:
     """What this rank sent in an exchange, in bytes, and where its time went, in seconds: the three add up to its duration.
 
     waiting: blocked until the first message came, as others were late;  transfer: blocked for messages after that;  own: all
-    the rest: posting messages, adding, Python.
+    the rest: posting messages, adding, Python.  computed: the bytes are a closed form's, and nobody knows the times.
     """
     bytes: int
     waiting: float = 0.0
     transfer: float = 0.0
     own: float = 0.0
+    computed: bool = False
 
 
 def all_reduce(schedule: Collective, vector: Tensor, world: World) -> Traffic:
@@ -62,7 +63,7 @@ class Play:
         self.limit = timedelta(seconds=world.timeout)
         self.place = 0
         self.open: dict[Slot, list[tuple[Send, Any]]] = {}          # part -> its sends, with their Works
-        self.posted: deque[tuple[Any, Tensor | None]] = deque()     # receives under way, in order, with scratch of their own
+        self.posted: deque[tuple[Any, Tensor, Tensor | None]] = deque()     # receives under way: Work, what they write, scratch
         self.ahead = 0                                              # the first action that `look_ahead` has not passed
         self.touched: dict[Slot, int] = {}                          # part -> actions from `place` to there that touch it
         self.scratch = 0                                            # bytes
@@ -110,7 +111,7 @@ class Play:
         if isinstance(before, Send) and before.to != action.to and tensor.nbytes >= LONG:
             self.close(parts_in(before.slot))       # at once they would share the link, and the first come as late as the last
         work = dist.isend(tensor, group=self.world.group, group_dst=action.to)
-        self.sent += tensor.numel() * tensor.element_size()
+        self.sent += tensor.nbytes
         if action.wait:
             self.wait(action, work)
         else:
@@ -123,13 +124,12 @@ class Play:
         if not self.posted:                                         # it overwrites what is under way, and scratch is too short
             self.close(parts_in(action.slot))
             self.look_ahead()
-        work, buffer = self.posted.popleft()
+        work, slot, buffer = self.posted.popleft()
         self.wait(action, work)
         self.first_came = True
         if buffer is not None:
-            self.scratch -= buffer.numel() * buffer.element_size()
+            self.scratch -= buffer.nbytes
             self.close(parts_in(action.slot))
-            slot = self.slot(action.slot)
             if action.add:
                 slot.add_(buffer)
             else:
@@ -152,13 +152,12 @@ class Play:
             if isinstance(action, Recv):
                 slot, buffer = self.slot(action.slot), None
                 if action.add or self.needed(action.slot):
-                    size = slot.numel() * slot.element_size()
-                    if self.scratch + size > self.most and not (action.add and len(self.posted) < 2):
+                    if self.scratch + slot.nbytes > self.most and not (action.add and len(self.posted) < 2):
                         return
                     buffer = torch.empty_like(slot)
-                    self.scratch += size
+                    self.scratch += slot.nbytes
                 work = dist.irecv(slot if buffer is None else buffer, group=self.world.group, group_src=action.frm)
-                self.posted.append((work, buffer))
+                self.posted.append((work, slot, buffer))
             for part in touches(action):
                 self.touched[part] = self.touched.get(part, 0) + 1
             self.ahead += 1
@@ -169,12 +168,12 @@ class Play:
 
     def close(self, parts: Sequence[Slot]) -> None:
         """Wait until the sends of some parts are over, each once: one send may be of several parts."""
-        sends = {id(work): (action, work) for part in parts for action, work in self.open.pop(part, [])}
-        if sends:
-            self.open = {part: left for part, open_ in self.open.items()
-                         if (left := [each for each in open_ if id(each[1]) not in sends])}
-        for action, work in sends.values():
-            self.wait(action, work)
+        for part in parts:
+            for action, work in self.open.pop(part, ()):
+                for other in parts_in(action.slot):
+                    if left := [each for each in self.open.pop(other, ()) if each[1] is not work]:
+                        self.open[other] = left
+                self.wait(action, work)
 
     def wait(self, action: Send | Recv, work: Any) -> None:
         """Wait for a message, once (gloo waits for ever on a send that was waited for before), and not without end."""

@@ -58,10 +58,11 @@ def machine(found: Machine, path: Path, as_json: bool) -> None:
         print(path.read_text(), end="")
         return
     errors = found.errors or {}
-    facts: dict[str, Any] = {name: f"alpha {_seconds(link.alpha)}, {1 / link.beta / 1e9:.3g} GB/s, latency {_seconds(link.latency)}, "
-                             f"{_seconds(link.overhead)} of a core a message, {1e9 * link.work:.3g} ns a byte; a straight line errs by at "
-                             f"most {errors.get(name, 0.0):.0%}, the clock takes the {len(link.points)} points"
-                             for name, link in found.links.items()}
+    facts: dict[str, Any] = {
+        name: f"alpha {_seconds(link.alpha)}, {1 / link.beta / 1e9:.3g} GB/s, latency {_seconds(link.latency)}, "
+              f"{_seconds(link.overhead)} of a core a message, {1e9 * link.work:.3g} ns a byte; a straight line errs by at "
+              f"most {errors.get(name, 0.0):.0%}, the clock takes the {len(link.points)} points"
+        for name, link in found.links.items()}
     facts |= {"gamma": f"{1 / found.gamma / 1e9:.3g} GB/s added", "cores": found.cores}
     if found.memory and found.matmul:
         facts |= {"memory": f"{found.memory / 1e9:.3g} GB/s", "matrix products": f"{found.matmul / 1e9:.3g} Gflop/s, one core"}
