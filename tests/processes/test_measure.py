@@ -1,0 +1,115 @@
+"""Measuring links, and picking an all-reduce by what was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import paragrad as pg
+from paragrad.cli import app
+from paragrad.launching import Ranks
+from paragrad.planner.choosing import CANDIDATES, Chooser, predicted
+from paragrad.planner.machine import ASSUMED, Cluster, Link, Machine, read_machine
+from paragrad.planner.measuring import measured_link
+from paragrad.players.wire import all_reduce
+from paragrad.schedules.butterfly import Butterfly
+from paragrad.schedules.direct import Direct
+from paragrad.schedules.halving import Halving
+from paragrad.schedules.ring import Ring, RingAsync
+from paragrad.strategy import Native
+from paragrad.world import World
+
+
+def small_link(world: World) -> tuple[Link, float]:
+    return measured_link(world, sizes=(64, 1 << 12, 1 << 18), rounds=1)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_link_is_measured_and_all_ranks_know_it(pool: Ranks, backend: str) -> None:
+    answers = pool.run(small_link, size=3, backend=backend)
+    link, error = answers[0]
+    assert answers == [(link, error)] * 3
+    assert link.held(1 << 18) >= link.held(64) > 0
+    assert link.beta > 0
+    assert link.overhead > 0
+    assert [size for size, _ in link.points] == [64, 1 << 12, 1 << 18]
+
+
+def chosen(world: World, machine: Machine | None) -> tuple[list[str], bool]:
+    """What is picked for two lengths, asked twice; and whether sums by it are right."""
+    def play(algorithm: object, vector: torch.Tensor) -> None:
+        if isinstance(algorithm, Native):
+            vector.copy_(world.all_reduced(vector))
+        else:
+            all_reduce(algorithm, vector, world)                    # type: ignore[arg-type]
+
+    told: list[str] = []
+    chooser = Chooser(world, Native(), play, machine, told=lambda bytes_, pick: told.append(f"{bytes_}: {pick}"))
+    right = True
+    for length in (10, 30_000, 10):
+        vector = torch.arange(float(length)) + 100 * world.rank
+        play(chooser.pick(vector), vector)
+        right &= torch.equal(vector, 3 * torch.arange(float(length)) + 300)
+    return told, right
+
+
+@pytest.mark.parametrize("machine", [None, ASSUMED], ids=["measured", "given"])
+def test_all_ranks_pick_alike_and_once_for_a_size(pool: Ranks, machine: Machine | None) -> None:
+    given = Machine({"gloo": ASSUMED.link()}, ASSUMED.gamma, 2, "given") if machine else None
+    answers = pool.run(chosen, given, size=3)
+    told, right = answers[0]
+    assert right
+    assert all(answer == answers[0] for answer in answers)
+    assert [line.split(":")[0] for line in told] == ["40", "120000"]
+    assert all("native" in line and "clock" in line for line in told)
+    assert ("given" if machine else "measured just before") in told[0]
+
+
+def test_what_the_clock_foretells() -> None:
+    """Few rounds where messages are short, few bytes where they are long."""
+    network = Cluster(Link(20e-6, 1 / 2e9), 1 / 8e9)
+    short, long = (list(predicted(8, length, 4, network)) for length in (10, 10_000_000))
+    assert short[0] in (Butterfly(), Halving(1))
+    assert long.index(Butterfly()) > long.index(Halving(1))
+    assert {type(each) for each in long[:5]} <= {Halving, Ring, RingAsync, Direct}
+    assert set(predicted(8, 1000, 4, network)) == set(CANDIDATES)
+    assert Ring() not in predicted(40, 1000, 4, network)
+
+
+def test_a_run_records_what_was_picked_and_why(tmp_path: Path) -> None:
+    machine = tmp_path / "machine.json"
+    Machine({"gloo": ASSUMED.link()}, ASSUMED.gamma, torch.get_num_threads(), "by hand").write(machine)
+    run = pg.train(pg.job("digits").replace(epochs=1), "data(2, state=replicated)", backend="gloo", machine=machine,
+                   runs=tmp_path, check=False)
+    lines = [json.loads(line) for line in (run.folder / "rank-0.jsonl").read_text().splitlines()]
+    picks = [line for line in lines if line["kind"] == "choice" and line["what"] == "reduce"]
+    assert len(picks) == 1                                          # 19 KB: one bucket
+    assert picks[0]["bytes"] == 4 * (64 * 64 + 64 + 640 + 10 + 3)
+    assert "links by hand" in picks[0]["because"]
+
+
+def test_measure_writes_a_file_that_simulate_reads(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    answer = CliRunner().invoke(app, ["measure", "--backend", "gloo", "--output", str(path)])
+    assert answer.exit_code == 0, answer.output
+    machine, _ = read_machine(path, 2)
+    assert list(machine.links) == ["gloo"]
+    assert machine.gamma > 0
+    assert str(path) in answer.output
+    answer = CliRunner().invoke(app, ["simulate", "data(4, reduce=ring)", "--bytes", "1MB", "--machine", str(path), "--json"])
+    found = json.loads(answer.stdout)
+    assert found["machine"] == machine.measured
+    assert 0 < found["seconds"] < 1
+
+
+def test_simulate_writes_a_timeline(tmp_path: Path) -> None:
+    path = tmp_path / "predicted.jsonl"
+    words = ["simulate", "data(4, reduce=halving)", "--bytes", "1MB", "--timeline", str(path)]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    spans = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {span["kind"] for span in spans} == {"span"}
+    assert {span["lane"] for span in spans} == {"send", "receive", "compute"}

@@ -1,0 +1,145 @@
+"""Links, machine files, and simulations from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paragrad.errors import Refused
+from paragrad.planner.machine import ASSUMED, SCHEMA, Link, Machine, machine_of, read_machine
+from paragrad.planner.measuring import fitted
+from paragrad.planner.simulation import read_bytes, read_slow, simulate
+from paragrad.players.work import work_and_depth
+from paragrad.schedules.butterfly import Butterfly
+from paragrad.schedules.direct import Direct
+from paragrad.schedules.ring import Ring
+from paragrad.schedules.star import Star
+from paragrad.schedules.tree import Tree
+from paragrad.strategy import strategy
+
+MEASURED = Machine({"gloo": Link(1e-4, 1e-9, 2e-6, 3e-5, 1e-10, ((64, 1e-4), (1000, 2e-4), (100_000, 3e-4))),
+                    "shm": Link(1e-5, 1e-10)}, gamma=1e-10, cores=2, measured="2026, here", errors={"gloo": 0.5, "shm": 0.0},
+                   memory=1e10, matmul=1e11)
+
+
+def test_a_link_goes_from_point_to_point_and_on_beyond_them() -> None:
+    link = MEASURED.links["gloo"]
+    assert link.held(64) == 1e-4
+    assert link.held(532) == pytest.approx(1.5e-4)
+    assert link.held(100_000) == pytest.approx(3e-4)
+    assert link.held(199_000) == pytest.approx(4e-4)
+    assert link.held(0) == pytest.approx(1e-4 - 64 * 1e-4 / 936)
+    assert Link(1.0, 2.0).held(10) == 21.0
+
+
+def test_a_machine_file_reads_back(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    MEASURED.write(path)
+    assert read_machine(path, cores=2) == (MEASURED, None)
+    machine, warning = read_machine(path, cores=16)
+    assert machine == MEASURED
+    assert "of 2 cores, this one has 16; write it anew: paragrad measure --output" in str(warning)
+    with pytest.warns(UserWarning, match="this one has 16"):
+        machine_of(path, 16)
+    assert machine_of(None, 2) is ASSUMED
+    with pytest.raises(Refused, match="no link 'nccl', only gloo, shm; measure it: paragrad measure --backend nccl"):
+        machine.link("nccl")
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    (lambda found: found.update(schema=SCHEMA + 1), "of version 2, this paragrad reads version 1"),
+    (lambda found: found.pop("schema"), "is no machine file"),
+    (lambda found: found.pop("gamma"), "lacks or misnames something"),
+    (lambda found: found["links"]["gloo"].pop("alpha"), "lacks or misnames something"),
+    (lambda found: found["links"]["gloo"].update(speed=3), "lacks or misnames something"),
+])
+def test_a_machine_file_that_is_wrong_is_refused(tmp_path: Path, change: object, says: str) -> None:
+    path = tmp_path / "machine.json"
+    MEASURED.write(path)
+    found = json.loads(path.read_text())
+    change(found)                                                   # type: ignore[operator]
+    path.write_text(json.dumps(found))
+    with pytest.raises(Refused, match=says) as caught:
+        read_machine(path, 2)
+    assert f"paragrad measure --output {path}" in str(caught.value)
+
+
+def test_no_machine_file(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="there is no machine file"):
+        read_machine(tmp_path / "machine.json", 2)
+    for text in ("", "[1, 2]", "{", '"a"'):
+        (tmp_path / "machine.json").write_text(text)
+        with pytest.raises(Refused, match="is no machine file"):
+            read_machine(tmp_path / "machine.json", 2)
+
+
+def test_a_straight_link_is_found_again() -> None:
+    """From what a ping-pong and a stream show of a link whose numbers are known."""
+    alpha, beta, latency, overhead, work = 5e-5, 2e-9, 3e-5, 1e-5, 1e-10
+    sizes = (64, 1 << 10, 1 << 14, 1 << 18, 1 << 22)
+    found, error = fitted([(size, 2 * overhead + alpha + beta * size + latency, alpha + beta * size, overhead + work * size)
+                           for size in sizes])
+    assert found.alpha == pytest.approx(alpha, rel=1e-3)
+    assert found.beta == pytest.approx(beta, rel=1e-3)
+    assert found.latency == pytest.approx(latency, rel=1e-3)
+    assert found.overhead == pytest.approx(overhead, rel=1e-2)
+    assert found.work == pytest.approx(work, rel=0.1)
+    assert error < 1e-3
+    steps = [1e-3 + (2e-3 if size > 10_000 else 0) + 1e-9 * size for size in sizes]
+    bent, error = fitted([(size, step, step, 1e-5) for size, step in zip(sizes, steps, strict=True)])
+    assert error > 0.1                                              # a straight line does not fit, and says so
+    assert len(bent.points) == len(sizes)
+
+
+def test_bytes_and_slow_ranks_are_read() -> None:
+    assert [read_bytes(text) for text in ("4096", "64KiB", "100MB", "1.5 gb", "2B")] == [4096, 65536, 10**8, 15 * 10**8, 2]
+    assert read_slow("7=3") == (7, 3.0)
+    for text in ("", "MB", "-3", "3 apples"):
+        with pytest.raises(Refused, match="write 4096, 64KiB or 100MB"):
+            read_bytes(text)
+    with pytest.raises(Refused, match="write RANK=FACTOR"):
+        read_slow("7")
+
+
+def test_a_simulation_says_what_the_formula_says() -> None:
+    found = simulate(strategy("data(256, reduce=ring)"), 256 * 4000, ASSUMED)
+    assert found.closed == pytest.approx(found.timeline.seconds)
+    assert found.timeline.seconds == pytest.approx(2 * 255 * (20e-6 + 4000 / 2e9) + 255 * 4000 / 8e9)
+    slower = simulate(strategy("data(256, reduce=ring)"), 256 * 4000, ASSUMED, slow=((3, 3.0),))
+    assert slower.timeline.seconds > 2 * found.timeline.seconds
+    shared = simulate(strategy("data(64, reduce=butterfly)"), 64000, ASSUMED, per_link=8)
+    assert shared.timeline.seconds > 4 * simulate(strategy("data(64, reduce=butterfly)"), 64000, ASSUMED).timeline.seconds / 2
+    spans = simulate(strategy("data(4, reduce=tree)"), 4000, ASSUMED, spans=True).timeline.spans
+    assert sum(span.lane == "send" for span in spans) == 6
+
+
+@pytest.mark.parametrize(("text", "options", "says"), [
+    ("data(4)", {}, "say how many workers and which algorithm"),
+    ("data(4, reduce=native)", {}, "there is no schedule"),
+    ("serial", {}, "has no schedule to simulate"),
+    ("data(4, reduce=ring)", {"slow": ((4, 2.0),)}, "give a rank from 0 to 3"),
+    ("data(4, reduce=ring)", {"slow": ((1, 0.5),)}, "a factor of at least 1"),
+    ("data(4, reduce=ring)", {"per_link": 3}, "3 ranks per link do not make up 4 ranks"),
+    ("data(4, reduce=ring)", {"per_core": 3}, "3 ranks per core do not make up 4 ranks"),
+    ("data(4, reduce=ring)", {"link": "gloo"}, "no link 'gloo'"),
+    ("data(4, reduce=two_level(group=3))", {}, "groups of 3 do not make up 4 ranks"),
+])
+def test_a_simulation_is_refused(text: str, options: dict[str, object], says: str) -> None:
+    with pytest.raises(Refused, match=says):
+        simulate(strategy(text), 4000, ASSUMED, **options)         # type: ignore[arg-type]
+
+
+def test_work_and_depth_of_schedules() -> None:
+    """W is p - 1 additions of every element, but for the butterfly, where all ranks do the same ones; D is the longest chain."""
+    for size in (2, 4, 8, 16):
+        rounds, n = size.bit_length() - 1, 16 * size
+        found = {each: work_and_depth(each, size, n) for each in (Ring(), Tree(), Star(), Direct(), Butterfly())}
+        assert {schedule: (each.work, each.depth) for schedule, each in found.items()} == {
+            Ring(): ((size - 1) * n, (size - 1) * 16), Tree(): ((size - 1) * n, rounds * n),
+            Star(): ((size - 1) * n, (size - 1) * n), Direct(): ((size - 1) * n, (size - 1) * 16),
+            Butterfly(): (size * rounds * n, rounds * n)}
+        assert found[Ring()].parallelism == size
+        least, most = found[Ring()].bounds(size)
+        assert least <= most <= 2 * least
