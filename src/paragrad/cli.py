@@ -70,14 +70,15 @@ def train(job: JobName, strategy: Strategy = "serial",
               metavar="RUN", help="go on from a run's last checkpoint, or from RUN/checkpoint-N")] = None,
           tensorboard: Annotated[bool, typer.Option("--tensorboard", help="write event files into the run's folder")] = False,
           until: Until = None, runs: Runs = Path("runs"), data: Data = None, device: Device = "cpu", backend: Backend = "auto",
-          loaders: Loaders = 0, batch: Batch = None, epochs: Epochs = None, seed: Seed = None, set_: Set = None,
-          sabotage: Sabotage = None, unproved: Unproved = False, as_json: Json = False) -> None:
+          machine: Machine = None, loaders: Loaders = 0, batch: Batch = None, epochs: Epochs = None, seed: Seed = None,
+          set_: Set = None, sabotage: Sabotage = None, unproved: Unproved = False, as_json: Json = False) -> None:
     """Train JOB under one strategy. SIGTERM saves a checkpoint and ends it."""
     with answering():
         chosen = _job(job, set_, batch, epochs, seed)
         settings: dict[str, Any] = {
             "data": data, "device": device, "backend": backend, "overlap": overlap, "loaders": loaders, "save": save,
-            "resume": resume, "until": until, "tensorboard": tensorboard, "sabotage": sabotage, "unproved": unproved}
+            "resume": resume, "until": until, "tensorboard": tensorboard, "sabotage": sabotage, "unproved": unproved,
+            "machine": machine}
         if dry_run:
             listing.dry_run(admitted(chosen, strategy, Settings(**settings)), as_json)
             raise typer.Exit
@@ -93,15 +94,16 @@ def compare(job: JobName, strategies: Annotated[str, typer.Option(help="separate
             seeds: Annotated[int, typer.Option(metavar="COUNT", help="trainings of each strategy, for mean and spread")] = 1,
             twin: Annotated[bool, typer.Option("--twin", help="also train serial with every batch back to front")] = False,
             until: Until = None, runs: Runs = Path("runs"), data: Data = None, device: Device = "cpu",
-            backend: Backend = "auto", loaders: Loaders = 0, batch: Batch = None, epochs: Epochs = None, seed: Seed = None,
-            set_: Set = None, sabotage: Sabotage = None, unproved: Unproved = False, as_json: Json = False) -> None:
+            backend: Backend = "auto", machine: Machine = None, loaders: Loaders = 0, batch: Batch = None,
+            epochs: Epochs = None, seed: Seed = None, set_: Set = None, sabotage: Sabotage = None, unproved: Unproved = False,
+            as_json: Json = False) -> None:
     """Train JOB under several strategies and print one table; page.html shows it with its charts."""
     with answering():
         chosen = _job(job, set_, batch, epochs, seed)
         with Shown(Console(stderr=True)) as shown:
             result = compared(chosen, strategies, runs=runs, seeds=seeds, twin=twin, until=until, data=data, device=device,
-                              backend=backend, loaders=loaders, sabotage=sabotage, unproved=unproved, progress=shown.run,
-                              command=shlex.join(["paragrad", *sys.argv[1:]]))
+                              backend=backend, machine=machine, loaders=loaders, sabotage=sabotage, unproved=unproved,
+                              progress=shown.run, command=shlex.join(["paragrad", *sys.argv[1:]]))
         if as_json:
             print(json.dumps(result.as_json(), indent=1))
         else:

@@ -17,6 +17,8 @@
 | distance   | baseline, run, values (of the parameters, after every step, in the job's own type)                        |
 
 `start` counts seconds from the run's beginning on the host's monotonic clock. `sent` is the payload handed to the wire;
+An exchange's span (lane send)
+is its whole; wait, receive and compute of the same name are its parts: until the first message, for the others, the rest.
 `computed` marks bytes that come from the closed form because a backend's own collective moved them. `load` is the mean
 number of busy or waiting threads of the host in the minute before the run, null where the system does not say. Without an
 `end` line the run died.

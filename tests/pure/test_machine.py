@@ -132,7 +132,7 @@ def test_a_simulation_is_refused(text: str, options: dict[str, object], says: st
 
 
 def test_work_and_depth_of_schedules() -> None:
-    """W is p - 1 additions of every element, but for the butterfly, where all ranks do the same ones; D is the longest chain."""
+    """W is p - 1 additions of every element, but for the butterfly, where all do the same ones; D is the longest chain."""
     for size in (2, 4, 8, 16):
         rounds, n = size.bit_length() - 1, 16 * size
         found = {each: work_and_depth(each, size, n) for each in (Ring(), Tree(), Star(), Direct(), Butterfly())}
