@@ -17,11 +17,10 @@
 | distance   | baseline, run, values (of the parameters, after every step, in the job's own type)                        |
 
 `start` counts seconds from the run's beginning on the host's monotonic clock. `sent` is the payload handed to the wire;
-An exchange's span (lane send)
-is its whole; wait, receive and compute of the same name are its parts: until the first message, for the others, the rest.
-`computed` marks bytes that come from the closed form because a backend's own collective moved them. `load` is the mean
-number of busy or waiting threads of the host in the minute before the run, null where the system does not say. Without an
-`end` line the run died.
+`computed` marks bytes that come from the closed form because a backend's own collective moved them. The span of an exchange
+(lane send) is the whole of it; those of the same name in wait, receive and compute are its parts: blocked until the first
+message came, blocked for the others, and the rest. `load` is the mean number of busy or waiting threads of the host in the
+minute before the run, null where the system does not say. Without an `end` line the run died.
 """
 
 from __future__ import annotations

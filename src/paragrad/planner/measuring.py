@@ -57,13 +57,13 @@ def measured_link(world: World, sizes: tuple[int, ...] = SIZES, rounds: int = RO
 def fitted(found: list[tuple[int, float, float, float]]) -> tuple[Link, float]:
     """The link of (bytes, seconds one way, seconds between messages of a stream, CPU seconds of one side per message).
 
-    A message holds its ways for as long as a stream shows, but for what both sides' own work leaves of the way; what is missing
-    to the time of one way is flight.
+    A message holds its ways for as long as a stream shows: a link may let a first message through at once, and no more. What is
+    missing to the time of one way, beside both sides' own work, is flight.
     """
     sizes, ways, gaps, busy = (np.array(column, dtype=float) for column in zip(*found, strict=True))
     overhead = float(min(busy.min(), ways.min() / 3))
     work = max(0.0, float(((busy - overhead) / sizes)[len(found) // 2:].mean()))
-    held = np.maximum.accumulate(np.minimum(gaps, ways - 2 * overhead))     # more bytes never take less
+    held = np.maximum.accumulate(gaps)                  # more bytes never take less
     latency = max(0.0, float((ways - 2 * overhead - held).min()))
     whole = held + 2 * overhead + latency
     lines = np.stack([np.ones_like(sizes), sizes], axis=1) / whole[:, None]         # relative errors count
