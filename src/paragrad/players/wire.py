@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -67,7 +68,8 @@ class Play:
         self.ahead = 0                                              # the first action that `look_ahead` has not passed
         self.touched: dict[Slot, int] = {}                          # part -> actions from `place` to there that touch it
         self.scratch = 0                                            # bytes
-        self.most = max([SCRATCH, *(self.slot(each.slot).nbytes for each in actions if isinstance(each, Recv) and each.add)])
+        # what is received in a row must be asked for before the sends that stand before it, or it comes after them
+        self.most = max(SCRATCH, min(vector.nbytes, max(map(self.scratch_of, rows(actions)), default=0)))
         self.sent = 0
         self.waiting = self.transfer = 0.0
         self.first_came = False
@@ -79,6 +81,10 @@ class Play:
         assert isinstance(parts[0], int)
         assert isinstance(parts[-1], int)
         return self.vector[self.parts[parts[0]].start:self.parts[parts[-1]].stop]
+
+    def scratch_of(self, row: Sequence[Action]) -> int:
+        """Bytes that come into scratch in a row of receives."""
+        return sum(self.slot(each.slot).nbytes for each in row if isinstance(each, Recv) and each.add)
 
     def run(self) -> None:
         """Play to the end. Raises StepFailed that shows the schedule around the failure, with the last actions of all ranks."""
@@ -208,6 +214,11 @@ class Play:
             if peer != self.world.rank:
                 with suppress(RuntimeError):
                     dist.irecv(torch.empty(0), group=self.world.group, group_src=peer).wait(timedelta(milliseconds=1))
+
+
+def rows(actions: Sequence[Action]) -> Iterator[list[Action]]:
+    """Actions of one kind in a row: sends, receives."""
+    return (list(row) for _, row in groupby(actions, key=type))
 
 
 def touches(action: Action) -> Sequence[Slot]:
