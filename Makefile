@@ -1,5 +1,5 @@
 # make demo    set everything up and run the main job          make check   style, types and pure tests, under a minute
-# make test    set everything up and pass all tests            make table   all tables: equality, resume, verify
+# make test    set everything up and pass all tests            make table   all tables: sizes, equality, resume, verify
 # make system  Debian packages that some tests use             make clean   remove what make made
 
 PYTHON ?= python3
@@ -14,7 +14,7 @@ demo: .venv/ready
 check: .venv/ready
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/mypy
-	$(BIN)/pytest tests/pure
+	$(BIN)/pytest tests/pure -m "not table"
 
 test: .venv/ready
 	$(BIN)/ruff check src tests benchmarks
@@ -22,7 +22,7 @@ test: .venv/ready
 	$(BIN)/pytest -m "not table"
 
 table: .venv/ready
-	$(BIN)/pytest tests/processes/test_equality.py tests/processes/test_checkpoint.py tests/processes/test_verify.py \
+	$(BIN)/pytest tests/pure tests/processes/test_equality.py tests/processes/test_checkpoint.py tests/processes/test_verify.py \
 	    tests/processes/test_environment.py tests/network --timeout 300
 
 # mpirun for the tests of joining a world, a browser for those of the page, ip and tc for several hosts; tests that miss them

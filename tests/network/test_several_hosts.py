@@ -15,6 +15,8 @@ import pytest
 import torch
 from hosts import Cluster, HostFailed
 
+from paragrad.planner.machine import read_machine
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 Clusters = Callable[..., AbstractContextManager[Cluster]]
@@ -150,6 +152,19 @@ JOINS = """
     with pg.parallelize(model, torch.nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1)):
         print("it joined")
 """
+
+
+@pytest.mark.table
+def test_links_between_hosts_are_measured(clusters: Clusters, tmp_path: Path) -> None:
+    with clusters(2, megabits=200) as cluster:
+        told = cluster.run(["-m", "paragrad", "measure", "--interface", "eth0", "--output", "machine.json"], folder=tmp_path,
+                           timeout=120)
+    machine, _ = read_machine(tmp_path / "machine.json", 1)
+    assert list(machine.links) == ["gloo"]
+    assert "gloo over eth0" in machine.measured
+    assert machine.links["gloo"].beta > 1 / 25e6            # 200 Mbit/s carry less than 25 MB in a second
+    assert "machine.json" in told[0]
+    assert not told[1]
 
 
 def test_an_interface_that_is_not_there_is_refused_before_joining(clusters: Clusters) -> None:

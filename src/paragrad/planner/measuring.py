@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import date
 from itertools import chain, repeat
 from statistics import median
@@ -33,7 +34,8 @@ from paragrad.world import World, check_interfaces, joined_from_environment, lau
 SIZES = (64, 1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)         # bytes
 BRIEF = (64, 1 << 14, 1 << 18)
 MOMENT = 0.1                # seconds of one measurement, about
-ROUNDS = 5                  # of each size, in turn
+PARTS = 4                   # messages of a stream that may be under way at once
+ROUNDS = 3                  # of each size, in turn
 
 
 def measured_link(world: World, sizes: tuple[int, ...] = SIZES, rounds: int = ROUNDS) -> tuple[Link, float]:
@@ -43,7 +45,7 @@ def measured_link(world: World, sizes: tuple[int, ...] = SIZES, rounds: int = RO
     used: dict[int, list[float]] = {size: [] for size in sizes}
     for _ in range(rounds):
         for size in sizes:
-            vector = torch.zeros(size // 4)
+            vector = torch.zeros(PARTS * size // 4)
             way = _seconds_each(world, vector, _ping_pong)
             ways[size].append(way[0] / 2)
             gap, busy = _seconds_each(world, vector, _stream)
@@ -79,13 +81,17 @@ def _ping_pong(rank: int, times: int) -> list[Action]:
 
 
 def _stream(rank: int, times: int) -> list[Action]:
-    return [*[Send(1, 0)] * times, Recv(1, 0)] if rank == 0 else [*[Recv(0, 0)] * times, Send(0, 0)]
+    """From part to part, as into one alone the next could be asked for only when the last is there."""
+    slots = [number % PARTS for number in range(times)]
+    if rank == 0:
+        return [*(Send(1, slot) for slot in slots), Recv(1, slots[-1])]
+    return [*(Recv(0, slot) for slot in slots), Send(0, slots[-1])]
 
 
 def _seconds_each(world: World, vector: torch.Tensor, program: Callable[[int, int], list[Action]]) -> tuple[float, float]:
     """(seconds, mean CPU seconds of the two sides) of one turn of a program, over about a MOMENT. Collective."""
     first = _played(world, vector, program, 3)[0] / 3
-    times = world.agreed(max(3, min(300, int(MOMENT / max(first, 1e-6)))))
+    times = world.agreed(max(2 * PARTS, min(300, int(MOMENT / max(first, 1e-6)))))
     seconds, used = _played(world, vector, program, times)
     both = sum(float(each) for each in world.gathered(torch.tensor([used], dtype=torch.float64))[:2])
     return seconds / times, both / 2 / times
@@ -95,7 +101,7 @@ def _played(world: World, vector: torch.Tensor, program: Callable[[int, int], li
     world.barrier()
     start, used = time.perf_counter(), time.process_time()
     if world.rank < 2:
-        Play(program(world.rank, times), vector, 1, world).run()
+        Play(program(world.rank, times), vector, PARTS, world).run()
     return time.perf_counter() - start, time.process_time() - used
 
 
@@ -146,6 +152,21 @@ def machine_with(found: list[tuple[str, Link, float]]) -> Machine:
                    errors={name: error for name, _, error in found}, memory=memory_rate(), matmul=matmul_rate())
 
 
+@contextmanager
+def _over(interface: str | None) -> Iterator[None]:
+    """Let gloo talk over an interface meanwhile."""
+    before = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+    try:
+        yield
+    finally:
+        if interface and before is None:
+            del os.environ["GLOO_SOCKET_IFNAME"]
+        elif interface and before is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = before
+
+
 def measure(backend: str = "both", interface: str | None = None) -> Machine | None:
     """Measure this host's links, or, under a launcher, those between its ranks 0 and 1; None on other ranks. Raises Refused.
 
@@ -153,15 +174,20 @@ def measure(backend: str = "both", interface: str | None = None) -> Machine | No
     """
     if backend not in ("shm", "gloo", "both"):
         raise Refused(unknown("backend", backend, ("shm", "gloo", "both")))
-    if interface:
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
-    check_interfaces()
-    if (size := launched_size()) is not None:
-        if size < 2:
-            raise Refused("a link has two ends; start 2 ranks")
-        with joined_from_environment("gloo") as world:
-            link = links_of(world)
-            return machine_with([link]) if world.rank == 0 else None
+    with _over(interface):
+        check_interfaces()
+        return _between_hosts() if launched_size() is not None else _on_this_host(backend)
+
+
+def _between_hosts() -> Machine | None:
+    if launched_size() == 1:
+        raise Refused("a link has two ends; start 2 ranks")
+    with joined_from_environment("gloo") as world:
+        link = links_of(world)
+        return machine_with([link]) if world.rank == 0 else None
+
+
+def _on_this_host(backend: str) -> Machine:
     why = unavailable()                         # shm is for hosts of Linux
     if backend == "shm" and why:
         raise Refused(f"{why}; measure gloo: --backend gloo")
