@@ -110,6 +110,7 @@ def test_nothing_is_left_after_an_exception(clusters: Clusters, kind: type[BaseE
 KILLED = """
 import os, signal, sys
 from hosts import hosts
+signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell's job in the background is started with it ignored
 with hosts(2, megabits=100) as cluster:
     for number, path in enumerate(sys.argv[1:]):
         os.mkfifo(path)
