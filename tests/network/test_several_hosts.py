@@ -136,6 +136,7 @@ DIES = """
 """
 
 
+@pytest.mark.table
 def test_a_rank_that_dies_ends_the_others_on_every_host(clusters: Clusters, tmp_path: Path) -> None:
     """The connections to it close; nobody waits for it until its time limit of 300 s."""
     (tmp_path / "dies.py").write_text(textwrap.dedent(DIES))

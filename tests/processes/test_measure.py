@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import paragrad as pg
-from paragrad.cli import app
 from paragrad.launching import Ranks
 from paragrad.planner.choosing import CANDIDATES, Chooser, predicted
 from paragrad.planner.machine import ASSUMED, Cluster, Link, Machine, read_machine
@@ -22,6 +21,14 @@ from paragrad.schedules.halving import Halving
 from paragrad.schedules.ring import Ring, RingAsync
 from paragrad.strategy import Native
 from paragrad.world import World
+
+
+def invoke(words: list[str]) -> Any:
+    """The command's answer. Imported here: ranks import this module, and need no command line."""
+    from typer.testing import CliRunner
+
+    from paragrad.cli import app
+    return CliRunner().invoke(app, words)
 
 
 def small_link(world: World) -> tuple[Link, float]:
@@ -94,13 +101,13 @@ def test_a_run_records_what_was_picked_and_why(tmp_path: Path) -> None:
 
 def test_measure_writes_a_file_that_simulate_reads(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
-    answer = CliRunner().invoke(app, ["measure", "--backend", "gloo", "--output", str(path)])
+    answer = invoke(["measure", "--backend", "gloo", "--output", str(path)])
     assert answer.exit_code == 0, answer.output
     machine, _ = read_machine(path, 2)
     assert list(machine.links) == ["gloo"]
     assert machine.gamma > 0
     assert str(path) in answer.output
-    answer = CliRunner().invoke(app, ["simulate", "data(4, reduce=ring)", "--bytes", "1MB", "--machine", str(path), "--json"])
+    answer = invoke(["simulate", "data(4, reduce=ring)", "--bytes", "1MB", "--machine", str(path), "--json"])
     found = json.loads(answer.stdout)
     assert found["machine"] == machine.measured
     assert 0 < found["seconds"] < 1
@@ -109,7 +116,7 @@ def test_measure_writes_a_file_that_simulate_reads(tmp_path: Path) -> None:
 def test_simulate_writes_a_timeline(tmp_path: Path) -> None:
     path = tmp_path / "predicted.jsonl"
     words = ["simulate", "data(4, reduce=halving)", "--bytes", "1MB", "--timeline", str(path)]
-    assert CliRunner().invoke(app, words).exit_code == 0
+    assert invoke(words).exit_code == 0
     spans = [json.loads(line) for line in path.read_text().splitlines()]
     assert {span["kind"] for span in spans} == {"span"}
     assert {span["lane"] for span in spans} == {"send", "receive", "compute"}

@@ -164,7 +164,7 @@ def test_on_several_hosts_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv(name, value)
     each = job("far", mlp, VECTORS)
     assert backend_of(Settings(), 4) == "gloo"
-    assert admitted(each, "data(4)").resolved == strategy("data(4, reduce=native, state=replicated)")
+    assert admitted(each, "data(4)").resolved == strategy("data(4, state=replicated)")
     with pytest.raises(Refused, match="2 of 4 ranks are on other hosts; leave out --backend"):
         backend_of(Settings(backend="shm"), 4)
     with pytest.raises(Refused, match="2 of 4 ranks are on other hosts; leave out state=shared_memory"):

@@ -153,7 +153,8 @@ def test_built_ones_pass() -> None:
 
 def test_auto_is_resolved() -> None:
     assert resolve(Serial(), cores=8) == Serial(threads=8)
-    assert resolve(Data("auto"), cores=8) == Data(8, reduce=Native(), state="replicated")
+    assert resolve(Data("auto"), cores=8) == Data(8, reduce="auto", state="replicated")         # picked when first exchanged
+    assert resolve(Data("auto"), cores=8, own=True) == Data(8, reduce=Native(), state="replicated")
     assert resolve(Data("auto"), cores=8, workers=3).workers == 3
     assert resolve(Data(2, reduce=RingAsync()), cores=8) == Data(2, reduce=RingAsync(2), state="replicated")
     assert resolve(strategy("data(8, reduce=two_level(across=halving))"), cores=8, group=4) == strategy(

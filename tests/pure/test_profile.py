@@ -301,6 +301,7 @@ def test_bounds_are_in_order(work: int, depth: int, processors: int) -> None:
     assert most <= work / processors + depth
 
 
+@pytest.mark.table
 def test_built_in_jobs(data: Path) -> None:
     for name in ("digits", "mnist-mlp", "mnist-cnn", "shakespeare-lstm"):
         found = profile(built_in(name), data)

@@ -155,7 +155,7 @@ def _(half: DoublingAllGather, size: int, length: int) -> Price:
 @price.register
 def _(half: DirectReduceScatter, size: int, length: int) -> Price:
     others, part = size - 1, chunk(half, size, length)
-    return Price(others, others * part, part, size * others, others * part, part) if others else Price()
+    return Price(others, others * part, others * part, size * others, others * part, part) if others else Price()
 
 
 @price.register

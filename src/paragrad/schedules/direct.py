@@ -7,8 +7,8 @@ averages so).
     2 | >0:0 <1:2+   >1:1 <0:2+     >0:2 <1:1   >1:2 <0:0
 
 In turn k everybody sends k to the right and takes from k to the left, so no two ranks send to one at a time.
-Time 2(p-1)(alpha + n/p beta) + n/p gamma, where an addition hides behind the next message: the time of the ring with fewer
-additions in the way, in which nobody waits for a chain of others, for p(p-1) connections; scratch n/p.
+Time 2(p-1)(alpha + n/p beta) + (p-1)/p n gamma: that of the ring, but nobody waits for a chain of others; for p(p-1)
+connections; scratch n/p.
 """
 
 from __future__ import annotations
