@@ -34,7 +34,7 @@ from typing import Any
 
 from common import Bench, alternated, ratios
 from hosts import hosts
-from workers import TORCHRUN, Workers, serve
+from workers import Workers, serve
 
 from paragrad.planner.machine import Cluster, Machine, read_machine
 from paragrad.planner.price import seconds as closed_form
@@ -76,7 +76,7 @@ def main() -> None:
                 return lambda: cluster.finished(programs)
             on_cluster(bench, Workers(__file__, "gloo", count, start), count)
     if bench.options.only != "cluster":
-        workers = Workers(__file__, "gloo", 4, [*TORCHRUN])
+        workers = Workers(__file__, "gloo", 4)
         found = measured(bench, workers, SIZES, ("star", "tree", "butterfly", "halving(segments=1)", "direct", "ring"))
         workers.close()
         automatic(bench, found, "one host, 4 ranks")

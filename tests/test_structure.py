@@ -24,6 +24,7 @@ DISTRIBUTED = {"paragrad.world", "paragrad.players.wire"}
 # rooms without torch: what a rank does is a value there, not an act
 PURE = ("paragrad.errors", "paragrad.grammar", "paragrad.notation", "paragrad.planned", "paragrad.strategy", "paragrad.shares",
         "paragrad.schedules", "paragrad.players.walk", "paragrad.players.proof", "paragrad.players.draw",
+        "paragrad.players.clock", "paragrad.players.work", "paragrad.planner.machine", "paragrad.planner.price",
         "paragrad.datasets.order", "paragrad.record", "paragrad.launched", "paragrad.planner.layers",
         "paragrad.planner.sequences")
 

@@ -11,7 +11,7 @@ from paragrad.errors import Refused
 from paragrad.job import Job
 from paragrad.launching import cores
 from paragrad.notation import unknown
-from paragrad.planner.machine import Machine, machine_of
+from paragrad.planner.machine import Machine, machine_of, read_machine
 from paragrad.report import tensorboard
 from paragrad.schedules.sabotage import SABOTAGES
 
@@ -76,7 +76,7 @@ class Settings:
     @property
     def known_machine(self) -> Machine | None:
         """The machine of the file. Raises Refused."""
-        return machine_of(Path(self.machine), cores()) if self.machine else None
+        return read_machine(Path(self.machine), cores())[0] if self.machine else None
 
     def check(self, job: Job | None = None) -> None:
         """Refuse what no rank should see (and what does not fit the job). Raises Refused."""
@@ -94,7 +94,8 @@ class Settings:
             raise Refused("backend nccl moves tensors between GPUs; add --device cuda, or leave out --backend")
         if self.tensorboard:
             tensorboard.check()
-        self.known_machine      # noqa: B018      # it refuses a file that is none
+        if self.machine:
+            machine_of(Path(self.machine), cores())         # it refuses a file that is none, and warns of another machine's
         if job is not None:
             self._check_until(job)
 

@@ -58,7 +58,6 @@ def test_an_addition_holds_the_core() -> None:
 def test_flight_and_overhead() -> None:
     link = Link(3.0, 0.5, latency=1.0, overhead=0.5)
     assert ends(Cluster(link), (Send(1, 0),), (Recv(0, 0),)) == (0.5, 0.5 + 8.0 + 1.0 + 0.5)
-    assert link.seconds(10) == 10.0
 
 
 def test_two_messages_from_one_rank_take_turns_and_so_do_two_to_one_rank() -> None:

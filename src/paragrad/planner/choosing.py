@@ -94,11 +94,15 @@ class Chooser:
         return Pick(best, f"tried: {told}; links {self.machine.measured if self.machine else 'measured just before'}")
 
     def _known(self) -> Cluster:
-        """The ranks on their links; those of a host share its cores where they are more than these."""
+        """The ranks on their links; those of a host share its cores where they are more than these. All ranks go by what rank 0
+        knows: candidates in another order would wait for each other.
+        """
+        self.machine = self.world.agreed(self.machine)
         here, processors = ranks_here() or self.world.size, cores()
         sharing = here if here > processors and self.world.size % here == 0 else 1
         if self.machine:
             link, gamma = self.machine.link(self.world.backend), self.machine.gamma
         else:
-            link, gamma = measured_link(self.world, BRIEF, rounds=1)[0], self.world.agreed(added())
-        return Cluster(link, gamma, sharing=sharing, cores=processors if sharing > 1 else 1)
+            link, gamma = measured_link(self.world, BRIEF, rounds=1)[0], added()
+        known: Cluster = self.world.agreed(Cluster(link, gamma, sharing=sharing, cores=processors if sharing > 1 else 1))
+        return known

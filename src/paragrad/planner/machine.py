@@ -38,10 +38,6 @@ class Link:
         (low, first), (high, second) = self.points[place - 1:place + 1]
         return max(0.0, first + (second - first) * (size - low) / (high - low))
 
-    def seconds(self, size: int) -> float:
-        """From posting a message to having it, undisturbed."""
-        return 2 * self.overhead + self.held(size) + self.latency
-
 
 @dataclass(frozen=True)
 class Cluster:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from paragrad.errors import Refused
@@ -12,6 +13,7 @@ from paragrad.planner.price import Price, least, price, seconds
 from paragrad.players.clock import Timeline, timed
 from paragrad.players.rounds import simulated
 from paragrad.players.work import WorkAndDepth, work_and_depth
+from paragrad.schedules.actions import Send
 from paragrad.strategy import Data, Native, Strategy, refuse_unbuilt, resolve
 
 WALKED = 64             # ranks up to which work and depth are walked
@@ -32,6 +34,7 @@ class Simulation:
     price: Price | None
     least: Price                        # lower bounds
     work: WorkAndDepth | None
+    element: int                        # bytes of one
 
 
 def simulate(strategy: Strategy, size: int, machine: Machine, *, link: str | None = None, inside: str | None = None,
@@ -54,15 +57,21 @@ def simulate(strategy: Strategy, size: int, machine: Machine, *, link: str | Non
     length = size // element
     cluster = Cluster(machine.link(link), machine.gamma, machine.link(inside) if inside else None, per_link, per_core, 1, slow)
     if spans:
+        _refuse_long(schedule, workers)
         timeline = timed(schedule, workers, length, cluster, element=element, spans=True)       # type: ignore[arg-type]
-        if timeline.messages > KEPT:
-            raise Refused(f"a timeline of {timeline.messages} messages is too long to keep (at most {KEPT}); simulate fewer "
-                          "ranks")
     else:
         timeline = simulated(schedule, workers, length, cluster, element=element)               # type: ignore[arg-type]
     closed, terms = _closed(schedule, workers, length, cluster, element)
     return Simulation(resolved, workers, size, cluster, machine, timeline, closed, terms, least(workers, length),
-                      work_and_depth(schedule, workers, length) if workers <= WALKED else None)   # type: ignore[arg-type]
+                      work_and_depth(schedule, workers, length) if workers <= WALKED else None,   # type: ignore[arg-type]
+                      element)
+
+
+def _refuse_long(schedule: Any, workers: int) -> None:
+    """A timeline of more messages than can be kept is refused before they are played."""
+    sends = (action for rank in range(workers) for action in schedule.program(rank, workers) if isinstance(action, Send))
+    if next(islice(sends, KEPT, None), None) is not None:
+        raise Refused(f"a timeline of more than {KEPT:,} messages is too long to keep; simulate fewer ranks")
 
 
 def _resolved(strategy: Strategy, per_link: int) -> Data:

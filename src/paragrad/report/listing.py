@@ -40,7 +40,7 @@ def run(finished: Run, as_json: bool, typed: Sequence[str] = ("paragrad", "train
     if as_json:
         print(json.dumps(facts))
     else:
-        _facts((name, value) for name, value in _labelled(finished, facts).items() if value is not None)
+        print_facts((name, value) for name, value in _labelled(finished, facts).items() if value is not None)
 
 
 def _labelled(finished: Run, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def certificate(found: Certificate, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found.as_json(), indent=1))
         return
-    _rows(("tensor", "difference"), [(name, f"{value:.1e}") for name, value in found.tensors.items()], False)
+    print_rows(("tensor", "difference"), [(name, f"{value:.1e}") for name, value in found.tensors.items()], False)
     facts: dict[str, Any] = {"job": f"{found.job} ({found.digest[:12]})", "strategy": found.resolved, "planted": found.sabotage,
                              "steps": found.steps, "failure": found.failure}
     if found.first:
@@ -93,7 +93,7 @@ def certificate(found: Certificate, as_json: bool) -> None:
         facts["largest difference"] = f"{found.difference:.1e}" + (f" at {found.tensor}" if found.tensor else "")
     facts[f"same training as {found.reference}"] = f"{'yes' if found.same else 'NO'} (bound {found.bound:.0e}, float64)"
     facts["certificate"] = found.folder / "certificate.json"
-    _facts((name, value) for name, value in facts.items() if value is not None)
+    print_facts((name, value) for name, value in facts.items() if value is not None)
 
 
 def dry_run(checked: Admitted, as_json: bool) -> None:
@@ -110,7 +110,7 @@ def dry_run(checked: Admitted, as_json: bool) -> None:
     if as_json:
         print(json.dumps(facts))
         return
-    _facts(facts.items())
+    print_facts(facts.items())
 
 
 def _shares(batch: range, weights: list[int], micro: int) -> list[list[int]]:
@@ -142,7 +142,7 @@ def jobs(known: dict[str, Callable[..., Any]], as_json: bool) -> None:
     """Every built-in job: name, arguments, one line."""
     rows = [(name, ", ".join(f"{argument.name}={argument.default}" for argument in inspect.signature(make).parameters.values()),
              _line(make)) for name, make in known.items()]
-    _rows(("job", "arguments", "what it trains"), rows, as_json)
+    print_rows(("job", "arguments", "what it trains"), rows, as_json)
 
 
 def strategies(as_json: bool) -> None:
@@ -150,19 +150,19 @@ def strategies(as_json: bool) -> None:
     rows = [(kind, cls.name, "yes" if cls.built else "not yet", _line(cls))
             for kind, classes in (("strategy", STRATEGIES.values()), ("reduce", ALGORITHMS)) for cls in classes
             if issubclass(cls, Choice)]
-    _rows(("kind", "name", "built", "what it is, and its source"), rows, as_json)
+    print_rows(("kind", "name", "built", "what it is, and its source"), rows, as_json)
 
 
 def _line(thing: Any) -> str:
     return (inspect.getdoc(thing) or "").splitlines()[0]
 
 
-def _facts(facts: Iterable[tuple[str, Any]]) -> None:
+def print_facts(facts: Iterable[tuple[str, Any]]) -> None:
     for name, value in facts:
         Console(soft_wrap=True).print(f"{name}: {value}", highlight=False, markup=False)
 
 
-def _rows(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], as_json: bool) -> None:
+def print_rows(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], as_json: bool) -> None:
     console = Console()
     if as_json:
         print(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], indent=1))

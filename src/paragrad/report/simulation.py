@@ -10,7 +10,7 @@ from typing import Any
 from paragrad.errors import Refused
 from paragrad.planner.machine import Machine
 from paragrad.planner.simulation import Simulation
-from paragrad.report.listing import _facts
+from paragrad.report.listing import print_facts
 
 
 def simulation(found: Simulation, as_json: bool) -> None:
@@ -22,13 +22,13 @@ def simulation(found: Simulation, as_json: bool) -> None:
                           "work": found.work and asdict(found.work), "cluster": asdict(found.cluster),
                           "machine": found.machine.measured}, indent=1))
     else:
-        _facts((name, value) for name, value in _told(found).items() if value is not None)
+        print_facts((name, value) for name, value in _told(found).items() if value is not None)
 
 
 def _told(found: Simulation) -> dict[str, Any]:
-    link, gamma, bounds = found.cluster.link, found.cluster.gamma, found.least
-    terms = {"rounds": bounds.rounds * link.alpha, "bytes": 4 * bounds.carried * link.beta,
-             "additions": 4 * bounds.added * gamma}
+    link, gamma, bounds, element = found.cluster.link, found.cluster.gamma, found.least, found.element
+    terms = {"rounds": bounds.rounds * link.alpha, "bytes": element * bounds.carried * link.beta,
+             "additions": element * bounds.added * gamma}
     plain = "" if found.cluster.group == 1 and not found.cluster.slow else ", every rank with a link of its own and none slow"
     return {
         "strategy": str(found.strategy),
@@ -39,8 +39,8 @@ def _told(found: Simulation) -> dict[str, Any]:
         "lower bounds": ", ".join(f"{name} {_seconds(value)}" for name, value in terms.items()),
         "messages": f"{found.timeline.messages:,} in all",
         "rounds": None if found.price is None else f"{found.price.rounds:,} messages, one after the other",
-        "sent by the busiest rank": None if found.price is None else f"{4 * found.price.sent:,} bytes",
-        "scratch": None if found.price is None else f"{4 * found.price.scratch:,} bytes",
+        "sent by the busiest rank": None if found.price is None else f"{element * found.price.sent:,} bytes",
+        "scratch": None if found.price is None else f"{element * found.price.scratch:,} bytes",
         "work W": None if found.work is None else f"{found.work.work:,} additions",
         "depth D": None if found.work is None else f"{found.work.depth:,} additions one after the other",
         "average parallelism W/D": None if found.work is None else f"{found.work.parallelism:,.1f}",
@@ -66,7 +66,7 @@ def machine(found: Machine, path: Path, as_json: bool) -> None:
     facts |= {"gamma": f"{1 / found.gamma / 1e9:.3g} GB/s added", "cores": found.cores}
     if found.memory and found.matmul:
         facts |= {"memory": f"{found.memory / 1e9:.3g} GB/s", "matrix products": f"{found.matmul / 1e9:.3g} Gflop/s, one core"}
-    _facts({**facts, "measured": found.measured, "machine file": path}.items())
+    print_facts({**facts, "measured": found.measured, "machine file": path}.items())
 
 
 def timeline(found: Simulation, path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from paragrad.planner.layers import Layer, Pass
 from paragrad.planner.profile import Profile
-from paragrad.report.listing import _facts, _rows
+from paragrad.report.listing import print_facts, print_rows
 
 PASSES = ("output", "input_gradient", "weight_gradient")
 COLUMNS = ("layer", "kind", "pass", "work W", "depth D", "W/D", "bytes")
@@ -22,9 +22,9 @@ def work(found: Profile, as_json: bool) -> None:
         return
     rows = [_row(layer, name) for layer in found.layers for name in PASSES if name == "output" or getattr(layer, name).bytes
             or getattr(layer, name).work]
-    _rows(COLUMNS, rows, False)
-    _facts(_summary(found).items())
-    _facts(("not counted", each) for each in found.not_counted)
+    print_rows(COLUMNS, rows, False)
+    print_facts(_summary(found).items())
+    print_facts(("not counted", each) for each in found.not_counted)
 
 
 def _row(layer: Layer, name: str) -> tuple[str, ...]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from paragrad.notation import Choice
 from paragrad.schedules.actions import Half, Program
 
 
-class Composed(Choice):
+class Composed(Choice, ABC):
     """First one half, then the other; both cut the vector alike and agree on who owns what in between."""
     __slots__ = ()
 
+    @abstractmethod
     def halves(self) -> tuple[Half, Half]:
-        raise NotImplementedError
+        """The first and the second."""
 
     def settled(self) -> Composed:
         """The same with every `auto` replaced."""
