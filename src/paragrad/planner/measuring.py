@@ -1,7 +1,7 @@
 """`paragrad measure`: alpha, beta, gamma of this machine's links, by playing small programs on the wire itself.
 
     ping-pong    rank 0 sends, rank 1 sends back: one way is half of it
-    stream       rank 0 sends one after the other, rank 1 says when it has the last: the time per message
+    stream       rank 0 sends one after the other, until rank 1 has the last: the time per message
     CPU          what both use meanwhile, in user and kernel, per message
 
 What is measured is what an exchange pays: torch.distributed, gloo or shm, and the Python of the wire. The numbers are fitted so
@@ -83,18 +83,16 @@ def _ping_pong(rank: int, times: int) -> list[Action]:
 def _stream(rank: int, times: int) -> list[Action]:
     """From part to part, as into one alone the next could be asked for only when the last is there."""
     slots = [number % PARTS for number in range(times)]
-    if rank == 0:
-        return [*(Send(1, slot) for slot in slots), Recv(1, slots[-1])]
-    return [*(Recv(0, slot) for slot in slots), Send(0, slots[-1])]
+    return [Send(1, slot) if rank == 0 else Recv(0, slot) for slot in slots]
 
 
 def _seconds_each(world: World, vector: torch.Tensor, program: Callable[[int, int], list[Action]]) -> tuple[float, float]:
-    """(seconds, mean CPU seconds of the two sides) of one turn of a program, over about a MOMENT. Collective."""
+    """(seconds until both sides are done, their mean CPU seconds) of one turn of a program, over about a MOMENT. Collective."""
     first = _played(world, vector, program, 3)[0] / 3
-    times = world.agreed(max(2 * PARTS, min(300, int(MOMENT / max(first, 1e-6)))))
+    times = world.agreed(max(PARTS, min(300, int(MOMENT / max(first, 1e-6)))))
     seconds, used = _played(world, vector, program, times)
-    both = sum(float(each) for each in world.gathered(torch.tensor([used], dtype=torch.float64))[:2])
-    return seconds / times, both / 2 / times
+    both = torch.stack(world.gathered(torch.tensor([seconds, used], dtype=torch.float64))[:2])
+    return float(both[:, 0].max()) / times, float(both[:, 1].mean()) / times
 
 
 def _played(world: World, vector: torch.Tensor, program: Callable[[int, int], list[Action]], times: int) -> tuple[float, float]:

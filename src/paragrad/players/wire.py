@@ -26,9 +26,9 @@ from paragrad.players.hang import Lines, Place
 from paragrad.schedules.actions import Action, Collective, Compute, Recv, Send, Slot, evenly, parts_in, shown
 from paragrad.world import World
 
-# bytes of scratch for receives under way: as long as DDP's first bucket. An exchange of a message costs gloo 0.4 ms whatever
-# its length, which is what half a megabyte takes on its way: where messages are longer, one ahead is enough.
-SCRATCH = 1 << 20
+# bytes of scratch for receives under way. Short messages need many, as each costs gloo 0.4 ms whatever its length. Of long ones
+# one ahead is enough, and more do harm: what is asked for early comes early, and takes the link from what is waited for.
+SCRATCH = 1 << 18
 LONG = 1 << 16              # bytes from which sends in a row to different ranks go one after the other
 
 
