@@ -11,7 +11,7 @@ import torch
 
 import paragrad as pg
 from paragrad.launching import Ranks
-from paragrad.planner.choosing import CANDIDATES, Chooser, predicted
+from paragrad.planner.choosing import Chooser, candidates, predicted
 from paragrad.planner.machine import ASSUMED, Cluster, Link, Machine, read_machine
 from paragrad.planner.measuring import measured_link
 from paragrad.players.wire import all_reduce
@@ -19,6 +19,7 @@ from paragrad.schedules.butterfly import Butterfly
 from paragrad.schedules.direct import Direct
 from paragrad.schedules.halving import Halving
 from paragrad.schedules.ring import Ring, RingAsync
+from paragrad.schedules.two_level import TwoLevel
 from paragrad.strategy import Native
 from paragrad.world import World
 
@@ -83,7 +84,10 @@ def test_what_the_clock_foretells() -> None:
     assert short[0] in (Butterfly(), Halving(1))
     assert long.index(Butterfly()) > long.index(Halving(1))
     assert {type(each) for each in long[:5]} <= {Halving, Ring, RingAsync, Direct}
-    assert set(predicted(8, 1000, 4, network)) == set(CANDIDATES)
+    assert set(predicted(8, 1000, 4, network)) == set(candidates(8))
+    assert TwoLevel(group=2) in candidates(8)
+    assert TwoLevel(group=2) not in candidates(7)
+    assert TwoLevel(group=4) in candidates(8, 4)
     assert Ring() not in predicted(40, 1000, 4, network)
 
 

@@ -168,7 +168,7 @@ def around(world: World, cases: list[tuple[int, int]]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_receives_posted_early_leave_the_order_of_the_program(pool: Ranks, backend: str) -> None:
     """Where a walk in one process ends, the wire ends, with the same numbers; also where two parts are longer than scratch."""
-    cases = [(seed, length) for seed in range(60) for length in (3, 1000, *[SCRATCH] * (seed < 12))]    # parts of 1 MB
+    cases = [(seed, length) for seed in range(60) for length in (3, 1000, *[SCRATCH] * (seed < 12))]    # parts longer than it
     expected = {case: vectors for case in cases if (vectors := walked(*case)) is not None}
     assert len(expected) > 30
     for rank, answers in enumerate(pool.run(around, list(expected), size=3, backend=backend)):

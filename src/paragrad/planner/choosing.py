@@ -1,11 +1,13 @@
 """`reduce=auto`: which algorithm, in how many segments, for a vector of this size on these links.
 
 The clock plays every candidate on what is known of the machine; the quickest few, and the backend's own all-reduce, are then
-tried on vectors of that size, and the quickest of them is taken. Trying costs some exchanges in the first step.
+tried on vectors of that size, in turn, the better half of them again and longer, and so on to the last (sequential halving,
+Karnin, Koren, Somekh 2013, "Almost optimal exploration in multi-armed bandits"). Trying costs some exchanges in the first step.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -27,20 +29,33 @@ from paragrad.schedules.halving import Halving
 from paragrad.schedules.ring import Ring, RingAsync
 from paragrad.schedules.star import Star
 from paragrad.schedules.tree import Tree
+from paragrad.schedules.two_level import TwoLevel
 from paragrad.world import World, ranks_here
 
 CANDIDATES: tuple[Composed, ...] = (
     Star(), Tree(), DoubleTree(1), DoubleTree(4), DoubleTree(16), Butterfly(), Halving(1), Halving(2), Halving(4), Direct(),
     Ring(), RingAsync(2), RingAsync(4))
-TRIED = 4               # of them, beside the backend's own
-ROUNDS = 5              # of the trial, in turn
+TRIED = 8               # of them, beside the backend's own
+MOMENT = 2.0            # seconds of exchanges that a trial may take, about, by the clock; where few fit, half as many are tried
+FEW, MOST = 40, 400     # exchanges of a trial
+ROW = 4                 # exchanges of one turn, where they are short: in training too one follows another
+SHORT = 0.02            # seconds
 CLOCKED = 32            # ranks up to which the clock plays all candidates; beyond, those of few messages
 
 
-def predicted(size: int, length: int, element: int, cluster: Cluster) -> dict[Composed, float]:
+def candidates(size: int, group: int | None = None) -> list[Composed | TwoLevel]:
+    """What may be picked for so many ranks; group: how many of them are on a host."""
+    groups = {each for each in (2, group) if each and 1 < each < size and size % each == 0}
+    found: list[Composed | TwoLevel] = [*CANDIDATES]
+    found += [TwoLevel(group=each) for each in sorted(groups)]
+    if size <= CLOCKED:
+        return found
+    return [each for each in found if not isinstance(each, Ring | RingAsync | Direct) and each != TwoLevel(group=2)]
+
+
+def predicted(size: int, length: int, element: int, cluster: Cluster, group: int | None = None) -> dict[Choice, float]:
     """Candidates and their times by the clock, the quickest first."""
-    names = CANDIDATES if size <= CLOCKED else [each for each in CANDIDATES if not isinstance(each, Ring | RingAsync | Direct)]
-    found = {each: timed(each, size, length, cluster, element=element).seconds for each in names}
+    found = {each: timed(each, size, length, cluster, element=element).seconds for each in candidates(size, group)}
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
@@ -75,23 +90,34 @@ class Chooser:
 
     def _tried(self, vector: torch.Tensor) -> Pick:
         self.cluster = self.cluster or self._known()
-        times = predicted(self.world.size, vector.numel(), vector.element_size(), self.cluster)
-        candidates = [*list(times)[:TRIED], self.native]
-        seen: dict[Choice, list[float]] = {each: [] for each in candidates}
+        times = predicted(self.world.size, vector.numel(), vector.element_size(), self.cluster, ranks_here())
+        quickest = next(iter(times.values()))
+        exchanges = min(MOST, int(MOMENT / quickest))
+        left = [*list(times)[:TRIED if exchanges >= FEW else TRIED // 2], self.native]
+        seen: dict[Choice, list[float]] = {each: [] for each in left}
         mine = torch.zeros_like(vector)
-        for turn in range(ROUNDS + 1):
-            for each in candidates:
-                self.world.barrier()
-                start = time.perf_counter()
-                self.play(each, mine)
-                if turn:                            # the first warms up: connections are made when they are first used
-                    seen[each].append(time.perf_counter() - start)
-        medians = torch.tensor([statistics.median(seen[each]) for each in candidates], dtype=torch.float64)
-        slowest = self.world.all_reduced(medians, "MAX").tolist()
-        best = candidates[slowest.index(min(slowest))]
-        told = ", ".join(f"{each} {1e3 * seconds:.3g} ms" + (f" (clock {1e3 * times[each]:.3g})" if each in times else "")
-                         for each, seconds in zip(candidates, slowest, strict=True))
-        return Pick(best, f"tried: {told}; links {self.machine.measured if self.machine else 'measured just before'}")
+        for each in left:
+            self.play(each, mine[:self.world.size])                 # connections are made when they are first used
+        stages = math.ceil(math.log2(len(left)))
+        row = ROW if quickest < SHORT else 1
+        while len(left) > 1:
+            turns = max(1, exchanges // (stages * len(left) * row))
+            seconds = [[self._seconds(each, mine, row) for each in left] for _ in range(turns)]
+            slowest = self.world.all_reduced(torch.tensor(seconds, dtype=torch.float64), "MAX")
+            for each, column in zip(left, slowest.T.tolist(), strict=True):
+                seen[each] += column
+            left = sorted(left, key=lambda each: statistics.median(seen[each]))[:-(-len(left) // 2)]
+        told = ", ".join(f"{each} {1e3 * statistics.median(taken):.3g} ms" +
+                         (f" (clock {1e3 * times[each]:.3g})" if each in times else "") for each, taken in seen.items())
+        return Pick(left[0], f"tried: {told}; links {self.machine.measured if self.machine else 'measured just before'}")
+
+    def _seconds(self, algorithm: Choice, vector: torch.Tensor, times: int) -> float:
+        """Seconds per exchange on this rank, of some in a row."""
+        self.world.barrier()
+        start = time.perf_counter()
+        for _ in range(times):
+            self.play(algorithm, vector)
+        return (time.perf_counter() - start) / times
 
     def _known(self) -> Cluster:
         """The ranks on their links; those of a host share its cores where they are more than these. All ranks go by what rank 0
