@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
@@ -23,11 +24,14 @@ def machine() -> dict[str, Any]:
 
 
 def alternated(measures: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Every measure once in each round, in turn (A B A B ...), so that what disturbs the machine disturbs all alike."""
+    """Every measure once in each round, so that what disturbs the machine disturbs all alike; in an order of each round's own
+    (the same in every run), as a measure may also feel the one before it.
+    """
     found: dict[str, list[float]] = {name: [] for name in measures}
+    shuffled = random.Random(0)
     for number in range(rounds):
-        for name, measure in measures.items():
-            found[name].append(measure())
+        for name in shuffled.sample(list(measures), len(measures)):
+            found[name].append(measures[name]())
             print(f"round {number + 1} of {rounds}: {name} {found[name][-1]:.4g}", file=sys.stderr, flush=True)
     return found
 

@@ -57,11 +57,12 @@ SETTINGS = {                    # of each host's TCP
     "ipv4/tcp_slow_start_after_idle": "0",      # a rank that computed for a while would begin slowly again
     "ipv4/tcp_no_metrics_save": "1",            # nor should a connection depend on those before it
     "ipv4/tcp_congestion_control": "reno",      # whatever this machine prefers: one that every kernel has, and lets us choose
-    # windows all of a size: left to itself each grows with its history, up to megabytes that wait in a link, and of two ranks
-    # that exchange, whoever has the smaller one sends more slowly (their acknowledgements stand behind the other's data)
+    # windows all of a size: left to itself each grows with its history, and of two ranks that exchange, whoever has the smaller
+    # one sends more slowly (its acknowledgements stand behind the other's data). Seven of these wait for less than the 200 ms
+    # after which TCP takes a message for lost, and begins slowly again
     "ipv4/tcp_moderate_rcvbuf": "0",
-    "ipv4/tcp_rmem": "4096 524288 524288",
-    "ipv4/tcp_wmem": "4096 524288 524288",
+    "ipv4/tcp_rmem": "4096 262144 262144",
+    "ipv4/tcp_wmem": "4096 262144 262144",
     "ipv6/conf/all/disable_ipv6": "1",
 }
 
