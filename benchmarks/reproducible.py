@@ -1,0 +1,63 @@
+"""What `reproducible=true` costs: exchanges of 4 ranks on one host, with it and without, over gloo and over shm.
+
+| figure                                                  | bar  |
+|---------------------------------------------------------|------|
+| time with it over time without, by backend and size      | none |
+
+Twice the bytes go over the wire, one small all-reduce more, and every number is turned into an integer and back.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from common import Bench, alternated, ratios
+from workers import Workers, serve
+
+KB, MB = 2**10, 2**20
+SIZES = {"4 KB": 4 * KB, "64 KB": 64 * KB, "1 MB": MB, "16 MB": 16 * MB}
+REPEATS = {4 * KB: 50, 64 * KB: 20, MB: 5, 16 * MB: 1}
+
+
+def main() -> None:
+    bench = Bench(__doc__)
+    for backend in ("gloo", "shm"):
+        workers = Workers(__file__, backend, 4)
+        for name, size in SIZES.items():
+            def seconds(reproducible: bool, size: int = size) -> float:
+                return max(workers.ask((size, reproducible)))           # noqa: B023      # asked before the next workers
+            times = alternated({"without": lambda: seconds(False), "with": lambda: seconds(True)}, bench.rounds(7, 2))
+            bench.measured[f"{backend}, {name} [s]"] = times
+            bench.figure(f"reproducible over plain, ring, 4 ranks, {backend}, {name}", ratios(times["with"], times["without"]))
+        workers.close()
+    bench.finish()
+
+
+def worker(backend: str, address: str) -> None:
+    import torch
+
+    from paragrad.data_parallel.reproducible import reproducible_all_reduce
+    from paragrad.players.wire import all_reduce
+    from paragrad.schedules.ring import Ring
+    from paragrad.world import joined_from_environment
+    torch.set_num_threads(1)
+    with joined_from_environment(backend) as world:
+        def taken(order: tuple[int, bool]) -> float:
+            size, reproducible = order
+            exchange = reproducible_all_reduce if reproducible else all_reduce
+            vector = torch.rand(size // 4, generator=torch.Generator().manual_seed(world.rank))
+            exchange(Ring(), vector, world)
+            world.barrier()
+            start = time.perf_counter()
+            for _ in range(REPEATS[size]):
+                exchange(Ring(), vector, world)
+            return (time.perf_counter() - start) / REPEATS[size]
+        serve(address, taken)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        worker(*sys.argv[2:4])
+    else:
+        main()

@@ -1,0 +1,68 @@
+"""Replicas in one process (benchmarks/replicas.py): averages are means, training is serial's, and every planted bug shows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from replicas import BUGS, REST, REUSED, STARTS, TWICE, Training, average, checks, rounding, trained
+
+import paragrad as pg
+from paragrad.datasets.mnist import Digits
+from paragrad.schedules.compose import Composed
+
+ALGORITHMS = (pg.Star(), pg.Tree(), pg.DoubleTree(2), pg.Butterfly(), pg.Halving(2), pg.Direct(), pg.Ring(), pg.RingAsync(2))
+
+
+@pytest.fixture
+def digits() -> Digits:
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(256, (240, 28, 28), generator=generator, dtype=torch.uint8)
+    return Digits(pixels, torch.randint(10, (240,), generator=generator))
+
+
+@pytest.mark.parametrize("schedule", ALGORITHMS, ids=str)
+def test_every_row_becomes_the_mean_of_all(schedule: Composed) -> None:
+    for count in (2, 3, 5, 8):
+        rows = torch.randint(-1000, 1000, (count, 43), generator=torch.Generator().manual_seed(count)).double()
+        expected = rows.mean(0).expand(count, -1).clone()
+        average(rows, schedule)
+        assert torch.equal(rows, expected)
+
+
+def test_replicas_train_as_serial_does(digits: Digits) -> None:
+    found = checks(Training(pg.job("mnist-mlp", width=16), 4, pg.Ring(), batch=5), digits)
+    assert found["proof"] is None
+    assert found["sum"] == 0
+    assert found["serial"] < 1e-10
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_every_planted_bug_shows(digits: Digits, bug: str) -> None:
+    found = checks(Training(pg.job("mnist-mlp", width=16), 4, pg.Ring(), batch=5, bug=bug), digits)
+    assert found["serial"] > 1e-6
+    assert (found["sum"] > 0) == (bug != STARTS)
+    assert (found["proof"] is not None) == (bug in (REST, TWICE))
+
+
+@pytest.mark.parametrize(("bug", "equal"), [(None, True), (REST, False), (REUSED, False), (TWICE, True), (STARTS, False)])
+def test_replicas_that_are_not_equal_show(digits: Digits, bug: str | None, equal: bool) -> None:
+    how = Training(pg.job("mnist-mlp", width=17), 4, pg.Ring(), batch=5, bug=bug)
+    told: list[int] = []
+    found = trained(how, digits, digits, 2, lambda epoch, accuracy: told.append(epoch))
+    assert told == [0, 1]
+    assert len(found["accuracies"]) == 2
+    assert found["equal"] is equal
+
+
+def test_averaged_weights_are_averaged_gradients_after_every_batch(digits: Digits) -> None:
+    """SGD with momentum is linear in the gradients."""
+    job = pg.job("mnist-mlp", width=16)
+    ways = [trained(Training(job, 4, pg.Tree(), averaged, "batch", 5, dtype=torch.float64), digits, digits, 1,
+                    lambda epoch, accuracy: None)["accuracies"] for averaged in ("gradients", "weights")]
+    assert ways[0] == ways[1]
+
+
+def test_rounding_is_a_matter_of_some_units_in_the_last_place(digits: Digits) -> None:
+    found = rounding(pg.job("mnist-mlp", width=16), digits, 4, {"ring": pg.Ring(), "tree": pg.Tree()}, 10)
+    assert list(found) == ["serial", "serial, batch back to front", "ring", "tree"]
+    assert all(0 < row["median"] < 100 and 0 < row["relative"] < 1e-5 for row in found.values())
