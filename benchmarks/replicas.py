@@ -169,7 +169,7 @@ def from_serial(how: Training, train: Digits, steps: int = 20) -> float:
     for _, (_, images, labels, _) in zip(range(steps), batches(train, how, steps), strict=False):
         ours.step(images, labels, last=False)
         alone.step(images.flatten(0, 1)[None], labels.flatten(0, 1)[None], last=False)
-    return float((ours.rows - alone.rows).abs().max() / alone.rows.abs().max())
+    return float((ours.rows - alone.rows).detach().abs().max() / alone.rows.detach().abs().max())
 
 
 def checks(how: Training, train: Digits) -> dict[str, Any]:
@@ -196,7 +196,6 @@ def rounding(job: Job, train: Digits, count: int, schedules: dict[str, Collectiv
     """
     def gradient(how: Training, images: Tensor, labels: Tensor) -> Tensor:
         replicas = Replicas(how)
-        replicas.gradients = vmap(grad(partial(loss_of, replicas.model, job)))
         return replicas.gradients(replicas.rows.detach(), images.to(how.dtype), labels)     # type: ignore[no-any-return]
 
     images, labels = train[torch.arange(batch * count)]
@@ -205,7 +204,8 @@ def rounding(job: Job, train: Digits, count: int, schedules: dict[str, Collectiv
     alone = Training(job, 1, any_schedule)
     found = {"serial": gradient(alone, images[None], labels[None])[0],
              "serial, batch back to front": gradient(alone, images.flip(0)[None], labels.flip(0)[None])[0]}
-    shares = gradient(Training(job, count, any_schedule), images.unflatten(0, (count, batch)), labels.unflatten(0, (count, batch)))
+    cut = (count, batch)
+    shares = gradient(Training(job, count, any_schedule), images.unflatten(0, cut), labels.unflatten(0, cut))
     for name, schedule in schedules.items():
         rows = shares.clone()
         average(rows, schedule)

@@ -17,8 +17,8 @@ from paragrad.report.charts import COLOURS, MARKERS, drawing
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE, FIGURES = DOCS / "ring-vs-tree.md", DOCS / "figures"
-ORDER = ("tree", "butterfly", "halving(segments=4)", "ring", "ring(blocking=true)", "ring_async(segments=2)", "two_level", "native",
-         "OpenMPI")
+ORDER = ("tree", "butterfly", "halving(segments=4)", "ring", "ring(blocking=true)", "ring_async(segments=2)", "two_level",
+         "native", "OpenMPI")
 NAMES = {"native": "gloo's own", "OpenMPI": "OpenMPI's own"}
 WIDTH = 760                 # of a plot
 STEPS = 469                 # of an epoch: 60,000 samples in batches of 128
@@ -30,8 +30,8 @@ def accuracy_figures(bench: Bench, found: Found) -> None:
     rows = [row for row in found["rows"] if row["width"] == 256]
     serial = fmean(rows[0]["tests"])
     of_two = [row["digests"] for row in rows if row["strategy"].startswith("data(2,")]
-    bench.figure("different final parameters at 2 ranks, over algorithms", max(len(set(seed)) for seed in zip(*of_two, strict=True)),
-                 at_most=1)
+    bench.figure("different final parameters at 2 ranks, over algorithms",
+                 max(len(set(seed)) for seed in zip(*of_two, strict=True)), at_most=1)
     away = [abs(row["mean"] - serial) for row in rows if row["strategy"].startswith(("data(4,", "data(8,"))]
     if away:
         bench.figure("accuracy at 4 and 8 ranks less serial's mean, the farthest", max(away), at_most=0.25)
@@ -84,8 +84,9 @@ def exchanges(axes: Any, points: Iterable[Found], over: Callable[[Found], float]
 
 
 def of_width(found: Found) -> dict[str, list[Found]]:
-    return {"4 ranks on one host (2 cores)": [point for point in found["host"]["points"] if point["ranks"] == 4],
-            "8 hosts at 100 Mbit/s": [point for point in found["links"]["points"] if point["ranks"] == 8 and point["group"] == 1]}
+    host, links = found["host"]["points"], found["links"]["points"]
+    return {"4 ranks on one host (2 cores)": [point for point in host if point["ranks"] == 4],
+            "8 hosts at 100 Mbit/s": [point for point in links if point["ranks"] == 8 and point["group"] == 1]}
 
 
 def sizes(found: Found, path: Path) -> None:
@@ -121,7 +122,8 @@ def steps(found: Found, path: Path) -> None:
             mine = [step for step in found[where]["steps"] if step["group"] == 1 and
                     (step["ranks"] == (4 if where == "host" else 8) if over_width else step["width"] == 256)]
             for series in ("none", "tree", "ring", "native"):
-                chosen = sorted((step for step in mine if step["series"] == series), key=lambda step: (step["bytes"], step["ranks"]))
+                chosen = [step for step in mine if step["series"] == series]
+                chosen.sort(key=lambda step: (step["bytes"], step["ranks"]))
                 place = [step["bytes"] / 1e6 if over_width else step["ranks"] for step in chosen]
                 colour = COLOURS[ORDER.index(series)] if series in ORDER else "#999999"
                 each.plot(place, [STEPS * median(step["measured"]) for step in chosen], color=colour, linestyle="none",
@@ -129,7 +131,8 @@ def steps(found: Found, path: Path) -> None:
                           label=NAMES.get(series, series) if series != "none" else "no exchange")
                 told = [STEPS * foretold(found, step) for step in chosen if series in ("tree", "ring")]
                 each.plot(place[:len(told)], told, color=colour, linewidth=1)
-            each.set(xscale="log", yscale="log", xlabel="MB of gradients" if over_width else "ranks", ylabel="seconds of an epoch")
+            each.set(xscale="log", yscale="log", xlabel="MB of gradients" if over_width else "ranks",
+                     ylabel="seconds of an epoch")
             each.set_title({"host": "one host", "links": "100 Mbit/s"}[where] + (
                 f", {4 if where == 'host' else 8} ranks" if over_width else ", width 256"), fontsize=9)
     panels(path, 4, 520, draw)
@@ -171,13 +174,15 @@ def accuracies(found: Found, path: Path) -> None:
 def weights(found: Found, path: Path) -> None:
     def draw(axes: Sequence[Any]) -> None:
         for name, run in found["weights"]["found"].items():
-            number = ORDER.index(name.split(",")[0]) if name.split(",")[0] in ORDER else None
+            first = name.split(",")[0]
             axes[0].plot(range(1, len(run["accuracies"]) + 1), run["accuracies"], linewidth=1.5,
-                         linestyle="--" if "epoch" in name else "-", label=name, color="#999999" if number is None else COLOURS[number])
+                         linestyle="--" if "epoch" in name else "-", label=name,
+                         color=COLOURS[ORDER.index(first)] if first in ORDER else "#999999")
         axes[0].set(xlabel="epoch", ylabel="accuracy, %")
         for row in found["bugs"]["rows"]:
             if row["averaged"] == "weights":
-                axes[1].plot(range(1, len(row["accuracies"]) + 1), row["accuracies"], linewidth=1.5, label=row["bug"] or "no bug")
+                axes[1].plot(range(1, len(row["accuracies"]) + 1), row["accuracies"], linewidth=1.5,
+                             label=row["bug"] or "no bug")
         axes[1].set(xlabel="epoch")
         axes[0].set_title("80 replicas, weights averaged", fontsize=9)
         axes[1].set_title("every epoch, by a ring, with a planted bug", fontsize=9)
@@ -268,7 +273,8 @@ def steps_table(found: Found) -> str:
 def accuracy_table(found: Found) -> str:
     rows = found["accuracy"]["rows"]
     serial = {row["width"]: row["mean"] for row in rows if row["strategy"] == "serial"}
-    return table(["strategy", "width", "accuracy, mean ± deviation", "less serial's", "final parameters, by seed", "difference, float64"],
+    return table(["strategy", "width", "accuracy, mean ± deviation", "less serial's", "final parameters, by seed",
+                  "difference, float64"],
                  [[row["strategy"], str(row["width"]), f"{row['mean']:.2f} ± {row['spread']:.2f}",
                    f"{row['mean'] - serial[row['width']]:+.2f}", " ".join(row["digests"]),
                    "" if row["difference"] is None else f"{row['difference']:.1e}"] for row in rows])
@@ -294,7 +300,8 @@ def bugs_table(found: Found) -> str:
                          "" if checks["serial"] is None else f"{checks['serial']:.1e}" if checks["serial"] < 1e-10
                          else f"**{checks['serial']:.1e}**",
                          f"**{checks['proof']}**" if checks["proof"] else "holds"])
-    return table(["averaged, replicas", "bug", "accuracy", "lost", "replicas equal", "whole numbers", "from serial, float64", "proof"], rows)
+    return table(["averaged, replicas", "bug", "accuracy", "lost", "replicas equal", "whole numbers", "from serial, float64",
+                  "proof"], rows)
 
 
 def rounding_table(found: Found) -> str:

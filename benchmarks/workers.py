@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ class Workers:
 
     def close(self) -> None:
         for socket in self.sockets:
-            socket.send(None)
+            with suppress(BrokenPipeError):     # it has failed, and said why
+                socket.send(None)
         self.ended()
         self.folder.cleanup()
 

@@ -12,7 +12,7 @@ from paragrad import checkpoint
 from paragrad.backends.shm.region import unavailable
 from paragrad.errors import Refused
 from paragrad.job import Facts, Job, examined
-from paragrad.launching import cores
+from paragrad.launched import cores
 from paragrad.players.proof import prove
 from paragrad.schedules.actions import ScheduleError
 from paragrad.schedules.sabotage import sabotaged

@@ -1,4 +1,7 @@
-"""The verbs of the command line; no logic."""
+"""The verbs of the command line; no logic.
+
+A verb imports what only it needs: torch takes two seconds, in which `simulate` is done.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +13,23 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from paragrad.admission import admitted
-from paragrad.certificate import verify as verified
-from paragrad.comparison import compare as compared
 from paragrad.errors import RankFailed, Refused
-from paragrad.job import Job
-from paragrad.jobs import JOBS, find
-from paragrad.launching import cores
+from paragrad.launched import cores
 from paragrad.planner.machine import machine_of
-from paragrad.planner.measuring import measure as measured
-from paragrad.planner.profile import profile
 from paragrad.planner.simulation import read_bytes, read_slow
 from paragrad.planner.simulation import simulate as simulated
-from paragrad.report import listing, simulation, table
+from paragrad.report import simulation
 from paragrad.report.progress import Shown
-from paragrad.report.work import work as show_work
 from paragrad.schedules.sabotage import SABOTAGES
-from paragrad.settings import Settings
 from paragrad.strategy import strategy as read_strategy
-from paragrad.training import train as trained
-from paragrad.world import launched_rank
+
+if TYPE_CHECKING:
+    from paragrad.job import Job
 
 DIGITS = "serial; data(2); data(2, reduce=native); data(2, reduce=ring); data(2, reduce=ring_async); data(2, reduce=tree); " \
          "data(2, reduce=butterfly)"
@@ -73,6 +68,11 @@ def train(job: JobName, strategy: Strategy = "serial",
           machine: Machine = None, loaders: Loaders = 0, batch: Batch = None, epochs: Epochs = None, seed: Seed = None,
           set_: Set = None, sabotage: Sabotage = None, unproved: Unproved = False, as_json: Json = False) -> None:
     """Train JOB under one strategy. SIGTERM saves a checkpoint and ends it."""
+    from paragrad.admission import admitted
+    from paragrad.report import listing
+    from paragrad.settings import Settings
+    from paragrad.training import train as trained
+    from paragrad.world import launched_rank
     with answering():
         chosen = _job(job, set_, batch, epochs, seed)
         settings: dict[str, Any] = {
@@ -98,6 +98,8 @@ def compare(job: JobName, strategies: Annotated[str, typer.Option(help="separate
             epochs: Epochs = None, seed: Seed = None, set_: Set = None, sabotage: Sabotage = None, unproved: Unproved = False,
             as_json: Json = False) -> None:
     """Train JOB under several strategies and print one table; page.html shows it with its charts."""
+    from paragrad.comparison import compare as compared
+    from paragrad.report import table
     with answering():
         chosen = _job(job, set_, batch, epochs, seed)
         with Shown(Console(stderr=True)) as shown:
@@ -117,6 +119,8 @@ def verify(job: JobName, strategy: Strategy, runs: Runs = Path("runs"), data: Da
            backend: Backend = "auto", batch: Batch = None, seed: Seed = None, set_: Set = None, sabotage: Sabotage = None,
            as_json: Json = False) -> None:
     """Is it the same training as serial? 20 steps in float64, tensor by tensor, and a certificate."""
+    from paragrad.certificate import verify as verified
+    from paragrad.report import listing
     with answering():
         chosen = _job(job, set_, batch, None, seed)
         with Shown(Console(stderr=True)) as shown:
@@ -131,6 +135,7 @@ def verify(job: JobName, strategy: Strategy, runs: Runs = Path("runs"), data: Da
 def draw(strategy: Annotated[str, typer.Argument(help="such as 'data(4, reduce=ring)'")],
          svg: Annotated[Path | None, typer.Option(metavar="FILE", help="also write a space-time diagram")] = None) -> None:
     """Draw what the ranks of a strategy send each other."""
+    from paragrad.report import listing
     with answering():
         listing.draw(read_strategy(strategy), svg)
 
@@ -138,6 +143,8 @@ def draw(strategy: Annotated[str, typer.Argument(help="such as 'data(4, reduce=r
 @app.command()
 def work(job: JobName, data: Data = None, batch: Batch = None, set_: Set = None, as_json: Json = False) -> None:
     """Work, depth and bytes of every layer of JOB in one step, and how many processors they could keep busy."""
+    from paragrad.planner.profile import profile
+    from paragrad.report.work import work as show_work
     with answering():
         show_work(profile(_job(job, set_, batch, None, None), data), as_json)
 
@@ -170,6 +177,7 @@ def measure(output: Annotated[Path, typer.Option(metavar="FILE", help="the machi
             interface: Annotated[str | None, typer.Option(help="what gloo talks over; on one host loopback")] = None,
             as_json: Json = False) -> None:
     """Measure this machine: alpha, beta, gamma of its links, its memory and its arithmetic. Under torchrun: between hosts."""
+    from paragrad.planner.measuring import measure as measured
     with answering():
         with Console(stderr=True).status("measuring"):
             found = measured(backend, interface)
@@ -180,6 +188,8 @@ def measure(output: Annotated[Path, typer.Option(metavar="FILE", help="the machi
 @app.command()
 def jobs(as_json: Json = False) -> None:
     """List the built-in jobs."""
+    from paragrad.jobs import JOBS
+    from paragrad.report import listing
     with answering():
         listing.jobs(JOBS, as_json)
 
@@ -187,11 +197,13 @@ def jobs(as_json: Json = False) -> None:
 @app.command()
 def strategies(as_json: Json = False) -> None:
     """List the strategies and algorithms, each with its source."""
+    from paragrad.report import listing
     with answering():
         listing.strategies(as_json)
 
 
 def _job(name: str, settings: list[str] | None, batch: int | None, epochs: int | None, seed: int | None) -> Job:
+    from paragrad.jobs import find
     pairs = [setting.partition("=") for setting in settings or []]
     for name_, sign, _ in pairs:
         if not sign:

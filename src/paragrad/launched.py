@@ -1,4 +1,4 @@
-"""Launched: which rank of how many a launcher made this process, and where its ranks meet.
+"""Launched: which rank of how many a launcher made this process, where its ranks meet, and on which cores it may run.
 
 The one reader of the variables that torchrun, mpirun (Open MPI, MPICH) and srun set; no process group is made here.
 """
@@ -52,6 +52,11 @@ class Launched:
     @property
     def on_one_host(self) -> bool:
         return self.local_size == self.size
+
+
+def cores() -> int:
+    """The cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:

@@ -13,7 +13,7 @@ from paragrad.admission import backend_of, check_schedule, threads_of
 from paragrad.datasets.loading import Collate
 from paragrad.errors import Refused
 from paragrad.job import unfit
-from paragrad.launching import cores
+from paragrad.launched import cores
 from paragrad.loss import Loss
 from paragrad.settings import Settings
 from paragrad.strategy import Data, Serial, Strategy, refuse_unbuilt, resolve

@@ -9,7 +9,7 @@ import torch
 
 from paragrad.errors import Refused
 from paragrad.job import Job
-from paragrad.launching import cores
+from paragrad.launched import cores
 from paragrad.notation import unknown
 from paragrad.planner.machine import Machine, machine_of, read_machine
 from paragrad.report import tensorboard

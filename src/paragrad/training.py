@@ -15,7 +15,8 @@ from torch import nn
 from paragrad.admission import Admitted, admitted, not_sharing
 from paragrad.errors import RankFailed, StepFailed
 from paragrad.job import Job
-from paragrad.launching import Ranks, cores
+from paragrad.launched import cores
+from paragrad.launching import Ranks
 from paragrad.loop import Progress, train_rank
 from paragrad.record import SCHEMA, Record, Recorder, new_folder
 from paragrad.settings import Settings

@@ -13,7 +13,8 @@ from dataclasses import replace
 from paragrad.admission import Admitted
 from paragrad.datasets.loading import parted
 from paragrad.job import opened
-from paragrad.launching import Ranks, cores
+from paragrad.launched import cores
+from paragrad.launching import Ranks
 from paragrad.strategy import Data, Serial, Strategy
 from paragrad.trainer import Trainer
 from paragrad.world import World, launched_size

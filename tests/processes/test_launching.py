@@ -16,7 +16,8 @@ import torch
 from equality import JOBS
 
 from paragrad.errors import RankFailed, StepFailed
-from paragrad.launching import Ranks, cores
+from paragrad.launched import cores
+from paragrad.launching import Ranks
 from paragrad.strategy import resolve, strategy
 from paragrad.verification import difference
 from paragrad.world import World

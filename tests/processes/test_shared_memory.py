@@ -17,7 +17,8 @@ from paragrad.checkpoint import newest
 from paragrad.data_parallel.shared_memory import SharedMemory
 from paragrad.data_parallel.slices import ELEMENTWISE, FUSED, PER_TENSOR, slices
 from paragrad.datasets.loading import parted
-from paragrad.launching import Ranks, cores
+from paragrad.launched import cores
+from paragrad.launching import Ranks
 from paragrad.record import lines_of
 from paragrad.settings import Settings
 from paragrad.strategy import strategy

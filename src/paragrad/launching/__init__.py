@@ -1,5 +1,5 @@
 """Start, watch and reap the ranks of this host."""
 
-from paragrad.launching.ranks import Ranks, cores
+from paragrad.launching.ranks import Ranks
 
-__all__ = ["Ranks", "cores"]
+__all__ = ["Ranks"]

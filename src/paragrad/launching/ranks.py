@@ -7,7 +7,6 @@ launcher by the end of their socket, and so does the server it came from, so nob
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import tempfile
 import time
@@ -20,16 +19,12 @@ from typing import Any
 import cloudpickle
 
 from paragrad.errors import RankFailed
+from paragrad.launched import cores
 from paragrad.launching import processes
 from paragrad.launching.messages import Failure, Stop, Task
 from paragrad.launching.processes import Process, Server
 
 GRACE = 0.5             # seconds in which a killed rank must show, before a peer's complaint counts as the cause
-
-
-def cores() -> int:
-    """The cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Ranks:

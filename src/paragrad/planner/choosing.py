@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from paragrad.launching import cores
+from paragrad.launched import cores
 from paragrad.notation import Choice
 from paragrad.planner.machine import Cluster, Machine
 from paragrad.planner.measuring import BRIEF, added, measured_link

@@ -24,7 +24,8 @@ import torch
 
 from paragrad.backends.shm.region import unavailable
 from paragrad.errors import Refused
-from paragrad.launching import Ranks, cores
+from paragrad.launched import cores
+from paragrad.launching import Ranks
 from paragrad.notation import unknown
 from paragrad.planner.machine import Link, Machine
 from paragrad.players.wire import Play

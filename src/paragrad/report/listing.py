@@ -7,13 +7,10 @@ import json
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from paragrad.admission import Admitted
 from paragrad.certificate import Certificate
@@ -22,6 +19,7 @@ from paragrad.job import accuracy
 from paragrad.notation import Choice
 from paragrad.players.draw import draw as drawn
 from paragrad.report.drawing import write_space_time
+from paragrad.report.printing import print_facts, print_rows
 from paragrad.report.table import COMPUTED, sent
 from paragrad.shares import micro_batches
 from paragrad.strategy import ALGORITHMS, SCHEDULES, STRATEGIES, Data, Native, Strategy, refuse_unbuilt, resolve, share_weights
@@ -155,22 +153,3 @@ def strategies(as_json: bool) -> None:
 
 def _line(thing: Any) -> str:
     return (inspect.getdoc(thing) or "").splitlines()[0]
-
-
-def print_facts(facts: Iterable[tuple[str, Any]]) -> None:
-    for name, value in facts:
-        Console(soft_wrap=True).print(f"{name}: {value}", highlight=False, markup=False)
-
-
-def print_rows(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], as_json: bool) -> None:
-    console = Console()
-    if as_json:
-        print(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], indent=1))
-    elif not console.is_terminal:
-        for row in rows:
-            print("\t".join(row))
-    else:
-        table = Table(*columns)
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)

@@ -10,7 +10,7 @@ from typing import Any
 from paragrad.errors import Refused
 from paragrad.planner.machine import Machine
 from paragrad.planner.simulation import Simulation
-from paragrad.report.listing import print_facts
+from paragrad.report.printing import print_facts
 
 
 def simulation(found: Simulation, as_json: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from paragrad.planner.layers import Layer, Pass
 from paragrad.planner.profile import Profile
-from paragrad.report.listing import print_facts, print_rows
+from paragrad.report.printing import print_facts, print_rows
 
 PASSES = ("output", "input_gradient", "weight_gradient")
 COLUMNS = ("layer", "kind", "pass", "work W", "depth D", "W/D", "bytes")
