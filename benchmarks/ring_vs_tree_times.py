@@ -89,7 +89,8 @@ def links(bench: Bench) -> dict[str, Any]:
 
 def clock(bench: Bench, told: dict[str, Any]) -> dict[str, Any]:
     """More hosts than there are: by the clock and by closed form, from the link that `links` measured."""
-    cluster = Cluster(Link(**told["link"]), told["gamma"])
+    link = Link(**{**told["link"], "points": tuple(map(tuple, told["link"]["points"]))})
+    cluster = Cluster(link, told["gamma"])
     points = []
     for ranks in FAR[:2] if bench.quick else FAR:
         for series in OURS:

@@ -68,7 +68,8 @@ class Play:
         self.ahead = 0                                              # the first action that `look_ahead` has not passed
         self.touched: dict[Slot, int] = {}                          # part -> actions from `place` to there that touch it
         self.scratch = 0                                            # bytes
-        # what is received in a row must be asked for before the sends that stand before it, or it comes after them
+        # what is received in a row must be asked for before the sends that stand before it, or it comes after them; also what
+        # does not add may need scratch, and be an element longer than what does
         self.most = max(SCRATCH, min(vector.nbytes, max(map(self.scratch_of, rows(actions)), default=0)))
         self.sent = 0
         self.waiting = self.transfer = 0.0
@@ -83,8 +84,8 @@ class Play:
         return self.vector[self.parts[parts[0]].start:self.parts[parts[-1]].stop]
 
     def scratch_of(self, row: Sequence[Action]) -> int:
-        """Bytes that come into scratch in a row of receives."""
-        return sum(self.slot(each.slot).nbytes for each in row if isinstance(each, Recv) and each.add)
+        """Bytes that may come into scratch in a row of receives."""
+        return sum(self.slot(each.slot).nbytes for each in row if isinstance(each, Recv))
 
     def run(self) -> None:
         """Play to the end. Raises StepFailed that shows the schedule around the failure, with the last actions of all ranks."""
