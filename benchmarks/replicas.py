@@ -34,22 +34,22 @@ BUGS = {REST: "the last n mod p elements are in no chunk: never exchanged",
 class Numbers:
     """The vectors of all ranks, a row each."""
 
-    def __init__(self, rows: Tensor, parts: int) -> None:
+    def __init__(self, rows: np.ndarray, parts: int) -> None:
         self.rows, self.parts = rows, evenly(rows.shape[1], parts)
 
-    def at(self, rank: int, slot: Slot) -> Tensor:
+    def at(self, rank: int, slot: Slot) -> np.ndarray:
         parts = parts_in(slot)
         return self.rows[rank, self.parts[parts[0]].start:self.parts[parts[-1]].stop]      # type: ignore[index]
 
-    def read(self, rank: int, send: Send) -> Tensor:
-        return self.at(rank, send.slot).clone()
+    def read(self, rank: int, send: Send) -> np.ndarray:
+        return self.at(rank, send.slot).copy()
 
-    def write(self, rank: int, recv: Recv, payload: Tensor) -> None:
+    def write(self, rank: int, recv: Recv, payload: np.ndarray) -> None:
         mine = self.at(rank, recv.slot)
         if recv.add:
             mine += payload
         else:
-            mine.copy_(payload)
+            mine[:] = payload
 
     def compute(self, rank: int, action: Compute) -> None:
         raise AssertionError(f"an exchange only adds, not {action}")
@@ -58,13 +58,15 @@ class Numbers:
 class Reused(Numbers):
     """A bug: each rank has one buffer to send from, and fills it again though its last message may still be there."""
 
-    def __init__(self, rows: Tensor, parts: int) -> None:
+    def __init__(self, rows: np.ndarray, parts: int) -> None:
         super().__init__(rows, parts)
-        self.buffers = torch.empty_like(rows)
+        self.buffers = np.empty_like(rows)
 
-    def read(self, rank: int, send: Send) -> Tensor:
+    def read(self, rank: int, send: Send) -> np.ndarray:
         piece = self.at(rank, send.slot)
-        return self.buffers[rank, :len(piece)].copy_(piece)
+        buffer = self.buffers[rank, :len(piece)]
+        buffer[:] = piece
+        return buffer
 
 
 def average(rows: Tensor, schedule: Collective, bug: str | None = None) -> None:
@@ -72,7 +74,7 @@ def average(rows: Tensor, schedule: Collective, bug: str | None = None) -> None:
     size, length = rows.shape
     reach = length - length % size if bug == REST else length
     reached = rows[:, :reach]
-    walk(schedule.program, size, (Reused if bug == REUSED else Numbers)(reached, schedule.parts(size)))
+    walk(schedule.program, size, (Reused if bug == REUSED else Numbers)(reached.numpy(), schedule.parts(size)))
     reached /= size * size if bug == TWICE else size
 
 

@@ -88,7 +88,6 @@ def accuracy(bench: Bench) -> dict[str, Any]:
 
 def weights(bench: Bench) -> dict[str, Any]:
     """80 replicas whose weights are averaged, in one process."""
-
     job = pg.job("mnist-mlp", width=64, activation="sigmoid")
     count, epochs, batch = (8, 1, 500) if bench.quick else (80, 20, 50)
     found = {}
@@ -103,7 +102,6 @@ def weights(bench: Bench) -> dict[str, Any]:
 
 def bugs(bench: Bench) -> dict[str, Any]:
     """Every planted bug in both kinds of averaging, beside the same without."""
-
     rows = []
     for averaged, count, epochs, batch, activation in (("gradients", 8, 3, 16, "relu"), ("weights", 80, 20, 50, "sigmoid")):
         job = pg.job("mnist-mlp", width=64, activation=activation)
@@ -117,7 +115,6 @@ def bugs(bench: Bench) -> dict[str, Any]:
 
 def roundings(bench: Bench) -> dict[str, Any]:
     """Of one batch of BATCH samples for each replica's share, by every algorithm."""
-
     job = pg.job("mnist-mlp")
     names = ("star", "tree", "butterfly", "halving", "ring")
     schedules, train = {name: schedule(name) for name in names}, data_of(bench, job)[0]
