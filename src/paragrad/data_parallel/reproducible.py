@@ -25,6 +25,7 @@ from paragrad.schedules.actions import AllReduce
 from paragrad.world import World
 
 BITS = 62
+BLOCK = 1 << 15                 # numbers converted at a time: they stay in the cache
 SMALLEST = -900                 # exponent below which numbers count as 0: u and 1/u stay normal float64
 NOT_FINITE = 1 << 20            # an exponent no number has
 
@@ -53,25 +54,24 @@ def reproducible_all_reduce(schedule: AllReduce, vector: Tensor, world: World) -
 
 def exponent(vector: Tensor) -> int:
     """The least E (from SMALLEST on) with all |x| < 2^E; NOT_FINITE where there is a number that is not."""
-    largest = float(vector.abs().amax()) if vector.numel() else 0.0
+    lowest, highest = map(float, vector.aminmax()) if vector.numel() else (0.0, 0.0)
+    largest = max(-lowest, highest)                     # not a number, both are
     if not math.isfinite(largest):
         return NOT_FINITE
     return max(math.frexp(largest)[1], SMALLEST) if largest else SMALLEST
 
 
 def to_whole(vector: Tensor, shift: int) -> Tensor:
-    """round(x 2^shift) as int64. Exact but for the rounding, because both factors and all products are normal float64."""
-    return scaled(vector.to(torch.float64, copy=True), shift).round_().to(torch.int64)
+    """round(x 2^shift) as int64. Exact but for the rounding, because the factor is normal float64 (|shift| < 1000)."""
+    whole = torch.empty_like(vector, dtype=torch.int64)
+    for piece, out in zip(vector.split(BLOCK), whole.split(BLOCK), strict=True):
+        out.copy_(piece.to(torch.float64, copy=True).mul_(2.0 ** shift).round_())
+    return whole
 
 
 def from_whole(whole: Tensor, shift: int, out: Tensor) -> None:
     """The integers times 2^-shift, rounded to out's type: once, before the factor, which changes the exponent alone (types of
     16 bits: by way of float64)."""
-    rounded = whole.to(torch.float32).double() if out.dtype == torch.float32 else whole.double()
-    out.copy_(scaled(rounded, -shift))
-
-
-def scaled(numbers: Tensor, shift: int) -> Tensor:
-    """times 2^shift, in two steps, as 2^shift alone may be out of range."""
-    half = shift // 2
-    return numbers.mul_(2.0 ** half).mul_(2.0 ** (shift - half))
+    for piece, into in zip(whole.split(BLOCK), out.split(BLOCK), strict=True):
+        rounded = piece.to(torch.float32).double() if out.dtype == torch.float32 else piece.double()
+        into.copy_(rounded.mul_(2.0 ** -shift))
