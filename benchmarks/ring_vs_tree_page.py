@@ -12,6 +12,7 @@ from statistics import fmean, median
 from typing import Any
 
 from common import Bench
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from paragrad.report.charts import COLOURS, MARKERS, drawing
 
@@ -63,13 +64,16 @@ def panels(path: Path, count: int, height: float, draw: Callable[[Sequence[Any]]
         entries: dict[str, Any] = {}
         for each in axes:
             each.grid(alpha=0.3)
+            each.tick_params(labelsize=8)
+            each.xaxis.label.set_size(9)
+            each.yaxis.label.set_size(9)
             entries |= dict(zip(*reversed(each.get_legend_handles_labels()), strict=True))
         figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=5, fontsize=7, frameon=False)
         figure.savefig(path, format="svg", metadata={"Date": None})
     path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
 
 
-def exchanges(axes: Any, points: Iterable[Found], over: Callable[[Found], float]) -> None:
+def exchanges(axes: Any, points: Sequence[Found], over: Callable[[Found], float]) -> None:
     """Dots: measured. Lines: the clock. Dotted: closed form."""
     for number, series in enumerate(ORDER):
         mine = sorted((point for point in points if point["series"] == series), key=over)
@@ -80,7 +84,21 @@ def exchanges(axes: Any, points: Iterable[Found], over: Callable[[Found], float]
         for key, dashes in (("clock", "-"), ("form", ":")):
             told = [point for point in mine if point.get(key)]
             axes.plot([over(point) for point in told], [point[key] for point in told], linestyle=dashes, linewidth=1, **look)
-    axes.set(xscale="log", yscale="log")
+    logarithmic(axes, over(points[0]) if points else 1)
+
+
+def logarithmic(axes: Any, first: float) -> None:
+    """Both axes, with numbers as people write them; over ranks in powers of two."""
+    axes.set(yscale="log")
+    if isinstance(first, int):
+        axes.set_xscale("log", base=2)
+    else:
+        axes.set(xscale="log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.set_minor_formatter(NullFormatter())
 
 
 def of_width(found: Found) -> dict[str, list[Found]]:
@@ -131,8 +149,8 @@ def steps(found: Found, path: Path) -> None:
                           label=NAMES.get(series, series) if series != "none" else "no exchange")
                 told = [STEPS * foretold(found, step) for step in chosen if series in ("tree", "ring")]
                 each.plot(place[:len(told)], told, color=colour, linewidth=1)
-            each.set(xscale="log", yscale="log", xlabel="MB of gradients" if over_width else "ranks",
-                     ylabel="seconds of an epoch")
+            logarithmic(each, 1.0 if over_width else 1)
+            each.set(xlabel="MB of gradients" if over_width else "ranks", ylabel="seconds of an epoch")
             each.set_title({"host": "one host", "links": "100 Mbit/s"}[where] + (
                 f", {4 if where == 'host' else 8} ranks" if over_width else ", width 256"), fontsize=9)
     panels(path, 4, 520, draw)
@@ -160,13 +178,15 @@ def accuracies(found: Found, path: Path) -> None:
                 number = ["tree", "butterfly", "halving", "ring", "", "ring_async"].index(match[2])
                 over_ranks.plot([int(match[1]) * 1.05 ** (number - 2)] * len(row["tests"]), row["tests"], linestyle="none",
                                 marker=MARKERS[number], markersize=4, color=COLOURS[number], label=match[2])
-        over_ranks.set(xscale="log", xticks=[2, 4, 8], xticklabels=["2", "4", "8"], xlabel="ranks", ylabel="accuracy, %")
+        over_ranks.set_xscale("log", base=2)
+        over_ranks.set(xticks=[2, 4, 8], xticklabels=["2", "4", "8"], xlabel="ranks", ylabel="accuracy, %")
         over_ranks.set_title("width 256, every seed", fontsize=9)
         for text, number in (("serial", None), ("data(4, reduce=tree)", 0), ("data(4, reduce=ring)", 3)):
             mine = sorted((row for row in rows if row["strategy"] == text), key=lambda row: row["width"])
             over_width.errorbar([row["width"] for row in mine], [row["mean"] for row in mine], [row["spread"] for row in mine],
                                 color="#999999" if number is None else COLOURS[number], linewidth=1, capsize=2)
-        over_width.set(xscale="log", xlabel="width")
+        over_width.set_xscale("log", base=2)
+        over_width.set(xticks=[16, 256, 1024], xticklabels=["16", "256", "1,024"], xlabel="width")
         over_width.set_title("4 ranks and serial (grey), mean and deviation", fontsize=9)
     panels(path, 2, 300, draw)
 
@@ -199,7 +219,11 @@ def shown(point: Found | None) -> str:
     if point is None:
         return ""
     taken = median(point["measured"])
-    return f"{1e3 * taken:.3g}" + (f" ({point['clock'] / taken - 1:+.0%})" if point["clock"] else "")
+    return milliseconds(taken) + (f" ({point['clock'] / taken - 1:+.0%})" if point["clock"] else "")
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
 
 
 def beside(points: list[Found], series: Sequence[str], over: str, values: Sequence[int]) -> Iterable[list[str]]:
@@ -263,7 +287,8 @@ def steps_table(found: Found) -> str:
         seen = [step for step in found[where]["steps"] if step["group"] == 1]
         for ranks, width in sorted({(step["ranks"], step["width"]) for step in seen}):
             mine = {step["series"]: step for step in seen if (step["ranks"], step["width"]) == (ranks, width)}
-            cells = [f"{STEPS * median(mine[name]['measured']):.3g}" for name in ("none", "tree", "ring", "native")]
+            epochs = [STEPS * median(mine[name]["measured"]) for name in ("none", "tree", "ring", "native")]
+            cells = [f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}" for seconds in epochs]
             rows.append([{"host": "one host", "links": "100 Mbit/s"}[where], str(ranks), str(width), *cells,
                          f"{median(mine['tree']['measured']) / median(mine['ring']['measured']):.2f}",
                          f"{foretold(found, mine['tree']) / foretold(found, mine['ring']):.2f}"])
