@@ -1,0 +1,23 @@
+"""The page of the ring-versus-tree experiment."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import ring_vs_tree_page as page
+from ring_vs_tree import RESULTS
+
+
+def test_the_page_says_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written anew from the figures beside it, it is the same; and every plot that it shows is drawn."""
+    written = tmp_path / "page.md"
+    written.write_text(page.PAGE.read_text())
+    monkeypatch.setattr(page, "PAGE", written)
+    monkeypatch.setattr(page, "FIGURES", tmp_path)
+    page.write(json.loads(RESULTS.read_text()))
+    assert written.read_text() == (RESULTS.parent.parent / "ring-vs-tree.md").read_text()
+    drawn = {path.name for path in tmp_path.glob("*.svg")}
+    assert drawn
+    assert all(f"(figures/{name})" in written.read_text() for name in drawn)
