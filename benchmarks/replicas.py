@@ -175,10 +175,10 @@ def from_serial(how: Training, train: Digits, steps: int = 20) -> float:
 
 
 def checks(how: Training, train: Digits) -> dict[str, Any]:
-    """What finds a bug: the proof, of those that a schedule can say; a sum of whole numbers (its largest error); and, where
+    """What finds a bug: the proof, of the one that a schedule can say; a sum of whole numbers (its largest error); and, where
     gradients are averaged, the difference from serial.
     """
-    planted = {TWICE: "mean_twice", REST: "skip_chunk"}.get(how.bug or "")
+    planted = "mean_twice" if how.bug == TWICE else None
     rows = torch.randint(-1000, 1000, (how.count, 10 * how.count + 7), generator=torch.Generator().manual_seed(1)).double()
     expected = rows.mean(0)
     average(rows, how.schedule, how.bug)

@@ -8,6 +8,7 @@ Karnin, Koren, Somekh 2013, "Almost optimal exploration in multi-armed bandits")
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -90,7 +91,8 @@ class Chooser:
 
     def _tried(self, vector: torch.Tensor) -> Pick:
         self.cluster = self.cluster or self._known()
-        times = predicted(self.world.size, vector.numel(), vector.element_size(), self.cluster, ranks_here())
+        group = self.world.agreed(ranks_here())                     # hosts may have different numbers of ranks
+        times = predicted(self.world.size, vector.numel(), vector.element_size(), self.cluster, group)
         quickest = next(iter(times.values()))
         exchanges = min(MOST, int(MOMENT / quickest))
         left = [*list(times)[:TRIED if exchanges >= FEW else TRIED // 2], self.native]
@@ -98,14 +100,16 @@ class Chooser:
         mine = torch.zeros_like(vector)
         for each in left:
             self.play(each, mine[:self.world.size])                 # connections are made when they are first used
+        self.play(self.native, mine)                                # and memory
+        shuffled = random.Random(0)                                 # the same order on all ranks, another in every turn
         stages = math.ceil(math.log2(len(left)))
         row = ROW if quickest < SHORT else 1
         while len(left) > 1:
             turns = max(1, exchanges // (stages * len(left) * row))
-            seconds = [[self._seconds(each, mine, row) for each in left] for _ in range(turns)]
-            slowest = self.world.all_reduced(torch.tensor(seconds, dtype=torch.float64), "MAX")
-            for each, column in zip(left, slowest.T.tolist(), strict=True):
-                seen[each] += column
+            order = [each for _ in range(turns) for each in shuffled.sample(left, len(left))]
+            seconds = torch.tensor([self._seconds(each, mine, row) for each in order], dtype=torch.float64)
+            for each, slowest in zip(order, self.world.all_reduced(seconds, "MAX").tolist(), strict=True):
+                seen[each].append(slowest)
             left = sorted(left, key=lambda each: statistics.median(seen[each]))[:-(-len(left) // 2)]
         told = ", ".join(f"{each} {1e3 * statistics.median(taken):.3g} ms" +
                          (f" (clock {1e3 * times[each]:.3g})" if each in times else "") for each, taken in seen.items())
