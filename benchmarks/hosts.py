@@ -52,7 +52,7 @@ PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "mount": "mount", "nsenter": "ut
 
 SEGMENT = "16384"               # bytes of the largest piece that TCP hands to a link; usual are 65536
 BURST = "32kb"                  # what the bucket holds: two pieces, or what flows in while the system is late is lost
-QUEUE = "64mb"                  # what may wait at a link before it drops: what 16 connections have under way at most
+QUEUE = "64mb"                  # what may wait at a link before it drops: more than the windows of all connections together
 SETTINGS = {                    # of each host's TCP
     "ipv4/tcp_slow_start_after_idle": "0",      # a rank that computed for a while would begin slowly again
     "ipv4/tcp_no_metrics_save": "1",            # nor should a connection depend on those before it

@@ -115,7 +115,7 @@ def bugs(bench: Bench) -> dict[str, Any]:
 
 
 def roundings(bench: Bench) -> dict[str, Any]:
-    """Of one batch of BATCH samples for each replica's share, by every algorithm."""
+    """Of one batch of 960 samples, by every algorithm over its shares."""
     job = pg.job("mnist-mlp")
     names = ("star", "tree", "butterfly", "halving", "ring")
     schedules, train = {name: schedule(name) for name in names}, data_of(bench, job)[0]

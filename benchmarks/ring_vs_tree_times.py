@@ -130,7 +130,9 @@ def exchanged(bench: Bench, workers: Workers, widths: tuple[int, ...], cluster: 
 
 
 def formed(algorithm: Any, ranks: int, size: int, cluster: Cluster) -> float | None:
-    """The textbook's time: alpha, beta and gamma alone."""
+    """The textbook's time: alpha, beta and gamma alone. None where it has none, as where ranks share a link."""
+    if cluster.group > 1:
+        return None
     link = Link(cluster.link.alpha + cluster.link.latency + 2 * cluster.link.overhead, cluster.link.beta)
     try:
         return closed_form(algorithm, ranks, size // 4, Cluster(link, cluster.gamma))
