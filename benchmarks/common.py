@@ -7,8 +7,10 @@ import json
 import os
 import platform
 import random
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -16,11 +18,14 @@ from typing import Any
 
 
 def machine() -> dict[str, Any]:
-    """What stands beside every figure: the processor, its cores and how busy they were, and the versions."""
+    """What stands beside every figure: day and commit, the processor, its cores and how busy they were, and the versions."""
     info = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), platform.processor())
-    return {"cpu": cpu, "cores": len(os.sched_getaffinity(0)), "load": round(os.getloadavg()[0], 2), "torch": version("torch"),
-            "python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
+    commit = subprocess.run(["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=Path(__file__).parent,
+                            capture_output=True, text=True, check=False).stdout.strip()
+    return {"day": date.today().isoformat(), "commit": commit or "unknown", "cpu": cpu, "cores": len(os.sched_getaffinity(0)),
+            "load": round(os.getloadavg()[0], 2), "torch": version("torch"), "python": platform.python_version(),
+            "system": f"{platform.system()} {platform.release()}"}
 
 
 def alternated(measures: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:

@@ -38,6 +38,7 @@ from ring_vs_tree_times import WIDTH, clock, host, links, schedule
 
 import paragrad as pg
 
+Found = dict[str, Any]
 RESULTS = Path(__file__).parent.parent / "docs" / "figures" / "ring_vs_tree.json"
 
 
@@ -51,9 +52,8 @@ def main() -> None:
     found = json.loads(RESULTS.read_text()) if some and RESULTS.exists() else {}
     for name in bench.options.only if some else PARTS:
         print(f"--- {name}", file=sys.stderr, flush=True)
-        begun = time.monotonic()
-        found[name] = PARTS[name](bench)
-        found[name]["machine"], found[name]["minutes"] = machine(), (time.monotonic() - begun) / 60
+        begun, on = time.monotonic(), machine()
+        found[name] = {**PARTS[name](bench, found), "machine": on, "minutes": (time.monotonic() - begun) / 60}
         if not bench.quick:
             RESULTS.write_text(json.dumps(found, indent=1) + "\n")
     if "accuracy" in found:
@@ -67,7 +67,7 @@ def main() -> None:
 ALGORITHMS = ("tree", "butterfly", "halving", "ring", "ring_async")
 
 
-def accuracy(bench: Bench) -> dict[str, Any]:
+def accuracy(bench: Bench, _: Found) -> dict[str, Any]:
     """Trained over gloo and alone, three seeds."""
     epochs, seeds = (1, 1) if bench.quick else (2, 3)
 
@@ -87,7 +87,7 @@ def accuracy(bench: Bench) -> dict[str, Any]:
     return {"rows": rows, "epochs": epochs, "seeds": seeds}
 
 
-def weights(bench: Bench) -> dict[str, Any]:
+def weights(bench: Bench, _: Found) -> dict[str, Any]:
     """80 replicas whose weights are averaged, in one process."""
     job = pg.job("mnist-mlp", width=64, activation="sigmoid")
     count, epochs, batch = (8, 1, 500) if bench.quick else (80, 20, 50)
@@ -101,7 +101,7 @@ def weights(bench: Bench) -> dict[str, Any]:
     return {"found": found, "replicas": count, "epochs": epochs, "batch": batch}
 
 
-def bugs(bench: Bench) -> dict[str, Any]:
+def bugs(bench: Bench, _: Found) -> dict[str, Any]:
     """Every planted bug in both kinds of averaging, beside the same without."""
     rows = []
     for averaged, count, epochs, batch, activation in (("gradients", 8, 3, 16, "relu"), ("weights", 80, 20, 50, "sigmoid")):
@@ -114,7 +114,7 @@ def bugs(bench: Bench) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def roundings(bench: Bench) -> dict[str, Any]:
+def roundings(bench: Bench, _: Found) -> dict[str, Any]:
     """Of one batch of 960 samples, by every algorithm over its shares."""
     job = pg.job("mnist-mlp")
     names = ("star", "tree", "butterfly", "halving", "ring")
@@ -130,9 +130,8 @@ def told(name: str) -> Callable[[int, float], None]:
     return lambda epoch, accuracy: print(f"{name}: epoch {epoch + 1}, {accuracy:.2f} %", file=sys.stderr, flush=True)
 
 
-PARTS: dict[str, Callable[[Bench], dict[str, Any]]] = {
-    "host": host, "links": links, "clock": lambda bench: clock(bench, json.loads(RESULTS.read_text())["links"]),
-    "accuracy": accuracy, "weights": weights, "bugs": bugs, "rounding": roundings}
+PARTS: dict[str, Callable[[Bench, Found], Found]] = {       # each is given what those before it found
+    "host": host, "links": links, "clock": clock, "accuracy": accuracy, "weights": weights, "bugs": bugs, "rounding": roundings}
 
 
 if __name__ == "__main__":

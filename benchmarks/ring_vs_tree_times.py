@@ -46,7 +46,7 @@ def schedule(series: str, group: int = 2) -> Any:
     return chosen.reduce
 
 
-def host(bench: Bench) -> dict[str, Any]:
+def host(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
     """One host: ranks share its cores."""
     points, steps = [], []
     for ranks in RANKS:
@@ -64,7 +64,7 @@ def host(bench: Bench) -> dict[str, Any]:
     return {"points": points, "steps": steps, "link": asdict(told.links["gloo"]), "gamma": told.gamma}
 
 
-def links(bench: Bench) -> dict[str, Any]:
+def links(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
     """Hosts on limited links, of one rank or more."""
     points, steps, link = [], [], None
     for count, group in HOSTS:
@@ -87,8 +87,9 @@ def links(bench: Bench) -> dict[str, Any]:
     return {"points": points, "steps": steps, "link": asdict(link), "gamma": told.gamma}
 
 
-def clock(bench: Bench, told: dict[str, Any]) -> dict[str, Any]:
+def clock(bench: Bench, found: dict[str, Any]) -> dict[str, Any]:
     """More hosts than there are: by the clock and by closed form, from the link that `links` measured."""
+    told = found["links"]
     link = Link(**{**told["link"], "points": tuple(map(tuple, told["link"]["points"]))})
     cluster = Cluster(link, told["gamma"])
     points = []
