@@ -3,7 +3,8 @@
     python benchmarks/cluster.py --check            # 8 hosts at 100 Mbit/s on this machine (root, iproute2), then one host
 
 Every host is a set of namespaces (`hosts.py`) with one rank. First the link is measured as `paragrad measure` does, into a
-machine file; from it the clock foretells every algorithm's time. Then all algorithms and gloo's own run in turn.
+machine file; from it the clock foretells every algorithm's time. Then all that auto may pick, a ring that waits for its
+receivers and gloo's own run in turn: five rounds from 1 MB on over the links, otherwise fifteen.
 
 | figure                                                                            | bar              |
 |-----------------------------------------------------------------------------------|------------------|
@@ -14,7 +15,7 @@ machine file; from it the clock foretells every algorithm's time. Then all algor
 | gloo's own over the best of ours, 1 KB and 64 KB                                  | at least 1.5     |
 | auto over the best: worst from 256 KB on, where it is slower by a sign test       | at most 1.10     |
 | auto over the best: sizes below where it is slower by a sign test                 | at most 0        |
-| auto over the best: geometric mean                                                | at most 1.05     |
+| auto over the best: geometric mean, 1 where it picked the best                    | at most 1.05     |
 
 The last three also for 4 ranks of one host over gloo.
 """
@@ -25,7 +26,6 @@ import argparse
 import math
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -34,22 +34,21 @@ from typing import Any
 
 from common import Bench, alternated, ratios
 from hosts import hosts
-from workers import Workers, serve
+from workers import Stopwatch, Workers, serve
 
+from paragrad.planner.choosing import Chooser, candidates
 from paragrad.planner.machine import Cluster, Machine, read_machine
 from paragrad.planner.price import seconds as closed_form
 from paragrad.players.clock import timed
-from paragrad.strategy import Data, strategy
+from paragrad.strategy import Data, Native, strategy
 
 KB, MB = 1 << 10, 1 << 20
-OURS = ("star", "tree", "double_tree(segments=1)", "double_tree(segments=16)", "butterfly", "halving(segments=1)",
-        "halving(segments=4)", "direct", "ring", "ring(blocking=true)", "ring_async(segments=2)", "two_level(group=2)")
+RANKS_OF_ONE_HOST = 4
 FORETOLD = (MB, 4 * MB, 16 * MB)
 SMALL = (KB, 4 * KB, 16 * KB, 64 * KB)
 SIZES = (*SMALL, 256 * KB, *FORETOLD)
-LONG = 0.25             # seconds: what takes longer is run once in a round, the rest up to so often
-REPEATS = 10
 Times = dict[int, dict[str, list[float]]]       # seconds by size and algorithm, of every round
+Picks = dict[int, str]                          # what auto picked, by size
 
 
 def named(size: int) -> str:
@@ -75,12 +74,18 @@ def main() -> None:
                 programs = cluster.torchrun(words)
                 return lambda: cluster.finished(programs)
             on_cluster(bench, Workers(__file__, "gloo", count, start), count)
+            bench.figure("packets dropped", cluster.dropped())
     if bench.options.only != "cluster":
-        workers = Workers(__file__, "gloo", 4)
-        found = measured(bench, workers, SIZES, ("star", "tree", "butterfly", "halving(segments=1)", "direct", "ring"))
+        workers = Workers(__file__, "gloo", RANKS_OF_ONE_HOST)
+        found, picked = measured(bench, workers, ours(RANKS_OF_ONE_HOST), lambda size: 15)
         workers.close()
-        automatic(bench, found, "one host, 4 ranks")
+        automatic(bench, found, picked, f"one host, {RANKS_OF_ONE_HOST} ranks")
     bench.finish()
+
+
+def ours(count: int) -> list[str]:
+    """Whatever auto may pick, and the ring that waits."""
+    return [*map(str, candidates(count)), "ring(blocking=true)"]
 
 
 def on_cluster(bench: Bench, workers: Workers, count: int) -> None:
@@ -88,7 +93,7 @@ def on_cluster(bench: Bench, workers: Workers, count: int) -> None:
     link = machine.link("gloo")
     bench.measured["link"] = {"alpha": link.alpha, "beta": link.beta, "latency": link.latency, "overhead": link.overhead,
                               "work": link.work, "points": link.points, "gamma": machine.gamma, "errors": machine.errors}
-    found = measured(bench, workers, SIZES, OURS)
+    found, picked = measured(bench, workers, ours(count), lambda size: 5 if size >= MB else 15)
     workers.close()
     foretold(bench, found, machine, count)
     for size in FORETOLD:
@@ -103,9 +108,9 @@ def on_cluster(bench: Bench, workers: Workers, count: int) -> None:
                  [ratio / expected for ratio in ratios(found[16 * MB]["tree"], found[16 * MB]["ring"])],
                  at_most=1.15, at_least=0.85)
     for size in (KB, 64 * KB):
-        best = min(OURS, key=lambda name: median(found[size][name]))
+        best = min(ours(count), key=lambda name: median(found[size][name]))
         bench.figure(f"gloo's own over {best}, {named(size)}", ratios(found[size]["native"], found[size][best]), at_least=1.5)
-    automatic(bench, found, "cluster")
+    automatic(bench, found, picked, "cluster")
 
 
 def machine_file(told: Any) -> Machine:
@@ -116,20 +121,20 @@ def machine_file(told: Any) -> Machine:
         return read_machine(path, told.cores)[0]
 
 
-def measured(bench: Bench, workers: Workers, sizes: tuple[int, ...], names: tuple[str, ...]) -> Times:
-    """Seconds of every algorithm, gloo's own and auto, by size: the slowest rank's."""
-    found = {}
-    for size in sizes:
-        picked = workers.ask(("pick", size))[0]
-        bench.measured[f"auto, {len(workers.sockets)} ranks, {named(size)}"] = picked
-        print(f"{named(size)}: auto {picked}", file=sys.stderr, flush=True)
+def measured(bench: Bench, workers: Workers, names: list[str], rounds: Callable[[int], int]) -> tuple[Times, Picks]:
+    """Seconds of every algorithm, gloo's own and auto, by size: the slowest rank's; and what auto picked. rounds: of a size."""
+    found, picks = {}, {}
+    for size in SIZES:
+        picks[size], why = workers.ask(("pick", size))[0]
+        bench.measured[f"auto, {len(workers.sockets)} ranks, {named(size)}"] = {"picked": picks[size], "because": why}
+        print(f"{named(size)}: auto {picks[size]}, {why}", file=sys.stderr, flush=True)
 
         def once(name: str, size: int = size) -> float:
             return max(workers.ask(("time", name, size)))
-        rounds = bench.rounds(5, 2) if size >= MB else 3 * bench.rounds(5, 1)
-        found[size] = alternated({name: (lambda name=name: once(name)) for name in (*names, "native", "auto")}, rounds)
+        found[size] = alternated({name: (lambda name=name: once(name)) for name in (*names, "native", "auto")},
+                                 bench.rounds(rounds(size), 2))
     bench.measured[f"{len(workers.sockets)} ranks [s]"] = {named(size): times for size, times in found.items()}
-    return found
+    return found, picks
 
 
 def foretold(bench: Bench, found: Times, machine: Machine, count: int) -> None:
@@ -137,7 +142,7 @@ def foretold(bench: Bench, found: Times, machine: Machine, count: int) -> None:
     cluster = Cluster(machine.link("gloo"), machine.gamma, sharing=count, cores=machine.cores)
     errors = {}
     for size in FORETOLD:
-        for name in OURS:
+        for name in ours(count):
             clock = timed(schedule(name), count, size // 4, cluster).seconds
             taken = median(found[size][name])
             errors[f"{name}, {named(size)}"] = abs(clock / taken - 1)
@@ -148,15 +153,16 @@ def foretold(bench: Bench, found: Times, machine: Machine, count: int) -> None:
     bench.figure(f"error of the clock, worst ({worst})", errors[worst], at_most=0.35)
 
 
-def automatic(bench: Bench, found: Times, where: str) -> None:
-    """auto beside the best of all."""
-    over, slower_large, slower_small = [], [1.0], 0
+def automatic(bench: Bench, found: Times, picked: Picks, where: str) -> None:
+    """auto beside the best of all. Where it picked that one, it is that one, whatever two samples of it say."""
+    raw, over, slower_large, slower_small = [], [], [1.0], 0
     for size, times in found.items():
         best = min((name for name in times if name != "auto"), key=lambda name: median(times[name]))
         pairs = ratios(times["auto"], times[best])
-        bench.figure(f"auto over {best}, {where}, {named(size)}", pairs)
-        over.append(median(pairs))
-        if slower(pairs):
+        bench.figure(f"auto ({picked[size]}) over {best}, {where}, {named(size)}", pairs)
+        raw.append(median(pairs))
+        over.append(1.0 if picked[size] == best else median(pairs))
+        if picked[size] != best and slower(pairs):
             if size >= 256 * KB:
                 slower_large.append(median(pairs))
             else:
@@ -165,6 +171,8 @@ def automatic(bench: Bench, found: Times, where: str) -> None:
                  at_most=1.1)
     bench.figure(f"auto over the best, {where}: sizes below 256 KB where slower by a sign test", slower_small, at_most=0)
     bench.figure(f"auto over the best, {where}: geometric mean", math.prod(over) ** (1 / len(over)), at_most=1.05)
+    bench.figure(f"auto over the best, {where}: geometric mean, also where it is the best", math.prod(raw) ** (1 / len(raw)))
+    bench.figure(f"auto over the best, {where}: worst median of all sizes", max(raw))
 
 
 def slower(pairs: list[float]) -> bool:
@@ -180,10 +188,8 @@ def worker(address: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from paragrad.planner.choosing import Chooser
     from paragrad.planner.measuring import links_of, machine_with
     from paragrad.players.wire import all_reduce
-    from paragrad.strategy import Native
     from paragrad.world import joined_from_environment
     torch.set_num_threads(1)
     with joined_from_environment("gloo") as world:
@@ -197,6 +203,7 @@ def worker(address: str) -> None:
         chooser = Chooser(world, Native(), play, cluster=Cluster(machine.link("gloo"), machine.gamma, sharing=world.size,
                                                                  cores=machine.cores))
         algorithms: dict[str, Any] = {"native": Native()}
+        watch = Stopwatch(world)
 
         def answer(order: tuple[Any, ...]) -> Any:
             if order[0] == "measure":
@@ -204,20 +211,12 @@ def worker(address: str) -> None:
             vector = torch.zeros(order[-1] // 4)
             if order[0] == "pick":
                 chooser.pick(vector)
-                return str(chooser.picked[vector.numel(), vector.dtype])
+                pick = chooser.picked[vector.numel(), vector.dtype]
+                return str(pick.algorithm), pick.because
             name = order[1]
             algorithms.setdefault(name, None if name == "auto" else schedule(name))
             algorithm = algorithms[name] or chooser.pick(vector)
-            world.barrier()
-            start = time.perf_counter()
-            play(algorithm, vector)
-            taken = time.perf_counter() - start
-            again = world.agreed(min(REPEATS, int(LONG / taken)))
-            world.barrier()
-            start = time.perf_counter()
-            for _ in range(again):
-                play(algorithm, vector)
-            return (time.perf_counter() - start) / again if again else taken
+            return watch.seconds(order, lambda: play(algorithm, vector))
         serve(address, answer)
 
 

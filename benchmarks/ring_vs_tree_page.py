@@ -69,17 +69,24 @@ def panels(path: Path, count: int, height: float, draw: Callable[[Sequence[Any]]
 
 
 def exchanges(axes: Any, points: Sequence[Found], over: Callable[[Found], float]) -> None:
-    """Dots: measured. Lines: the clock. Dotted: closed form."""
+    """Dots: measured, the median, and from the lowest to the highest. Lines: the clock. Dotted: closed form."""
     for number, series in enumerate(ORDER):
         mine = sorted((point for point in points if point["series"] == series), key=over)
         look: Found = {"color": COLOURS[number]}
         done = [point for point in mine if point.get("measured")]
-        axes.plot([over(point) for point in done], [median(point["measured"]) for point in done], linestyle="none",
-                  marker=MARKERS[number], markersize=4, label=NAMES.get(series, series), **look)
+        axes.errorbar([over(point) for point in done], [median(point["measured"]) for point in done], spread(done),
+                      linestyle="none", marker=MARKERS[number], markersize=4, elinewidth=1, label=NAMES.get(series, series),
+                      **look)
         for key, dashes in (("clock", "-"), ("form", ":")):
             told = [point for point in mine if point.get(key)]
             axes.plot([over(point) for point in told], [point[key] for point in told], linestyle=dashes, linewidth=1, **look)
     logarithmic(axes, over(points[0]) if points else 1)
+
+
+def spread(points: Sequence[Found]) -> list[list[float]]:
+    """How far below and above its median each was measured."""
+    middle = [(point["measured"], median(point["measured"])) for point in points]
+    return [[value - min(taken) for taken, value in middle], [max(taken) - value for taken, value in middle]]
 
 
 def logarithmic(axes: Any, first: float) -> None:

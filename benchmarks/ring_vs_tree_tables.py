@@ -86,8 +86,8 @@ def far(found: Found) -> str:
     rows = []
     for name in ORDER[:7]:
         mine = {point["ranks"]: point for point in points if point["series"] == name}
-        rows.append([name, *(f"{mine[each]['clock'] or mine[each]['form']:.3g}" + ("" if mine[each]["clock"] else " (form)")
-                             for each in ranks)])
+        rows.append([name, *(f"{mine[each]['clock'] or mine[each]['form']:.3g}" + ("" if mine[each]["clock"] else " (form)") +
+                             (f" (groups of {mine[each]['inner']})" if name == "two_level" else "") for each in ranks)])
     return table(["by the clock, width 256, 100 Mbit/s [s]", *(f"{each} hosts" for each in ranks)], rows)
 
 

@@ -8,14 +8,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from common import Bench, alternated
 from hosts import hosts
-from workers import MPIRUN, Workers, serve
+from workers import MPIRUN, REPEATS, Stopwatch, Workers, serve
 
 from paragrad.planner.machine import Cluster, Link
 from paragrad.planner.price import seconds as closed_form
@@ -40,92 +40,90 @@ def bytes_of(width: int) -> int:
     return 4 * (401_930 + 523 * width)
 
 
-def schedule(series: str, group: int = 2) -> Any:
-    chosen = strategy(f"data(8, reduce={f'two_level(group={group})' if series == 'two_level' else series})")
+def groups(ranks: int) -> int:
+    """Of two_level, where every rank has a link of its own: the square root, or the power of two below."""
+    return 2 ** ((ranks.bit_length() - 1) // 2)
+
+
+def schedule(series: str, inner: int = 1) -> Any:
+    """The algorithm of a series; inner: ranks of a group of two_level."""
+    chosen = strategy(f"data(8, reduce={f'two_level(group={inner})' if series == 'two_level' else series})")
     assert isinstance(chosen, Data)
     return chosen.reduce
 
 
 def host(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
     """One host: ranks share its cores."""
-    points, steps = [], []
+    found: dict[str, Any] = {"points": [], "steps": [], "clusters": []}
     for ranks in RANKS:
         with ExitStack() as stack:
             mpi = None
             if shutil.which("mpirun") and importlib.util.find_spec("mpi4py"):
                 mpi = stack.enter_context(closing(Workers(str(Path(__file__).parent / "all_reduce.py"), "mpi", ranks, MPIRUN)))
             workers = stack.enter_context(closing(Workers(__file__, "gloo", ranks)))
-            told = workers.ask(("machine",))[0]
-            facts = {"where": "host", "ranks": ranks, "group": 1}
-            cluster = Cluster(told.links["gloo"], told.gamma, sharing=ranks, cores=told.cores)
+            cluster = workers.ask(("cluster", 1))[0]
             widths = WIDTHS if ranks == 4 else (WIDTH,)
-            points += exchanged(bench, workers, widths, cluster, mpi=mpi, **facts)
-            steps += stepped(bench, workers, widths, **facts)
-    return {"points": points, "steps": steps, "link": asdict(told.links["gloo"]), "gamma": told.gamma}
+            facts = {"where": "host", "ranks": ranks, "group": 1}
+            found["clusters"].append({**facts, **asdict(cluster)})
+            found["points"] += exchanged(bench, workers, widths, cluster, bench.rounds(15, 1), mpi=mpi, **facts)
+            found["steps"] += stepped(bench, workers, widths, bench.rounds(5, 1), **facts)
+    return found
 
 
 def links(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
     """Hosts on limited links, of one rank or more."""
-    points, steps, link = [], [], None
+    found: dict[str, Any] = {"points": [], "steps": [], "clusters": []}
     for count, group in HOSTS:
         ranks = count * group
-        with hosts(count, megabits=MEGABITS) as cluster:
-            def start(words: list[str], cluster: Any = cluster, group: int = group) -> Callable[[], object]:
-                programs = cluster.torchrun(words, ranks=group)
-                return lambda: cluster.finished(programs)
+        with hosts(count, megabits=MEGABITS) as machines:
+            def start(words: list[str], machines: Any = machines, group: int = group) -> Callable[[], object]:
+                programs = machines.torchrun(words, ranks=group)
+                return lambda: machines.finished(programs)
             with closing(Workers(__file__, "gloo", ranks, start)) as workers:
-                told = workers.ask(("machine",))[0]
-                here = told.links["gloo"]
-                link = link or here                     # the first is of hosts of one rank
-                known = Cluster(link, told.gamma, inside=here if group > 1 else None, group=group, sharing=ranks,
-                                cores=told.cores)
+                cluster = workers.ask(("cluster", group))[0]
                 widths = WIDTHS if (count, group) == HOSTS[0] else (WIDTH,)
                 facts = {"where": "links", "ranks": ranks, "group": group}
-                points += exchanged(bench, workers, widths, known, **facts)
-                steps += stepped(bench, workers, widths, **facts)
-    assert link is not None
-    return {"points": points, "steps": steps, "link": asdict(link), "gamma": told.gamma}
+                found["points"] += exchanged(bench, workers, widths, cluster, bench.rounds(3, 1), **facts)
+                found["steps"] += stepped(bench, workers, widths, bench.rounds(3, 1), **facts)
+                found["clusters"].append({**facts, **asdict(cluster), "dropped": machines.dropped()})
+    return found
 
 
 def clock(bench: Bench, found: dict[str, Any]) -> dict[str, Any]:
-    """More hosts than there are: by the clock and by closed form, from the link that `links` measured."""
-    told = found["links"]
-    link = Link(**{**told["link"], "points": tuple(map(tuple, told["link"]["points"]))})
-    cluster = Cluster(link, told["gamma"])
-    points = []
+    """More hosts than there are: by the clock and by closed form, from the link that `links` measured on 8 hosts."""
+    if "links" not in found:
+        sys.exit("the clock goes on from the link that part `links` measures: --only links clock")
+    told = next(each for each in found["links"]["clusters"] if (each["ranks"], each["group"]) == HOSTS[0])
+    cluster = Cluster(Link(**{**told["link"], "points": tuple(map(tuple, told["link"]["points"]))}), told["gamma"])
+    points, size = [], bytes_of(WIDTH)
     for ranks in FAR[:2] if bench.quick else FAR:
         for series in OURS:
-            group = 2 ** (ranks.bit_length() // 2)
-            algorithm = schedule(series, group)
+            algorithm = schedule(series, groups(ranks))
             played = series != "ring(blocking=true)" or ranks <= 128       # two million messages, and none like another
-            size = bytes_of(WIDTH)
             points.append({"where": "links", "ranks": ranks, "group": 1, "width": WIDTH, "bytes": size, "series": series,
-                           "clock": simulated(algorithm, ranks, size // 4, cluster).seconds if played else None,
-                           "form": formed(algorithm, ranks, size, cluster)})
+                           "inner": groups(ranks), "form": formed(algorithm, ranks, size, cluster),
+                           "clock": simulated(algorithm, ranks, size // 4, cluster).seconds if played else None})
             print(f"{ranks} ranks: {series} {points[-1]['clock']}", file=sys.stderr, flush=True)
     return {"points": points}
 
 
-def exchanged(bench: Bench, workers: Workers, widths: tuple[int, ...], cluster: Cluster, mpi: Workers | None = None,
-              **facts: Any) -> Iterator[dict[str, Any]]:
+def exchanged(bench: Bench, workers: Workers, widths: tuple[int, ...], cluster: Cluster, rounds: int,
+              mpi: Workers | None = None, **facts: Any) -> Iterator[dict[str, Any]]:
     """Every series at some widths: measured, by the clock, and by closed form."""
     ranks, group = facts["ranks"], facts["group"]
-    inner = group if group > 1 else 2
+    inner = group if group > 1 else groups(ranks)
+    algorithms = {name: schedule(name, inner) for name in OURS if name != "two_level" or 1 < inner < ranks}
     for width in widths:
         size = bytes_of(width)
-        series = [name for name in (*OURS, "native") if name != "two_level" or ranks > inner]
 
         def seconds(name: str, size: int = size) -> float:
             if name == "OpenMPI" and mpi is not None:
-                return median(max(end - start for start, end in each) for each in zip(*mpi.ask((size, 3)), strict=True))
-            return max(workers.ask(("exchange", str(schedule(name, inner)) if name != "native" else name, size)))
-        measures: dict[str, Callable[[], float]] = {name: (lambda name=name: seconds(name)) for name in series}  # type: ignore[misc]
-        if mpi is not None:
-            measures["OpenMPI"] = lambda: seconds("OpenMPI")
-        times = alternated(measures, bench.rounds(3, 1))
-        for name, taken in times.items():
-            algorithm = schedule(name, inner) if name in OURS else None
-            yield {**facts, "width": width, "bytes": size, "series": name, "measured": taken,
+                return median(max(end - start for start, end in each) for each in zip(*mpi.ask((size, REPEATS)), strict=True))
+            return max(workers.ask(("exchange", str(algorithms.get(name, name)), size)))
+        series = [*algorithms, "native", *(["OpenMPI"] if mpi is not None else [])]
+        for name, taken in alternated({name: (lambda name=name: seconds(name)) for name in series}, rounds).items():
+            algorithm = algorithms.get(name)
+            yield {**facts, "width": width, "bytes": size, "series": name, "inner": inner, "measured": taken,
                    "clock": timed(algorithm, ranks, size // 4, cluster).seconds if algorithm else None,
                    "form": formed(algorithm, ranks, size, cluster) if algorithm else None}
 
@@ -141,12 +139,12 @@ def formed(algorithm: Any, ranks: int, size: int, cluster: Cluster) -> float | N
         return None
 
 
-def stepped(bench: Bench, workers: Workers, widths: tuple[int, ...], **facts: Any) -> Iterator[dict[str, Any]]:
+def stepped(bench: Bench, workers: Workers, widths: tuple[int, ...], rounds: int, **facts: Any) -> Iterator[dict[str, Any]]:
     """Seconds of whole training steps, and of steps without any exchange."""
     for width in sorted({*widths} & {*STEPPED}):
         names = ["none", *STEPS]
         times = alternated({name: (lambda name=name, width=width: max(workers.ask(("step", name, width)))) for name in names},
-                           bench.rounds(3, 1))
+                           rounds)
         for name in names:
             yield {**facts, "width": width, "bytes": bytes_of(width), "series": name, "measured": times[name]}
 
@@ -160,7 +158,7 @@ def worker(address: str) -> None:
     from torch.utils.data import TensorDataset
 
     import paragrad as pg
-    from paragrad.planner.measuring import links_of, machine_with
+    from paragrad.planner.measuring import added, measured_link
     from paragrad.players.wire import all_reduce
     from paragrad.world import joined_from_environment
     torch.set_num_threads(1)
@@ -168,14 +166,16 @@ def worker(address: str) -> None:
 
     def exchange(name: str, size: int) -> float:
         vector = torch.zeros(size // 4)
-        with joined_from_environment("gloo") as world:
-            world.barrier()
-            start = time.perf_counter()
-            if name == "native":
-                dist.all_reduce(vector)
-            else:
-                all_reduce(schedule(name), vector, world)
-            return time.perf_counter() - start
+        if name == "native":
+            return watch.seconds((name, size), lambda: dist.all_reduce(vector))
+        algorithm = schedule(name)
+        return watch.seconds((name, size), lambda: all_reduce(algorithm, vector, world))
+
+    def cluster(group: int) -> Cluster:
+        """The links between hosts and inside of one, as rank 0 sees them; all ranks are on one machine and share its cores."""
+        found = Cluster(measured_link(world, peer=group)[0], added(), measured_link(world)[0] if group > 1 else None, group,
+                        sharing=world.size, cores=os.cpu_count() or 1)
+        return world.agreed(found)      # type: ignore[no-any-return]
 
     def step(name: str, width: int) -> float:
         """The median of some steps after the first, each from the same moment on all ranks."""
@@ -203,13 +203,9 @@ def worker(address: str) -> None:
                 taken.append(time.perf_counter() - start)
         return sorted(taken[1:])[1]
 
-    def answer(order: tuple[Any, ...]) -> Any:
-        if order[0] == "machine":
-            with joined_from_environment("gloo") as world:
-                found = machine_with([links_of(world)])
-                return replace(world.agreed(found), cores=os.cpu_count() or 1)          # hosts share them here
-        return {"exchange": exchange, "step": step}[order[0]](*order[1:])
-    serve(address, answer)
+    with joined_from_environment("gloo") as world:
+        watch = Stopwatch(world)
+        serve(address, lambda order: {"cluster": cluster, "exchange": exchange, "step": step}[order[0]](*order[1:]))
     dist.destroy_process_group()
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
@@ -60,3 +61,31 @@ def serve(address: str, answer: Callable[[Any], Any]) -> None:
     orders.send(os.getpid())
     while (order := orders.recv()) is not None:
         orders.send(answer(order))
+
+
+LONG = 0.25             # seconds: what takes longer is run once, the rest up to so often
+REPEATS = 10
+
+
+class Stopwatch:
+    """In a rank: seconds of an exchange, of several in a row where they are short. The first of a kind is not timed: it makes
+    connections and memory. Collective.
+    """
+
+    def __init__(self, world: Any) -> None:
+        self.world, self.seen = world, set[Any]()
+
+    def seconds(self, kind: Any, exchange: Callable[[], object]) -> float:
+        if kind not in self.seen:
+            exchange()
+            self.seen.add(kind)
+        taken = self._each(exchange, 1)
+        again = self.world.agreed(min(REPEATS, int(LONG / taken)))
+        return self._each(exchange, again) if again else taken
+
+    def _each(self, exchange: Callable[[], object], times: int) -> float:
+        self.world.barrier()
+        start = time.perf_counter()
+        for _ in range(times):
+            exchange()
+        return (time.perf_counter() - start) / times

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -47,20 +49,22 @@ def test_a_link_is_measured_and_all_ranks_know_it(pool: Ranks, backend: str) -> 
     assert [size for size, _ in link.points] == [64, 1 << 12, 1 << 18]
 
 
+def play(world: World, algorithm: object, vector: torch.Tensor) -> None:
+    if isinstance(algorithm, Native):
+        vector.copy_(world.all_reduced(vector))
+    else:
+        all_reduce(algorithm, vector, world)                        # type: ignore[arg-type]
+
+
 def chosen(world: World, machine: Machine | None) -> tuple[list[str], bool]:
     """What is picked for two lengths, asked twice; and whether sums by it are right."""
-    def play(algorithm: object, vector: torch.Tensor) -> None:
-        if isinstance(algorithm, Native):
-            vector.copy_(world.all_reduced(vector))
-        else:
-            all_reduce(algorithm, vector, world)                    # type: ignore[arg-type]
-
     told: list[str] = []
-    chooser = Chooser(world, Native(), play, machine, told=lambda bytes_, pick: told.append(f"{bytes_}: {pick}"))
+    chooser = Chooser(world, Native(), partial(play, world), machine,
+                      told=lambda bytes_, pick: told.append(f"{bytes_}: {pick}"))
     right = True
     for length in (10, 30_000, 10):
         vector = torch.arange(float(length)) + 100 * world.rank
-        play(chooser.pick(vector), vector)
+        play(world, chooser.pick(vector), vector)
         right &= torch.equal(vector, 3 * torch.arange(float(length)) + 300)
     return told, right
 
@@ -75,6 +79,25 @@ def test_all_ranks_pick_alike_and_once_for_a_size(pool: Ranks, machine: Machine 
     assert [line.split(":")[0] for line in told] == ["40", "120000"]
     assert all("native" in line and "clock" in line for line in told)
     assert ("given" if machine else "measured just before") in told[0]
+
+
+def chosen_on_hosts(world: World) -> tuple[Cluster | None, list[str]]:
+    """What is known and picked where rank 0 has two ranks on its host, and the others say something else."""
+    with patch("paragrad.planner.choosing.ranks_here", lambda: 2 if world.rank == 0 else 3):
+        told: list[str] = []
+        chooser = Chooser(world, Native(), partial(play, world), told=lambda _, pick: told.append(str(pick)))
+        chooser.pick(torch.zeros(8))
+        return chooser.cluster, told
+
+
+def test_ranks_of_a_host_have_a_link_of_their_own(pool: Ranks) -> None:
+    """Hosts of different sizes agree too: they once asked their own host, and would have tried different candidates."""
+    answers = pool.run(chosen_on_hosts, size=4)
+    assert answers == [answers[0]] * 4
+    cluster = answers[0][0]
+    assert cluster.group == 2
+    assert cluster.inside is not None
+    assert cluster.inside != cluster.link
 
 
 def test_what_the_clock_foretells() -> None:

@@ -44,9 +44,9 @@ SHORT = 0.02            # seconds
 CLOCKED = 32            # ranks up to which the clock plays all candidates; beyond, those of few messages
 
 
-def candidates(size: int, group: int | None = None) -> list[Composed | TwoLevel]:
+def candidates(size: int, group: int = 1) -> list[Composed | TwoLevel]:
     """What may be picked for so many ranks; group: how many of them are on a host."""
-    groups = {each for each in (2, group) if each and 1 < each < size and size % each == 0}
+    groups = {each for each in (2, group) if 1 < each < size and size % each == 0}
     found: list[Composed | TwoLevel] = [*CANDIDATES]
     found += [TwoLevel(group=each) for each in sorted(groups)]
     if size <= CLOCKED:
@@ -54,9 +54,9 @@ def candidates(size: int, group: int | None = None) -> list[Composed | TwoLevel]
     return [each for each in found if not isinstance(each, Ring | RingAsync | Direct) and each != TwoLevel(group=2)]
 
 
-def predicted(size: int, length: int, element: int, cluster: Cluster, group: int | None = None) -> dict[Choice, float]:
+def predicted(size: int, length: int, element: int, cluster: Cluster) -> dict[Choice, float]:
     """Candidates and their times by the clock, the quickest first."""
-    found = {each: timed(each, size, length, cluster, element=element).seconds for each in candidates(size, group)}
+    found = {each: timed(each, size, length, cluster, element=element).seconds for each in candidates(size, cluster.group)}
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
@@ -91,8 +91,7 @@ class Chooser:
 
     def _tried(self, vector: torch.Tensor) -> Pick:
         self.cluster = self.cluster or self._known()
-        group = self.world.agreed(ranks_here())                     # hosts may have different numbers of ranks
-        times = predicted(self.world.size, vector.numel(), vector.element_size(), self.cluster, group)
+        times = predicted(self.world.size, vector.numel(), vector.element_size(), self.cluster)
         quickest = next(iter(times.values()))
         exchanges = min(MOST, int(MOMENT / quickest))
         left = [*list(times)[:TRIED if exchanges >= FEW else TRIED // 2], self.native]
@@ -124,15 +123,18 @@ class Chooser:
         return (time.perf_counter() - start) / times
 
     def _known(self) -> Cluster:
-        """The ranks on their links; those of a host share its cores where they are more than these. All ranks go by what rank 0
-        knows: candidates in another order would wait for each other.
+        """The ranks on their links: of hosts with as many ranks each, that between hosts and that inside of one, otherwise one
+        for all. Ranks share the cores of their host where they are more than these. All go by what rank 0 knows: hosts may have
+        different numbers of ranks, and candidates in another order would wait for each other.
         """
         self.machine = self.world.agreed(self.machine)
-        here, processors = ranks_here() or self.world.size, cores()
-        sharing = here if here > processors and self.world.size % here == 0 else 1
+        size = self.world.size
+        here, processors = self.world.agreed((ranks_here() or size, cores()))
+        group = here if 1 < here < size and size % here == 0 else 1
+        sharing = here if here > processors and size % here == 0 else 1
         if self.machine:
             link, gamma = self.machine.link(self.world.backend), self.machine.gamma
         else:
-            link, gamma = measured_link(self.world, BRIEF, rounds=1)[0], added()
-        known: Cluster = self.world.agreed(Cluster(link, gamma, sharing=sharing, cores=processors if sharing > 1 else 1))
-        return known
+            link, gamma = measured_link(self.world, BRIEF, rounds=1, peer=here if here < size else 1)[0], added()
+        inside = measured_link(self.world, BRIEF, rounds=1)[0] if group > 1 else None
+        return self.world.agreed(Cluster(link, gamma, inside, group, sharing, processors if sharing > 1 else 1))    # type: ignore[no-any-return]

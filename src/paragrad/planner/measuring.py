@@ -1,7 +1,7 @@
 """`paragrad measure`: alpha, beta, gamma of this machine's links, by playing small programs on the wire itself.
 
-    ping-pong    rank 0 sends, rank 1 sends back: one way is half of it
-    stream       rank 0 sends one after the other, until rank 1 has the last: the time per message
+    ping-pong    rank 0 sends, its peer sends back: one way is half of it
+    stream       rank 0 sends one after the other, until its peer has the last: the time per message
     CPU          what both use meanwhile, in user and kernel, per message
 
 What is measured is what an exchange pays: torch.distributed, gloo or shm, and the Python of the wire. The numbers are fitted so
@@ -30,7 +30,7 @@ from paragrad.notation import unknown
 from paragrad.planner.machine import Link, Machine
 from paragrad.players.wire import Play
 from paragrad.schedules.actions import Action, Recv, Send
-from paragrad.world import World, check_interfaces, joined_from_environment, launched_size
+from paragrad.world import World, check_interfaces, joined_from_environment, launched_size, ranks_here
 
 SIZES = (64, 1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)         # bytes
 BRIEF = (64, 1 << 14, 1 << 18)
@@ -39,17 +39,17 @@ PARTS = 4                   # messages of a stream that may be under way at once
 ROUNDS = 3                  # of each size, in turn
 
 
-def measured_link(world: World, sizes: tuple[int, ...] = SIZES, rounds: int = ROUNDS) -> tuple[Link, float]:
-    """(the link between ranks 0 and 1, largest relative error of a straight line through its points). Collective."""
+def measured_link(world: World, sizes: tuple[int, ...] = SIZES, rounds: int = ROUNDS, peer: int = 1) -> tuple[Link, float]:
+    """(the link between ranks 0 and `peer`, largest relative error of a straight line through its points). Collective."""
     ways: dict[int, list[float]] = {size: [] for size in sizes}
     gaps: dict[int, list[float]] = {size: [] for size in sizes}
     used: dict[int, list[float]] = {size: [] for size in sizes}
     for _ in range(rounds):
         for size in sizes:
             vector = torch.zeros(PARTS * size // 4)
-            way = _seconds_each(world, vector, _ping_pong)
+            way = _seconds_each(world, vector, _ping_pong, peer)
             ways[size].append(way[0] / 2)
-            gap, busy = _seconds_each(world, vector, _stream)
+            gap, busy = _seconds_each(world, vector, _stream, peer)
             gaps[size].append(gap)
             used[size].append(busy)
     found = [(size, median(ways[size]), median(gaps[size]), median(used[size])) for size in sizes]
@@ -76,31 +76,35 @@ def fitted(found: list[tuple[int, float, float, float]]) -> tuple[Link, float]:
     return Link(alpha, beta, latency, overhead, work, tuple(zip(map(int, sizes), held.tolist(), strict=True))), error
 
 
-def _ping_pong(rank: int, times: int) -> list[Action]:
-    turn: list[Action] = [Send(1, 0), Recv(1, 0)] if rank == 0 else [Recv(0, 0), Send(0, 0)]
+def _ping_pong(rank: int, peer: int, times: int) -> list[Action]:
+    turn: list[Action] = [Send(peer, 0), Recv(peer, 0)] if rank == 0 else [Recv(0, 0), Send(0, 0)]
     return list(chain.from_iterable(repeat(turn, times)))
 
 
-def _stream(rank: int, times: int) -> list[Action]:
+def _stream(rank: int, peer: int, times: int) -> list[Action]:
     """From part to part, as into one alone the next could be asked for only when the last is there."""
     slots = [number % PARTS for number in range(times)]
-    return [Send(1, slot) if rank == 0 else Recv(0, slot) for slot in slots]
+    return [Send(peer, slot) if rank == 0 else Recv(0, slot) for slot in slots]
 
 
-def _seconds_each(world: World, vector: torch.Tensor, program: Callable[[int, int], list[Action]]) -> tuple[float, float]:
+Program = Callable[[int, int, int], list[Action]]           # of a rank, with its peer, so many times
+
+
+def _seconds_each(world: World, vector: torch.Tensor, program: Program, peer: int) -> tuple[float, float]:
     """(seconds until both sides are done, their mean CPU seconds) of one turn of a program, over about a MOMENT. Collective."""
-    first = _played(world, vector, program, 3)[0] / 3
+    first = _played(world, vector, program, peer, 3)[0] / 3
     times = world.agreed(max(PARTS, min(300, int(MOMENT / max(first, 1e-6)))))
-    seconds, used = _played(world, vector, program, times)
-    both = torch.stack(world.gathered(torch.tensor([seconds, used], dtype=torch.float64))[:2])
+    taken = torch.tensor(_played(world, vector, program, peer, times), dtype=torch.float64)
+    both = torch.stack([each for rank, each in enumerate(world.gathered(taken)) if rank in (0, peer)])
     return float(both[:, 0].max()) / times, float(both[:, 1].mean()) / times
 
 
-def _played(world: World, vector: torch.Tensor, program: Callable[[int, int], list[Action]], times: int) -> tuple[float, float]:
+def _played(world: World, vector: torch.Tensor, program: Program, peer: int, times: int) -> tuple[float, float]:
+    """(seconds, CPU seconds) of a program on this rank."""
     world.barrier()
     start, used = time.perf_counter(), time.process_time()
-    if world.rank < 2:
-        Play(program(world.rank, times), vector, PARTS, world).run()
+    if world.rank in (0, peer):
+        Play(program(world.rank, peer, times), vector, PARTS, world).run()
     return time.perf_counter() - start, time.process_time() - used
 
 
@@ -137,9 +141,9 @@ def _quickest(work: Callable[[], object], times: int = 15) -> float:
     return median(taken[2:])
 
 
-def links_of(world: World) -> tuple[str, Link, float]:
-    """(name, link, error of its line) of the backend of this world. Collective."""
-    link, error = measured_link(world)
+def links_of(world: World, peer: int = 1) -> tuple[str, Link, float]:
+    """(name, link, error of its line) of the backend of this world, between ranks 0 and `peer`. Collective."""
+    link, error = measured_link(world, peer=peer)
     return str(world.backend), link, error
 
 
@@ -167,7 +171,8 @@ def _over(interface: str | None) -> Iterator[None]:
 
 
 def measure(backend: str = "both", interface: str | None = None) -> Machine | None:
-    """Measure this host's links, or, under a launcher, those between its ranks 0 and 1; None on other ranks. Raises Refused.
+    """Measure this host's links, or, under a launcher, that between rank 0 and the first of the next host, where there is one;
+    None on other ranks. Raises Refused.
 
     backend: shm, gloo or both;  interface: what gloo talks over.
     """
@@ -182,7 +187,8 @@ def _between_hosts() -> Machine | None:
     if launched_size() == 1:
         raise Refused("a link has two ends; start 2 ranks")
     with joined_from_environment("gloo") as world:
-        link = links_of(world)
+        here = world.agreed(ranks_here()) or world.size
+        link = links_of(world, peer=here if here < world.size else 1)
         return machine_with([link]) if world.rank == 0 else None
 
 
