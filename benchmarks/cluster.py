@@ -1,6 +1,7 @@
 """All-reduces on a cluster: is the time the one that the clock foretold, and does `reduce=auto` find the best?
 
     python benchmarks/cluster.py --check            # 8 hosts at 100 Mbit/s on this machine (root, iproute2), then one host
+    python benchmarks/cluster.py --check --page     # the same, written into docs/all_reduce.md
 
 Every host is a set of namespaces (`hosts.py`) with one rank. First the link is measured as `paragrad measure` does, into a
 machine file; from it the clock foretells every algorithm's time. Then all that auto may pick, a ring that waits for its
@@ -34,6 +35,7 @@ from typing import Any
 
 from common import Bench, alternated, ratios
 from hosts import hosts
+from pages import DOCS, FIGURES, filled, milliseconds, table
 from workers import Stopwatch, Workers, serve
 
 from paragrad.planner.choosing import Chooser, candidates
@@ -44,6 +46,8 @@ from paragrad.strategy import Data, Native, strategy
 
 KB, MB = 1 << 10, 1 << 20
 RANKS_OF_ONE_HOST = 4
+PAGE, RESULTS = DOCS / "all_reduce.md", FIGURES / "cluster.json"
+NAMES = {"native": "gloo's own", "auto": "`auto`"}
 FORETOLD = (MB, 4 * MB, 16 * MB)
 SMALL = (KB, 4 * KB, 16 * KB, 64 * KB)
 SIZES = (*SMALL, 256 * KB, *FORETOLD)
@@ -66,6 +70,7 @@ def main() -> None:
         parser.add_argument("--hosts", type=int, default=8)
         parser.add_argument("--megabits", type=int, default=100)
         parser.add_argument("--only", choices=("cluster", "one host"), help="one of the two parts")
+        parser.add_argument("--page", action="store_true", help="write the tables of docs/all_reduce.md, and their figures")
     bench = Bench(__doc__, options)
     count, megabits = bench.options.hosts, bench.options.megabits
     if bench.options.only != "one host":
@@ -80,7 +85,22 @@ def main() -> None:
         found, picked = measured(bench, workers, ours(RANKS_OF_ONE_HOST), lambda size: 15)
         workers.close()
         automatic(bench, found, picked, f"one host, {RANKS_OF_ONE_HOST} ranks")
+    if bench.options.page:
+        bench.options.json = RESULTS
+        write(bench.measured)
     bench.finish()
+
+
+def write(measured: dict[str, Any]) -> None:
+    """Fill in the tables of the page: medians of all rounds."""
+    text = PAGE.read_text()
+    for block, title, key in (("cluster", "8 hosts [ms]", "8 ranks [s]"),
+                              ("one host", "4 ranks, one host [ms]", "4 ranks [s]")):
+        sizes = measured[key]
+        rows = [[NAMES.get(name, name), *(milliseconds(median(times[name])) for times in sizes.values())]
+                for name in next(iter(sizes.values()))]
+        text = filled(text, block, table([title, *sizes], rows))
+    PAGE.write_text(text)
 
 
 def ours(count: int) -> list[str]:

@@ -33,13 +33,14 @@ from typing import Any
 
 import ring_vs_tree_page as page
 from common import Bench, machine
+from pages import FIGURES
 from replicas import BUGS, Training, checks, rounding, trained
 from ring_vs_tree_times import WIDTH, clock, host, links, schedule
 
 import paragrad as pg
 
 Found = dict[str, Any]
-RESULTS = Path(__file__).parent.parent / "docs" / "figures" / "ring_vs_tree.json"
+RESULTS = FIGURES / "ring_vs_tree.json"
 
 
 def main() -> None:

@@ -14,12 +14,12 @@ from typing import Any
 import ring_vs_tree_tables as tables
 from common import Bench
 from matplotlib.ticker import LogLocator, NullFormatter
+from pages import DOCS, FIGURES, filled
 from ring_vs_tree_tables import NAMES, ORDER, STEPS, Found, foretold, of_ranks, of_width
 
 from paragrad.report.charts import COLOURS, MARKERS, drawing
 
-DOCS = Path(__file__).parent.parent / "docs"
-PAGE, FIGURES = DOCS / "ring-vs-tree.md", DOCS / "figures"
+PAGE = DOCS / "ring-vs-tree.md"
 WIDTH = 760                 # of a plot
 
 
@@ -44,8 +44,7 @@ def write(found: Found) -> None:
             if draw:
                 draw(found, FIGURES / f"ring_vs_tree_{name}.svg")
                 block = f"![{told}](figures/ring_vs_tree_{name}.svg)\n\n{block}"
-            before, rest = text.split(f"<!-- {name} -->\n")
-            text = f"{before}<!-- {name} -->\n{block}\n{rest[rest.index('<!-- end -->'):]}"
+            text = filled(text, name, block)
     PAGE.write_text(text)
 
 

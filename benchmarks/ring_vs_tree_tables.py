@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
+from pages import milliseconds, table
+
 ORDER = ("tree", "butterfly", "halving(segments=4)", "ring", "ring(blocking=true)", "ring_async(segments=2)", "two_level",
          "native", "OpenMPI")
 NAMES = {"native": "gloo's own", "OpenMPI": "OpenMPI's own"}
@@ -35,20 +37,12 @@ def foretold(found: Found, step: Found) -> float:
     return float(median(alone["measured"]) + point["clock"])
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join(["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)])
-
-
 def shown(point: Found | None) -> str:
     """Measured milliseconds, and the clock's error."""
     if point is None:
         return ""
     taken = median(point["measured"])
     return milliseconds(taken) + (f" ({point['clock'] / taken - 1:+.0%})" if point["clock"] else "")
-
-
-def milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
 
 
 def beside(points: list[Found], series: Sequence[str], over: str, values: Sequence[int]) -> Iterable[list[str]]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np"]
+LIMIT = 300.0           # seconds until all have started, though many share a core
 
 
 class Workers:
@@ -28,21 +30,24 @@ class Workers:
         self.folder = tempfile.TemporaryDirectory(prefix="benchmark-")
         address = str(Path(self.folder.name) / "socket")
         words = [file, "--worker", kind, address]
-        with Listener(address, "AF_UNIX", backlog=count) as listener:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen(count)
+            listener.settimeout(LIMIT)
             self.ended = started(starter, count, words) if isinstance(starter, list) else starter(words)
-            self.sockets: list[Connection] = [listener.accept() for _ in range(count)]
-        self.pids: list[int] = [socket.recv() for socket in self.sockets]
+            self.sockets: list[Connection] = [Connection(listener.accept()[0].detach()) for _ in range(count)]
+        self.pids: list[int] = [each.recv() for each in self.sockets]
 
     def ask(self, order: Any) -> list[Any]:
         """The answers of all to one order."""
-        for socket in self.sockets:
-            socket.send(order)
-        return [socket.recv() for socket in self.sockets]
+        for each in self.sockets:
+            each.send(order)
+        return [each.recv() for each in self.sockets]
 
     def close(self) -> None:
-        for socket in self.sockets:
+        for each in self.sockets:
             with suppress(BrokenPipeError):     # it has failed, and said why
-                socket.send(None)
+                each.send(None)
         self.ended()
         self.folder.cleanup()
 

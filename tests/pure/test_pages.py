@@ -1,13 +1,23 @@
-"""The page of the ring-versus-tree experiment."""
+"""The pages that benchmarks write say what was measured."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import cluster
 import pytest
 import ring_vs_tree_page as page
 from ring_vs_tree import RESULTS
+
+
+def test_the_tables_of_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    committed = cluster.PAGE.read_text()
+    written = tmp_path / "page.md"
+    written.write_text(committed)
+    monkeypatch.setattr(cluster, "PAGE", written)
+    cluster.write(json.loads(cluster.RESULTS.read_text())["measured"])
+    assert written.read_text() == committed
 
 
 def test_the_page_says_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,25 @@
+"""Pages of docs/ whose tables a benchmark writes: what stands between `<!-- NAME -->` and `<!-- end -->`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+DOCS = Path(__file__).parent.parent / "docs"
+FIGURES = DOCS / "figures"
+
+
+def filled(text: str, name: str, block: str) -> str:
+    """A page's text with another block of that name."""
+    before, rest = text.split(f"<!-- {name} -->\n")
+    return f"{before}<!-- {name} -->\n{block}\n{rest[rest.index('<!-- end -->'):]}"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    return "\n".join(["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)])
+
+
+def milliseconds(seconds: float) -> str:
+    """As a table shows them."""
+    return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
