@@ -21,11 +21,17 @@ def machine() -> dict[str, Any]:
     """What stands beside every figure: day and commit, the processor, its cores and how busy they were, and the versions."""
     info = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), platform.processor())
-    commit = subprocess.run(["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=Path(__file__).parent,
-                            capture_output=True, text=True, check=False).stdout.strip()
-    return {"day": date.today().isoformat(), "commit": commit or "unknown", "cpu": cpu, "cores": len(os.sched_getaffinity(0)),
+    return {"day": date.today().isoformat(), "commit": commit(), "cpu": cpu, "cores": len(os.sched_getaffinity(0)),
             "load": round(os.getloadavg()[0], 2), "torch": version("torch"), "python": platform.python_version(),
             "system": f"{platform.system()} {platform.release()}"}
+
+
+def commit() -> str:
+    """The code that was measured, with + where it is not what was committed."""
+    def said(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=Path(__file__).parent.parent, capture_output=True, text=True,
+                              check=False).stdout.strip()
+    return (said("rev-parse", "--short", "HEAD") or "unknown") + ("+" if said("status", "--short", "src", "benchmarks") else "")
 
 
 def alternated(measures: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:

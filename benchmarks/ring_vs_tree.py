@@ -97,8 +97,8 @@ def weights(bench: Bench, _: Found) -> dict[str, Any]:
         for name in ("tree", "ring"):
             how = Training(job, count, schedule(name), "weights", every, batch)     # type: ignore[arg-type]
             found[f"{name}, every {every}"] = trained(how, *data_of(bench, job), epochs, told(f"{name}, every {every}"))
-    alone = Training(job, 1, schedule("ring"), batch=count * batch)
-    found["serial, the same batches"] = trained(alone, *data_of(bench, job), epochs, told("serial"))
+    for name, size in (("serial, the same batches", count * batch), (f"serial, batches of {batch}", batch)):
+        found[name] = trained(Training(job, 1, schedule("ring"), batch=size), *data_of(bench, job), epochs, told(name))
     return {"found": found, "replicas": count, "epochs": epochs, "batch": batch}
 
 

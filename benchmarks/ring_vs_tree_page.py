@@ -175,7 +175,7 @@ def weights(found: Found, path: Path) -> None:
         for name, run in found["weights"]["found"].items():
             first = name.split(",")[0]
             axes[0].plot(range(1, len(run["accuracies"]) + 1), run["accuracies"], linewidth=1.5,
-                         linestyle="--" if "epoch" in name else "-", label=name,
+                         linestyle="--" if "epoch" in name else ":" if "batches of" in name else "-", label=name,
                          color=COLOURS[ORDER.index(first)] if first in ORDER else "#999999")
         axes[0].set(xlabel="epoch", ylabel="accuracy, %")
         for row in found["bugs"]["rows"]:
