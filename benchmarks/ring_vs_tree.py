@@ -2,6 +2,7 @@
 
     python benchmarks/ring_vs_tree.py               # everything, about an hour; writes docs/ring-vs-tree.md and its plots
     python benchmarks/ring_vs_tree.py --only links  # one part; the page keeps the figures of the others
+    python benchmarks/ring_vs_tree.py --only links --hosts 16x1 --megabits 40       # printed, not written
 
 | part     | what                                                                                                        |
 |----------|-------------------------------------------------------------------------------------------------------------|
@@ -43,23 +44,33 @@ Found = dict[str, Any]
 RESULTS = FIGURES / "ring_vs_tree.json"
 
 
+def pair(text: str) -> tuple[int, int]:
+    """8x2: 8 hosts of 2 ranks each."""
+    count, ranks = text.split("x")
+    return int(count), int(ranks)
+
+
 def main() -> None:
     def options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--only", choices=PARTS, nargs="*", help="some parts, or none: the page is written anew")
+        parser.add_argument("--megabits", type=float, default=100, help="of the links (default: 100, as on the page)")
+        parser.add_argument("--hosts", type=pair, nargs="*", metavar="HOSTSxRANKS",
+                            help="of the links, such as 8x1 4x2 (default: those of the page)")
         parser.add_argument("--data", type=Path, default=os.environ.get("PARAGRAD_DATA"),
                             help="the folder with MNIST (default: $PARAGRAD_DATA, or it is downloaded)")
     bench = Bench(__doc__, options)
     some = bench.options.only is not None
+    kept = not (bench.quick or bench.options.hosts or bench.options.megabits != 100)        # others are printed alone
     found = json.loads(RESULTS.read_text()) if some and RESULTS.exists() else {}
     for name in bench.options.only if some else PARTS:
         print(f"--- {name}", file=sys.stderr, flush=True)
         begun, on = time.monotonic(), machine()
         found[name] = {**PARTS[name](bench, found), "machine": on, "minutes": (time.monotonic() - begun) / 60}
-        if not bench.quick:
+        if kept:
             RESULTS.write_text(json.dumps(found, indent=1) + "\n")
     if "accuracy" in found:
         page.accuracy_figures(bench, found["accuracy"])
-    if not bench.quick:
+    if kept:
         page.write(found)
     bench.finish()
 

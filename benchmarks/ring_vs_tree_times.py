@@ -31,7 +31,6 @@ STEPS = ("tree", "ring", "native")              # series whose whole steps are t
 RANKS = (2, 4, 8, 16)                           # of one host
 HOSTS = ((8, 1), (4, 2), (2, 4), (2, 1), (4, 1), (16, 1))       # hosts and their ranks
 FAR = (32, 64, 128, 256, 512, 1024)             # hosts by the clock
-MEGABITS = 100
 BATCH = 128
 
 
@@ -73,9 +72,9 @@ def host(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
 def links(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
     """Hosts on limited links, of one rank or more."""
     found: dict[str, Any] = {"points": [], "steps": [], "clusters": []}
-    for count, group in HOSTS:
+    for count, group in bench.options.hosts or HOSTS:
         ranks = count * group
-        with hosts(count, megabits=MEGABITS) as machines:
+        with hosts(count, megabits=bench.options.megabits) as machines:
             def start(words: list[str], machines: Any = machines, group: int = group) -> Callable[[], object]:
                 programs = machines.torchrun(words, ranks=group)
                 return lambda: machines.finished(programs)
@@ -83,7 +82,7 @@ def links(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
                 cluster = workers.ask(("cluster", group))[0]
                 widths = WIDTHS if (count, group) == HOSTS[0] else (WIDTH,)
                 facts = {"where": "links", "ranks": ranks, "group": group}
-                found["points"] += exchanged(bench, workers, widths, cluster, bench.rounds(3, 1), **facts)
+                found["points"] += exchanged(bench, workers, widths, cluster, bench.rounds(5, 1), **facts)
                 found["steps"] += stepped(bench, workers, widths, bench.rounds(3, 1), **facts)
                 found["clusters"].append({**facts, **asdict(cluster), "dropped": machines.dropped()})
     return found
@@ -123,8 +122,10 @@ def exchanged(bench: Bench, workers: Workers, widths: tuple[int, ...], cluster: 
         series = [*algorithms, "native", *(["OpenMPI"] if mpi is not None else [])]
         for name, taken in alternated({name: (lambda name=name: seconds(name)) for name in series}, rounds).items():
             algorithm = algorithms.get(name)
-            yield {**facts, "width": width, "bytes": size, "series": name, "inner": inner, "measured": taken,
-                   "clock": timed(algorithm, ranks, size // 4, cluster).seconds if algorithm else None,
+            clock = timed(algorithm, ranks, size // 4, cluster).seconds if algorithm else None
+            print(f"{ranks} ranks, {group} per link, {size / 1e6:.3g} MB, {name}: {median(taken):.4g} s" +
+                  (f", clock {clock / median(taken) - 1:+.0%}" if clock else ""), file=sys.stderr)
+            yield {**facts, "width": width, "bytes": size, "series": name, "inner": inner, "measured": taken, "clock": clock,
                    "form": formed(algorithm, ranks, size, cluster) if algorithm else None}
 
 
