@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -29,6 +30,8 @@ def machine() -> dict[str, Any]:
 def commit() -> str:
     """The code that was measured, with + where it is not what was committed."""
     def said(*words: str) -> str:
+        if shutil.which("git") is None:
+            return ""
         return subprocess.run(["git", *words], cwd=Path(__file__).parent.parent, capture_output=True, text=True,
                               check=False).stdout.strip()
     return (said("rev-parse", "--short", "HEAD") or "unknown") + ("+" if said("status", "--short", "src", "benchmarks") else "")
@@ -100,12 +103,15 @@ class Bench:
                                          ("at least", found["at_least"], lambda value, bar: not value >= bar))
                 if bar is not None and wrong(found["value"], bar)]
 
+    def keep(self, path: Path) -> None:
+        """Write everything that was measured."""
+        path.write_text(json.dumps({"command": " ".join(["python", *sys.argv]), "quick": self.quick, "machine": self.machine,
+                                    "figures": self.figures, "measured": self.measured}, indent=1) + "\n")
+
     def finish(self) -> None:
         """Print machine and figures, write the file, and exit: 1 where --check finds one that falls short, otherwise 0."""
         if self.options.json:
-            self.options.json.write_text(json.dumps(
-                {"command": " ".join(["python", *sys.argv]), "quick": self.quick, "machine": self.machine,
-                 "figures": self.figures, "measured": self.measured}, indent=1) + "\n")
+            self.keep(self.options.json)
         short = self.short()
         print("machine: " + ", ".join(f"{name} {value}" for name, value in self.machine.items()))
         for name, found in self.figures.items():

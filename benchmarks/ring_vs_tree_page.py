@@ -193,6 +193,7 @@ BLOCKS: dict[str, tuple[tuple[str, ...], Callable[[Found], str], Callable[[Found
     "sizes": (("host", "links"), tables.sizes, sizes, "seconds of an exchange over megabytes: one host and limited links"),
     "ranks": (("host", "links", "clock"), tables.ranks, ranks, "seconds of an exchange over ranks"),
     "far": (("clock",), tables.far, None, ""),
+    "slow": (("links", "slow"), tables.slow, None, ""),
     "steps": (("host", "links"), tables.steps, steps, "seconds of an epoch"),
     "ratios": (("links",), tables.ratios, None, ""),
     "accuracy": (("accuracy",), tables.accuracy, accuracies, "accuracy over ranks and over width"),

@@ -74,6 +74,15 @@ def ranks(found: Found) -> str:
               beside(sharing, ORDER, "group", (1, 2, 4)))])
 
 
+def slow(found: Found) -> str:
+    """The most hosts, on both kinds of links: what the clock says of algorithms where cores have time, and where not."""
+    fast = [point for point in found["links"]["points"] if (point["ranks"], point["width"]) == (16, 256)]
+    rates = {"100 Mbit/s": fast, f"{found['slow']['megabits']} Mbit/s": found["slow"]["points"]}
+    columns = [{point["series"]: point for point in points} for points in rates.values()]
+    return table(["16 hosts, width 256 [ms]", *rates], [[NAMES.get(name, name), *(shown(column[name]) for column in columns)]
+                                                        for name in ORDER if name in columns[0]])
+
+
 def far(found: Found) -> str:
     points = found["clock"]["points"]
     ranks = sorted({point["ranks"] for point in points})
@@ -144,8 +153,8 @@ def bugs(found: Found) -> str:
                          "" if checks["serial"] is None else f"{checks['serial']:.1e}" if checks["serial"] < 1e-10
                          else f"**{checks['serial']:.1e}**",
                          f"**{checks['proof']}**" if checks["proof"] else "holds"])
-    return table(["averaged, replicas", "bug", "accuracy", "lost", "replicas equal", "whole numbers", "from serial, float64",
-                  "proof"], rows)
+    return table(["averaged, replicas", "bug", "accuracy", "beside no bug", "replicas equal", "whole numbers",
+                  "from serial, float64", "proof"], rows)
 
 
 def rounding(found: Found) -> str:

@@ -7,16 +7,17 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 from common import Bench, alternated
 from hosts import hosts
-from workers import MPIRUN, REPEATS, Stopwatch, Workers, serve
+from workers import MPIRUN, Stopwatch, Workers, serve
 
+from paragrad.errors import Refused
 from paragrad.planner.machine import Cluster, Link
 from paragrad.planner.price import seconds as closed_form
 from paragrad.players.clock import timed
@@ -30,6 +31,8 @@ OURS = ("tree", "butterfly", "halving(segments=4)", "ring", "ring(blocking=true)
 STEPS = ("tree", "ring", "native")              # series whose whole steps are timed
 RANKS = (2, 4, 8, 16)                           # of one host
 HOSTS = ((8, 1), (4, 2), (2, 4), (2, 1), (4, 1), (16, 1))       # hosts and their ranks
+MEGABITS = 100
+SLOW = 40
 FAR = (32, 64, 128, 256, 512, 1024)             # hosts by the clock
 BATCH = 128
 
@@ -58,7 +61,7 @@ def host(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
         with ExitStack() as stack:
             mpi = None
             if shutil.which("mpirun") and importlib.util.find_spec("mpi4py"):
-                mpi = stack.enter_context(closing(Workers(str(Path(__file__).parent / "all_reduce.py"), "mpi", ranks, MPIRUN)))
+                mpi = stack.enter_context(closing(Workers(__file__, "mpi", ranks, MPIRUN)))
             workers = stack.enter_context(closing(Workers(__file__, "gloo", ranks)))
             cluster = workers.ask(("cluster", 1))[0]
             widths = WIDTHS if ranks == 4 else (WIDTH,)
@@ -69,30 +72,48 @@ def host(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+@contextmanager
+def linked(count: int, group: int, megabits: float, found: dict[str, Any]) -> Iterator[tuple[Workers, Cluster]]:
+    """Ranks on hosts with limited links, and what is measured of them; what they dropped is noted at the end."""
+    with hosts(count, megabits=megabits) as machines:
+        def start(words: list[str]) -> Callable[[], object]:
+            programs = machines.torchrun(words, ranks=group)
+            return lambda: machines.finished(programs)
+        with closing(Workers(__file__, "gloo", count * group, start)) as workers:
+            cluster = workers.ask(("cluster", group))[0]
+            yield workers, cluster
+            found["clusters"].append({"ranks": count * group, "group": group, **asdict(cluster), "dropped": machines.dropped()})
+
+
 def links(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
     """Hosts on limited links, of one rank or more."""
     found: dict[str, Any] = {"points": [], "steps": [], "clusters": []}
-    for count, group in bench.options.hosts or HOSTS:
-        ranks = count * group
-        with hosts(count, megabits=bench.options.megabits) as machines:
-            def start(words: list[str], machines: Any = machines, group: int = group) -> Callable[[], object]:
-                programs = machines.torchrun(words, ranks=group)
-                return lambda: machines.finished(programs)
-            with closing(Workers(__file__, "gloo", ranks, start)) as workers:
-                cluster = workers.ask(("cluster", group))[0]
-                widths = WIDTHS if (count, group) == HOSTS[0] else (WIDTH,)
-                facts = {"where": "links", "ranks": ranks, "group": group}
-                found["points"] += exchanged(bench, workers, widths, cluster, bench.rounds(5, 1), **facts)
-                found["steps"] += stepped(bench, workers, widths, bench.rounds(3, 1), **facts)
-                found["clusters"].append({**facts, **asdict(cluster), "dropped": machines.dropped()})
+    for count, group in HOSTS:
+        with linked(count, group, MEGABITS, found) as (workers, cluster):
+            widths = WIDTHS if (count, group) == HOSTS[0] else (WIDTH,)
+            facts = {"where": "links", "ranks": count * group, "group": group}
+            found["points"] += exchanged(bench, workers, widths, cluster, bench.rounds(5, 1), **facts)
+            found["steps"] += stepped(bench, workers, widths, bench.rounds(3, 1), **facts)
+    bench.figure("packets dropped", sum(each["dropped"] for each in found["clusters"]), at_most=0)
+    return found
+
+
+def slow(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
+    """The most hosts on slower links, where the machine's cores have more time for each byte."""
+    count, group = HOSTS[-1]
+    found: dict[str, Any] = {"clusters": [], "megabits": SLOW}
+    with linked(count, group, SLOW, found) as (workers, cluster):
+        facts = {"where": "slow", "ranks": count * group, "group": group}
+        found["points"] = list(exchanged(bench, workers, (WIDTH,), cluster, bench.rounds(5, 1), **facts))
     return found
 
 
 def clock(bench: Bench, found: dict[str, Any]) -> dict[str, Any]:
     """More hosts than there are: by the clock and by closed form, from the link that `links` measured on 8 hosts."""
     if "links" not in found:
-        sys.exit("the clock goes on from the link that part `links` measures: --only links clock")
-    told = next(each for each in found["links"]["clusters"] if (each["ranks"], each["group"]) == HOSTS[0])
+        raise Refused("the clock goes on from the link that part `links` measures: --only links clock")
+    count, group = HOSTS[0]
+    told = next(each for each in found["links"]["clusters"] if (each["ranks"], each["group"]) == (count * group, group))
     cluster = Cluster(Link(**{**told["link"], "points": tuple(map(tuple, told["link"]["points"]))}), told["gamma"])
     points, size = [], bytes_of(WIDTH)
     for ranks in FAR[:2] if bench.quick else FAR:
@@ -117,7 +138,7 @@ def exchanged(bench: Bench, workers: Workers, widths: tuple[int, ...], cluster: 
 
         def seconds(name: str, size: int = size) -> float:
             if name == "OpenMPI" and mpi is not None:
-                return median(max(end - start for start, end in each) for each in zip(*mpi.ask((size, REPEATS)), strict=True))
+                return max(mpi.ask(size))
             return max(workers.ask(("exchange", str(algorithms.get(name, name)), size)))
         series = [*algorithms, "native", *(["OpenMPI"] if mpi is not None else [])]
         for name, taken in alternated({name: (lambda name=name: seconds(name)) for name in series}, rounds).items():
@@ -151,6 +172,19 @@ def stepped(bench: Bench, workers: Workers, widths: tuple[int, ...], rounds: int
 
 
 # ---- in a rank ---------------------------------------------------------------------------------------------------------
+def worker_of_mpi(address: str) -> None:
+    """OpenMPI's own all-reduce, timed as the others are."""
+    import numpy
+    from mpi4py import MPI
+    world = MPI.COMM_WORLD
+    watch = Stopwatch(SimpleNamespace(barrier=world.Barrier, agreed=world.bcast))
+
+    def exchange(size: int) -> float:
+        vector, result = numpy.zeros(size // 4, dtype=numpy.float32), numpy.empty(size // 4, dtype=numpy.float32)
+        return watch.seconds(size, lambda: world.Allreduce(vector, result))
+    serve(address, exchange)
+
+
 def worker(address: str) -> None:
     import os
 
@@ -211,4 +245,4 @@ def worker(address: str) -> None:
 
 
 if __name__ == "__main__":
-    worker(sys.argv[3])
+    {"gloo": worker, "mpi": worker_of_mpi}[sys.argv[2]](sys.argv[3])

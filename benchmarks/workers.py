@@ -35,7 +35,17 @@ class Workers:
             listener.listen(count)
             listener.settimeout(LIMIT)
             self.ended = started(starter, count, words) if isinstance(starter, list) else starter(words)
-            self.sockets: list[Connection] = [Connection(listener.accept()[0].detach()) for _ in range(count)]
+            self.sockets: list[Connection] = []
+            try:
+                while len(self.sockets) < count:
+                    self.sockets.append(Connection(listener.accept()[0].detach()))
+            except TimeoutError:
+                for each in self.sockets:           # whose orders end: they end too
+                    each.close()
+                with suppress(subprocess.TimeoutExpired):
+                    self.ended()
+                self.folder.cleanup()
+                raise RuntimeError(f"{len(self.sockets)} of {count} workers have come after {LIMIT:g} s") from None
         self.pids: list[int] = [each.recv() for each in self.sockets]
 
     def ask(self, order: Any) -> list[Any]:

@@ -157,11 +157,13 @@ JOINS = """
 
 @pytest.mark.table
 def test_links_between_hosts_are_measured(clusters: Clusters, tmp_path: Path) -> None:
+    """Also where ranks 0 and 1 are on one host."""
     with clusters(2, megabits=200) as cluster:
-        told = cluster.run(["-m", "paragrad", "measure", "--interface", "eth0", "--output", "machine.json"], folder=tmp_path,
-                           timeout=120)
+        told = cluster.run(["-m", "paragrad", "measure", "--interface", "eth0", "--output", "machine.json"], ranks=2,
+                           folder=tmp_path, timeout=120)
     machine, _ = read_machine(tmp_path / "machine.json", 1)
     assert list(machine.links) == ["gloo"]
+    assert machine.hosts == 2
     assert "gloo over eth0" in machine.measured
     assert machine.links["gloo"].beta > 1 / 25e6            # 200 Mbit/s carry less than 25 MB in a second
     assert "machine.json" in told[0]

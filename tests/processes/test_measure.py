@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 import paragrad as pg
 from paragrad.launching import Ranks
+from paragrad.planner import choosing, measuring
 from paragrad.planner.choosing import Chooser, candidates, predicted
 from paragrad.planner.machine import ASSUMED, Cluster, Link, Machine, read_machine
 from paragrad.planner.measuring import measured_link
@@ -81,23 +83,41 @@ def test_all_ranks_pick_alike_and_once_for_a_size(pool: Ranks, machine: Machine 
     assert ("given" if machine else "measured just before") in told[0]
 
 
-def chosen_on_hosts(world: World) -> tuple[Cluster | None, list[str]]:
-    """What is known and picked where rank 0 has two ranks on its host, and the others say something else."""
-    with patch("paragrad.planner.choosing.ranks_here", lambda: 2 if world.rank == 0 else 3):
-        told: list[str] = []
-        chooser = Chooser(world, Native(), partial(play, world), told=lambda _, pick: told.append(str(pick)))
+def known_on_hosts(world: World, hosts: list[int], machine: Machine | None) -> tuple[Cluster | None, str]:
+    """What is known of a cluster where each rank is on a host of so many, and from where. A link tells which peer was asked."""
+    def asked(world: World, sizes: object, rounds: int, peer: int = 1) -> tuple[Link, float]:
+        return Link(alpha=1e-6 * peer, beta=1e-9), 0.0
+
+    told: list[str] = []
+    with patch.object(measuring, "ranks_here", lambda: hosts[world.rank]), patch.object(choosing, "measured_link", asked):
+        chooser = Chooser(world, Native(), partial(play, world), machine, told=lambda _, pick: told.append(pick.because))
         chooser.pick(torch.zeros(8))
-        return chooser.cluster, told
+    return chooser.cluster, told[0].rpartition("links ")[2]
 
 
-def test_ranks_of_a_host_have_a_link_of_their_own(pool: Ranks) -> None:
-    """Hosts of different sizes agree too: they once asked their own host, and would have tried different candidates."""
-    answers = pool.run(chosen_on_hosts, size=4)
+GIVEN = Machine({"gloo": ASSUMED.link()}, ASSUMED.gamma, 2, "by hand", hosts=2)
+
+
+@pytest.mark.parametrize(("hosts", "machine", "link", "inside", "known"), [
+    ([4, 4, 4, 4], None, 1e-6, None, "measured just before"),
+    ([2, 2, 2, 2], None, 2e-6, 1e-6, "measured just before; inside a host: measured just before"),
+    ([2, 2, 2, 2], GIVEN, 20e-6, 1e-6, "by hand; inside a host: measured just before"),
+    ([2, 2, 2, 2], replace(GIVEN, hosts=1), 2e-6, 1e-6,
+     "measured just before, as the machine file is of one host; inside a host: measured just before"),
+    ([3, 3, 3, 1], None, 3e-6, None, "measured just before"),
+    ([1, 3, 3, 3], None, 1e-6, None, "measured just before")])
+def test_hosts_and_their_links(pool: Ranks, hosts: list[int], machine: Machine | None, link: float, inside: float | None,
+                               known: str) -> None:
+    """All ranks agree, also where hosts have different numbers of ranks: those once asked their own host, and would have tried
+    different candidates; then they all went by rank 0's, and the clock played hosts that do not exist.
+    """
+    answers = pool.run(known_on_hosts, hosts, machine, size=4)
     assert answers == [answers[0]] * 4
-    cluster = answers[0][0]
-    assert cluster.group == 2
-    assert cluster.inside is not None
-    assert cluster.inside != cluster.link
+    cluster, told = answers[0]
+    assert cluster.link.alpha == pytest.approx(link)
+    assert (cluster.inside and cluster.inside.alpha) == inside
+    assert cluster.group == (2 if inside else 1)
+    assert told == known
 
 
 def test_what_the_clock_foretells() -> None:
@@ -111,6 +131,7 @@ def test_what_the_clock_foretells() -> None:
     assert TwoLevel(group=2) not in candidates(7)
     assert TwoLevel(group=4) in candidates(8, 4)
     assert Ring() not in predicted(40, 1000, 4, network)
+    assert TwoLevel(across=Halving(1), group=2) in candidates(64, 2)
 
 
 def test_a_run_records_what_was_picked_and_why(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import cluster
 import pytest
 import ring_vs_tree_page as page
-from ring_vs_tree import RESULTS
+from ring_vs_tree import PARTS, RESULTS
 
 
 def test_the_tables_of_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,7 +16,7 @@ def test_the_tables_of_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     written = tmp_path / "page.md"
     written.write_text(committed)
     monkeypatch.setattr(cluster, "PAGE", written)
-    cluster.write(json.loads(cluster.RESULTS.read_text())["measured"])
+    cluster.write(json.loads(cluster.RESULTS.read_text()))
     assert written.read_text() == committed
 
 
@@ -26,8 +26,10 @@ def test_the_page_says_what_was_measured(tmp_path: Path, monkeypatch: pytest.Mon
     written.write_text(page.PAGE.read_text())
     monkeypatch.setattr(page, "PAGE", written)
     monkeypatch.setattr(page, "FIGURES", tmp_path)
-    page.write(json.loads(RESULTS.read_text()))
+    found = json.loads(RESULTS.read_text())
+    page.write(found)
     assert written.read_text() == (RESULTS.parent.parent / "ring-vs-tree.md").read_text()
     drawn = {path.name for path in tmp_path.glob("*.svg")}
     assert drawn
     assert all(f"(figures/{name})" in written.read_text() for name in drawn)
+    assert set(found) == set(PARTS)

@@ -20,7 +20,7 @@ import torch
 from paragrad.launched import cores
 from paragrad.notation import Choice
 from paragrad.planner.machine import Cluster, Machine
-from paragrad.planner.measuring import BRIEF, added, measured_link
+from paragrad.planner.measuring import BRIEF, added, first_elsewhere, measured_link, ranks_on_hosts
 from paragrad.players.clock import timed
 from paragrad.schedules.butterfly import Butterfly
 from paragrad.schedules.compose import Composed
@@ -31,7 +31,7 @@ from paragrad.schedules.ring import Ring, RingAsync
 from paragrad.schedules.star import Star
 from paragrad.schedules.tree import Tree
 from paragrad.schedules.two_level import TwoLevel
-from paragrad.world import World, ranks_here
+from paragrad.world import World
 
 CANDIDATES: tuple[Composed, ...] = (
     Star(), Tree(), DoubleTree(1), DoubleTree(4), DoubleTree(16), Butterfly(), Halving(1), Halving(2), Halving(4), Direct(),
@@ -46,12 +46,11 @@ CLOCKED = 32            # ranks up to which the clock plays all candidates; beyo
 
 def candidates(size: int, group: int = 1) -> list[Composed | TwoLevel]:
     """What may be picked for so many ranks; group: how many of them are on a host."""
+    if size > CLOCKED:
+        few: list[Composed | TwoLevel] = [each for each in CANDIDATES if not isinstance(each, Ring | RingAsync | Direct)]
+        return [*few, TwoLevel(across=Halving(1), group=group)] if 1 < group < size else few
     groups = {each for each in (2, group) if 1 < each < size and size % each == 0}
-    found: list[Composed | TwoLevel] = [*CANDIDATES]
-    found += [TwoLevel(group=each) for each in sorted(groups)]
-    if size <= CLOCKED:
-        return found
-    return [each for each in found if not isinstance(each, Ring | RingAsync | Direct) and each != TwoLevel(group=2)]
+    return [*CANDIDATES, *(TwoLevel(group=each) for each in sorted(groups))]
 
 
 def predicted(size: int, length: int, element: int, cluster: Cluster) -> dict[Choice, float]:
@@ -81,6 +80,7 @@ class Chooser:
     told: Callable[[int, Pick], None] = lambda bytes_, pick: None
     picked: dict[tuple[int, torch.dtype], Pick] = field(default_factory=dict)
     cluster: Cluster | None = None
+    known: str = ""                     # where that is from
 
     def pick(self, vector: torch.Tensor) -> Choice:
         key = vector.numel(), vector.dtype
@@ -112,7 +112,7 @@ class Chooser:
             left = sorted(left, key=lambda each: statistics.median(seen[each]))[:-(-len(left) // 2)]
         told = ", ".join(f"{each} {1e3 * statistics.median(taken):.3g} ms" +
                          (f" (clock {1e3 * times[each]:.3g})" if each in times else "") for each, taken in seen.items())
-        return Pick(left[0], f"tried: {told}; links {self.machine.measured if self.machine else 'measured just before'}")
+        return Pick(left[0], f"tried: {told}; links {self.known}")
 
     def _seconds(self, algorithm: Choice, vector: torch.Tensor, times: int) -> float:
         """Seconds per exchange on this rank, of some in a row."""
@@ -123,18 +123,23 @@ class Chooser:
         return (time.perf_counter() - start) / times
 
     def _known(self) -> Cluster:
-        """The ranks on their links: of hosts with as many ranks each, that between hosts and that inside of one, otherwise one
-        for all. Ranks share the cores of their host where they are more than these. All go by what rank 0 knows: hosts may have
-        different numbers of ranks, and candidates in another order would wait for each other.
+        """The ranks on their links: where every host has as many ranks, that between hosts and that inside of one, otherwise
+        one for all. Ranks share the cores of their host where they are more than these. All go by what rank 0 knows: candidates
+        in another order would wait for each other.
         """
         self.machine = self.world.agreed(self.machine)
-        size = self.world.size
-        here, processors = self.world.agreed((ranks_here() or size, cores()))
-        group = here if 1 < here < size and size % here == 0 else 1
-        sharing = here if here > processors and size % here == 0 else 1
-        if self.machine:
-            link, gamma = self.machine.link(self.world.backend), self.machine.gamma
+        size, here = self.world.size, ranks_on_hosts(self.world)
+        alike = set(here) == {here[0]}
+        group = here[0] if alike and 1 < here[0] < size else 1
+        processors = self.world.agreed(cores())
+        sharing = here[0] if alike and here[0] > processors else 1
+        if self.machine and not (self.machine.hosts == 1 and here[0] < size):
+            link, gamma, self.known = self.machine.link(self.world.backend), self.machine.gamma, self.machine.measured
         else:
-            link, gamma = measured_link(self.world, BRIEF, rounds=1, peer=here if here < size else 1)[0], added()
-        inside = measured_link(self.world, BRIEF, rounds=1)[0] if group > 1 else None
+            link, gamma = measured_link(self.world, BRIEF, rounds=1, peer=first_elsewhere(here))[0], added()
+            self.known = "measured just before" + (", as the machine file is of one host" if self.machine else "")
+        inside = None
+        if group > 1:
+            inside = measured_link(self.world, BRIEF, rounds=1)[0]
+            self.known += "; inside a host: measured just before"
         return self.world.agreed(Cluster(link, gamma, inside, group, sharing, processors if sharing > 1 else 1))    # type: ignore[no-any-return]

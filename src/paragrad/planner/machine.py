@@ -74,6 +74,7 @@ class Machine:
     errors: dict[str, float] | None = None          # of the straight line through a link's points: largest relative error
     memory: float | None = None             # bytes read and written
     matmul: float | None = None             # operations, one core
+    hosts: int | None = None                # that the links join: one, or two
 
     def link(self, name: str | None = None) -> Link:
         """A link by name, or the first. Raises Refused."""

@@ -147,12 +147,22 @@ def links_of(world: World, peer: int = 1) -> tuple[str, Link, float]:
     return str(world.backend), link, error
 
 
-def machine_with(found: list[tuple[str, Link, float]]) -> Machine:
-    """What was measured of the links, and of this process's core and memory now."""
+def ranks_on_hosts(world: World) -> list[int]:
+    """Of every rank, how many ranks are on its host. Collective."""
+    return [int(each) for each in world.gathered(torch.tensor([ranks_here() or world.size]))]
+
+
+def first_elsewhere(here: list[int]) -> int:
+    """The first rank of the next host, or rank 1 where there is none. here: as `ranks_on_hosts` says."""
+    return here[0] if here[0] < len(here) else 1
+
+
+def machine_with(found: list[tuple[str, Link, float]], hosts: int = 1) -> Machine:
+    """What was measured of the links, which join so many hosts, and of this process's core and memory now."""
     over = f", gloo over {os.environ['GLOO_SOCKET_IFNAME']}" if "GLOO_SOCKET_IFNAME" in os.environ else ""
     return Machine(links={name: link for name, link, _ in found}, gamma=added(), cores=cores(),
                    measured=f"{date.today()}, {platform.node()}, {platform.machine()}, torch {torch.__version__}{over}",
-                   errors={name: error for name, _, error in found}, memory=memory_rate(), matmul=matmul_rate())
+                   errors={name: error for name, _, error in found}, memory=memory_rate(), matmul=matmul_rate(), hosts=hosts)
 
 
 @contextmanager
@@ -187,9 +197,9 @@ def _between_hosts() -> Machine | None:
     if launched_size() == 1:
         raise Refused("a link has two ends; start 2 ranks")
     with joined_from_environment("gloo") as world:
-        here = world.agreed(ranks_here()) or world.size
-        link = links_of(world, peer=here if here < world.size else 1)
-        return machine_with([link]) if world.rank == 0 else None
+        here = ranks_on_hosts(world)
+        link = links_of(world, peer=first_elsewhere(here))
+        return machine_with([link], hosts=1 if here[0] == world.size else 2) if world.rank == 0 else None
 
 
 def _on_this_host(backend: str) -> Machine:
