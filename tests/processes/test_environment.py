@@ -266,6 +266,7 @@ def test_two_ranks_of_one_host_meet_in_a_file(place: Place, variables: Variables
     place.check(2, meetings=3)
 
 
+@pytest.mark.table
 def test_nothing_is_left_of_many_meetings(place: Place) -> None:
     """The store's own clean-up counts who has finished and who still holds it, one after the other: of ranks that left at the
     same moment each took another for the last, and one meeting in sixty left its file."""
@@ -324,9 +325,12 @@ def test_a_rank_that_never_comes_is_waited_for_so_long_and_named(place: Place) -
     port = free_port()
     at_an_address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     elsewhere = {**at_an_address, "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    for given, told in (({}, str(place.temporary)), (at_an_address, f"127.0.0.1:{port}"),
-                        (elsewhere, "GLOO_SOCKET_IFNAME on each host to the interface that the others reach it by")):
-        with started(place.words(), {**place.shell, **mpich(1, 2), **given}) as process:
+    cases: list[tuple[dict[str, str], str]] = [
+        ({}, str(place.temporary)), (at_an_address, f"127.0.0.1:{port}"),
+        (elsewhere, "GLOO_SOCKET_IFNAME on each host to the interface that the others reach it by")]
+    processes = [started(place.words(), {**place.shell, **mpich(1, 2), **given}) for given, _ in cases]
+    for process, (_, told) in zip(processes, cases, strict=True):
+        with process:
             answer, complaints = process.communicate(timeout=60)
         assert answer.startswith("rank 1: the 2 ranks of mpirun (MPICH) did not meet at "), complaints
         assert told in answer
