@@ -31,10 +31,9 @@ import sys
 import time
 from collections.abc import Callable
 
-from common import Bench, alternated, ratios
+from common import KB, MB, Bench, alternated, named, ratios
 from workers import MPIRUN, Workers, serve
 
-KB, MB = 2**10, 2**20
 SIZES = (KB, 4 * KB, 16 * KB, 64 * KB, 256 * KB, MB, 4 * MB, 16 * MB, 64 * MB)
 GLOO_BARS = {2: {KB: 20, 4 * KB: 20, 16 * KB: 20, 256 * KB: 6, MB: 6, 4 * MB: 3, 64 * MB: 1.3},
              4: {KB: 8, 4 * KB: 8, 16 * KB: 8, 256 * KB: 5, 4 * MB: 1.5}}
@@ -88,10 +87,6 @@ def report(bench: Bench, ranks: int, times: dict[int, dict[str, list[float]]]) -
                      [math.prod(row) ** (1 / len(row)) for row in zip(*each, strict=True)], at_most=1.0)
     bench.figure(f"shm / limit, {ranks} ranks, 4 MB",
                  ratios(times[4 * MB]["shm, first to last"], times[4 * MB]["limit, first to last"]), at_most=2.0)
-
-
-def named(size: int) -> str:
-    return f"{size // MB} MB" if size >= MB else f"{size // KB} KB"
 
 
 # ---- in a rank ---------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import Bench, alternated, ratios
+from common import KB, MB, Bench, alternated, named, ratios
 from hosts import hosts
 from pages import DOCS, FIGURES, filled, milliseconds, table
 from workers import Stopwatch, Workers, serve
@@ -46,7 +46,6 @@ from paragrad.planner.price import seconds as closed_form
 from paragrad.players.clock import timed
 from paragrad.strategy import Data, Native, strategy
 
-KB, MB = 1 << 10, 1 << 20
 RANKS_OF_ONE_HOST = 4
 ENOUGH = 5              # rounds from which on a sign test can say anything
 PAGE, RESULTS = DOCS / "all_reduce.md", FIGURES / "cluster.json"
@@ -56,10 +55,6 @@ SMALL = (KB, 4 * KB, 16 * KB, 64 * KB)
 SIZES = (*SMALL, 256 * KB, *FORETOLD)
 Times = dict[int, dict[str, list[float]]]       # seconds by size and algorithm, of every round
 Picks = dict[int, str]                          # what auto picked, by size
-
-
-def named(size: int) -> str:
-    return f"{size // MB} MB" if size >= MB else f"{size // KB} KB"
 
 
 def schedule(text: str) -> Any:

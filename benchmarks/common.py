@@ -17,6 +17,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+KB, MB = 1 << 10, 1 << 20
+
+
+def named(size: int) -> str:
+    """So many bytes, in words."""
+    return f"{size // MB} MB" if size >= MB else f"{size // KB} KB"
+
 
 def machine() -> dict[str, Any]:
     """What stands beside every figure: day and commit, the processor, its cores and how busy they were, and the versions."""

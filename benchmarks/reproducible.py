@@ -12,10 +12,9 @@ from __future__ import annotations
 import sys
 import time
 
-from common import Bench, alternated, ratios
+from common import KB, MB, Bench, alternated, ratios
 from workers import Workers, serve
 
-KB, MB = 2**10, 2**20
 SIZES = {"4 KB": 4 * KB, "64 KB": 64 * KB, "1 MB": MB, "16 MB": 16 * MB}
 REPEATS = {4 * KB: 50, 64 * KB: 20, MB: 5, 16 * MB: 1}
 

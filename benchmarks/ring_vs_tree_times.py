@@ -73,8 +73,8 @@ def host(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def linked(count: int, group: int, megabits: float, found: dict[str, Any]) -> Iterator[tuple[Workers, Cluster]]:
-    """Ranks on hosts with limited links, and what is measured of them; what they dropped is noted at the end."""
+def linked(bench: Bench, count: int, group: int, megabits: float, found: dict[str, Any]) -> Iterator[tuple[Workers, Cluster]]:
+    """Ranks on hosts with limited links, and what is measured of them; they may have dropped nothing by the end."""
     with hosts(count, megabits=megabits) as machines:
         def start(words: list[str]) -> Callable[[], object]:
             programs = machines.torchrun(words, ranks=group)
@@ -82,19 +82,20 @@ def linked(count: int, group: int, megabits: float, found: dict[str, Any]) -> It
         with closing(Workers(__file__, "gloo", count * group, start)) as workers:
             cluster = workers.ask(("cluster", group))[0]
             yield workers, cluster
-            found["clusters"].append({"ranks": count * group, "group": group, **asdict(cluster), "dropped": machines.dropped()})
+            dropped = machines.dropped()
+            found["clusters"].append({"ranks": count * group, "group": group, **asdict(cluster), "dropped": dropped})
+            bench.figure(f"packets dropped, {count} hosts of {group} at {megabits:g} Mbit/s", dropped, at_most=0)
 
 
 def links(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
     """Hosts on limited links, of one rank or more."""
     found: dict[str, Any] = {"points": [], "steps": [], "clusters": []}
     for count, group in HOSTS:
-        with linked(count, group, MEGABITS, found) as (workers, cluster):
+        with linked(bench, count, group, MEGABITS, found) as (workers, cluster):
             widths = WIDTHS if (count, group) == HOSTS[0] else (WIDTH,)
             facts = {"where": "links", "ranks": count * group, "group": group}
             found["points"] += exchanged(bench, workers, widths, cluster, bench.rounds(5, 1), **facts)
             found["steps"] += stepped(bench, workers, widths, bench.rounds(3, 1), **facts)
-    bench.figure("packets dropped", sum(each["dropped"] for each in found["clusters"]), at_most=0)
     return found
 
 
@@ -102,7 +103,7 @@ def slow(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
     """The most hosts on slower links, where the machine's cores have more time for each byte."""
     count, group = HOSTS[-1]
     found: dict[str, Any] = {"clusters": [], "megabits": SLOW}
-    with linked(count, group, SLOW, found) as (workers, cluster):
+    with linked(bench, count, group, SLOW, found) as (workers, cluster):
         facts = {"where": "slow", "ranks": count * group, "group": group}
         found["points"] = list(exchanged(bench, workers, (WIDTH,), cluster, bench.rounds(5, 1), **facts))
     return found
