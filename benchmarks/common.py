@@ -88,6 +88,8 @@ class Bench:
         self.options = parser.parse_args()
         self.quick: bool = self.options.quick
         self.machine = machine()
+        if self.machine["load"] > 0.5:
+            print(f"warning: other work keeps {self.machine['load']} cores busy; times will scatter", file=sys.stderr)
         self.figures: dict[str, dict[str, Any]] = {}
         self.measured: dict[str, Any] = {}
 
