@@ -18,7 +18,7 @@
 |-------------------------------------------------------------------------|---------------|
 | different final parameters at 2 ranks, over algorithms, per seed         | at most 1     |
 | accuracy at 4 and 8 ranks less serial's mean, the farthest, in points    | at most 0.25  |
-| packets dropped by the limited links                                    | at most 0     |
+| packets that the limited links dropped; that came out of order          | at most 0     |
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def host(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def linked(bench: Bench, count: int, group: int, megabits: float, found: dict[str, Any]) -> Iterator[tuple[Workers, Cluster]]:
-    """Ranks on hosts with limited links, and what is measured of them; they may have dropped nothing by the end."""
+    """Ranks on hosts with limited links, and what is measured of them; all packets have come, in order."""
     with hosts(count, megabits=megabits) as machines:
         def start(words: list[str]) -> Callable[[], object]:
             programs = machines.torchrun(words, ranks=group)
@@ -82,9 +82,10 @@ def linked(bench: Bench, count: int, group: int, megabits: float, found: dict[st
         with closing(Workers(__file__, "gloo", count * group, start)) as workers:
             cluster = workers.ask(("cluster", group))[0]
             yield workers, cluster
-            dropped = machines.dropped()
-            found["clusters"].append({"ranks": count * group, "group": group, **asdict(cluster), "dropped": dropped})
-            bench.figure(f"packets dropped, {count} hosts of {group} at {megabits:g} Mbit/s", dropped, at_most=0)
+            faults = machines.faults()
+            found["clusters"].append({"ranks": count * group, "group": group, **asdict(cluster), **faults})
+            for name, fault in faults.items():
+                bench.figure(f"{name}, {count} hosts of {group} at {megabits:g} Mbit/s", fault, at_most=0)
 
 
 def links(bench: Bench, _: dict[str, Any]) -> dict[str, Any]:
