@@ -37,7 +37,7 @@ CANDIDATES: tuple[Composed, ...] = (
     Star(), Tree(), DoubleTree(1), DoubleTree(4), DoubleTree(16), Butterfly(), Halving(1), Halving(2), Halving(4), Direct(),
     Ring(), RingAsync(2), RingAsync(4))
 TRIED = 8               # of them, beside the backend's own
-MOMENT = 0.5            # seconds of exchanges that a trial may take, about, by the clock; where few fit, half as many are tried
+MOMENT = 3.0            # seconds of exchanges that a trial may take, about, by the clock; where few fit, half as many are tried
 FEW, MOST = 20, 200     # exchanges of a trial
 ROW = 4                 # exchanges of one turn, where they are short: in training too one follows another
 SHORT = 0.02            # seconds
