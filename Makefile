@@ -23,7 +23,7 @@ test: .venv/ready
 
 table: .venv/ready
 	$(BIN)/pytest tests/pure tests/processes/test_equality.py tests/processes/test_checkpoint.py tests/processes/test_verify.py \
-	    tests/processes/test_environment.py tests/network --timeout 300
+	    tests/processes/test_environment.py tests/processes/test_own_loop.py tests/network --timeout 300
 
 # mpirun for the tests of joining a world, a browser for those of the page, ip and tc for several hosts; tests that miss them
 # skip and say so

@@ -332,6 +332,7 @@ def test_how_the_program_was_called(monkeypatch: pytest.MonkeyPatch) -> None:
     assert listing.called_as("/lib/paragrad/__main__.py") == ["python", "-m", "paragrad"]
 
 
+@pytest.mark.table
 def test_sigterm_under_torchrun(tmp_path: Path) -> None:
     """torchrun passes SIGTERM on to its ranks, which save and stop at the same step."""
     job = tmp_path / "points.py"

@@ -40,6 +40,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     return load_file(path)
 
 
+@pytest.mark.table                  # the README's loop runs under torchrun in test_docs.py
 def test_the_example_under_torchrun(alone: dict[str, torch.Tensor], tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     text = ran(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE), str(path))
