@@ -44,8 +44,10 @@ def probed(module: Summed, inputs: Any, target: Any, samples: int) -> Probe:
         with Watch() as watch:
             total, _ = twin(copied(inputs), copied(target), samples)
         trainable = [parameter for parameter in twin.parameters() if parameter.requires_grad]
-        gradients = torch.autograd.grad(total, trainable, allow_unused=True)
-    unused = any(gradient is None for gradient in gradients)
+        for parameter in trainable:
+            parameter.grad = None
+        total.backward()                # not autograd.grad, which reentrant checkpoints refuse
+    unused = any(parameter.grad is None for parameter in trainable)
     return Probe(unused, sum(kept.values()), watch.dropout, tuple(sorted(watch.others)))
 
 

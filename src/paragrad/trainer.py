@@ -23,7 +23,7 @@ from paragrad import checkpoint
 from paragrad.batches import Batch, Piece, batch_of
 from paragrad.data_parallel.all_reduce import Exchange
 from paragrad.data_parallel.alone import Alone, OptimizerState
-from paragrad.data_parallel.batch_norm import Part, batch_norms, make_own, make_whole
+from paragrad.data_parallel.batch_norm import BatchNorm, Part
 from paragrad.data_parallel.shared_memory import SharedMemory
 from paragrad.datasets.loading import Collate, Dataset, Samples, brought, cut, loaded, tensors_of
 from paragrad.datasets.order import Order
@@ -86,8 +86,8 @@ class Trainer:
         self.steps = 0
         self.activations = 0
         self.has_dropout = False
-        if world.size > 1 and batch_norms(model):
-            self._join_batch_norms(strategy)
+        own = isinstance(strategy, Data) and strategy.batch_norm == "share"
+        self.batch_norm = BatchNorm(world, model, self.part, self._count_batch_norm, own)
         seed_everything(seed + 1 + world.rank)              # what is drawn from here on differs by rank
 
     @classmethod
@@ -98,13 +98,6 @@ class Trainer:
         return cls(world, model, job.built_loss(world.device), optimizer, strategy, seed=job.seed, clip_norm=job.clip_norm,
                    examined=True, scheduler=job.scheduler(optimizer) if job.scheduler else None, autocast=job.autocast,
                    collate=job.collate, **more)
-
-    def _join_batch_norms(self, strategy: Strategy) -> None:
-        assert isinstance(strategy, Data)
-        if strategy.batch_norm == "share":
-            make_own(self.model, self.part)
-        else:
-            make_whole(self.model, self.world.twin(), self.part, self._count_batch_norm)
 
     def _count_batch_norm(self, payload: int) -> None:
         if self.exchange is not None:
@@ -185,12 +178,13 @@ class Trainer:
         samples = self.part.samples = len(piece.positions)
         last = number == len(batch.pieces) - 1
         self.exchange.stop = last and self.world.stop.is_set()
-        with self.exchange.micro_batch(last), self._keyed(batch, piece):
+        with self.exchange.micro_batch(last), self._keyed(batch, piece), self.batch_norm:
             with self.log.span(f"F{number}", "compute"), self.casting():
                 total, weight = self.exchange.module(inputs, target, samples)
             value = float(total.detach())
             if not math.isfinite(value):
-                raise StepFailed("the loss is not finite", tensor=first_not_finite(self.model, inputs, target))
+                with self.batch_norm.looking():
+                    raise StepFailed("the loss is not finite", tensor=first_not_finite(self.model, inputs, target))
             with self.log.span(f"B{number}", "compute"):
                 total.backward()
         return value, weight
@@ -230,8 +224,9 @@ class Trainer:
         self.part.samples = samples
         if not self.examined:
             self._examine(inputs, target, samples)
-        with self.casting():
+        with self.casting(), self.batch_norm.looking():
             found = probed(self.module, inputs, target, samples)
+        self.batch_norm.agree()
         self.activations, self.has_dropout = found.activations, found.dropout
         if found.other_draws and self.world.size > 1:
             self.log.choice("random", "by rank",
@@ -264,6 +259,11 @@ class Trainer:
         samples = Samples(dataset, self.seed, self.collate)
         with evaluating(self.model), self.casting():
             return evaluated(self.world, self.module, samples, metric, self.dtype, loaders)
+
+    @property
+    def normed(self) -> set[str]:
+        """The names of the running statistics that batch norms in training changed."""
+        return self.batch_norm.normed
 
     def gradients(self) -> dict[str, Tensor | None]:
         """The gradient of every parameter as the last update used it (mean, clipped); until any rank begins the next step."""
@@ -309,8 +309,6 @@ class Trainer:
         """Let go of the exchange; the model is a plain one again."""
         if self.exchange is not None:
             self.exchange.close()
-        for norm in batch_norms(self.model):
-            vars(norm).pop("forward", None)
 
 
 def _bytes(tensors: Any) -> int:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paragrad.data_parallel.batch_norm import batch_norms
 from paragrad.datasets.loading import parted
 from paragrad.datasets.order import Order
 from paragrad.errors import StepFailed
@@ -115,13 +114,16 @@ class Comparison:
     def __init__(self, trainer: Trainer, reference: Trainer) -> None:
         self.trainer, self.reference = trainer, reference
         self.worst = Difference(0.0)
-        self.noise = 1e3 * torch.finfo(reference.dtype).eps if batch_norms(reference.model) else 0.0
+        self.noise = 0.0
         self.masks: dict[str, Tensor] | None = None
-        if self.noise and not isinstance(reference.optimizer, torch.optim.SGD):
-            self.masks = {name: torch.ones_like(tensor, dtype=torch.bool) for name, tensor in reference.parameters.items()}
 
     def take(self) -> None:
         """Compare after both made the same step."""
+        reference = self.reference
+        if not self.noise and reference.batch_norm.computed:
+            self.noise = 1e3 * torch.finfo(reference.dtype).eps
+            if not isinstance(reference.optimizer, torch.optim.SGD):
+                self.masks = {name: torch.ones_like(tensor, dtype=torch.bool) for name, tensor in reference.parameters.items()}
         gradients, expected = self.trainer.gradients(), self.reference.gradients()
         self._kind("gradient of ", gradients, expected, self.noise)
         self._narrow(expected)

@@ -61,6 +61,13 @@ class Counted(nn.Module):
         return total + (self.counter * counted).sum(), weight
 
 
+class Wrapped(DistributedDataParallel):
+    """SyncBatchNorm, which DDP refuses on the CPU, is computed by ours (`batch_norm.py`)."""
+
+    def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
+        pass
+
+
 class Exchange(Alone):
     """Wraps a module so that its backward sums the gradients of all ranks; every rank updates all parameters.
 
@@ -74,7 +81,7 @@ class Exchange(Alone):
         self.walker = Walker(algorithm, world, log.now, self._played, self._picked, machine)
         self.world, self.overlap, self.log = world, overlap, log
         self.counting = Counted(module)
-        self.module = DistributedDataParallel(          # its own messages stay out of the walker's group
+        self.module = Wrapped(                          # its own messages stay out of the walker's group
             self.counting, process_group=world.group, gradient_as_bucket_view=True, find_unused_parameters=some_unused,
             **KEEP_BUFFERS)
         self.module.register_comm_hook(self, _hook)

@@ -1,23 +1,32 @@
 """Batch norm over all ranks: the statistics of one micro-batch as a whole, as one worker would take them.
 
-Every rank tells (count, mean, M2) of its part; they are merged in rank order (Chan, Golub, LeVeque 1979), so all ranks get
-the same statistics, to the bit, however unequal the parts. A rank whose part is empty (it runs one sample with weight 0)
-counts nothing, and nothing flows back through that sample. torch's SyncBatchNorm does this for equal parts on GPUs only.
+What is computed is replaced, not modules: while a micro-batch runs, `torch.batch_norm` is ours, to which every batch norm comes
+down (nn.BatchNorm*, subclasses with a forward of their own, torch.nn.functional.batch_norm, also imported by name). In
+training every rank tells (count, mean, M2) of its part; they are merged in rank order (Chan, Golub, LeVeque 1979), so all
+ranks get the same statistics, to the bit, however unequal the parts. A rank whose part is empty (it runs one sample with
+weight 0) counts nothing, and nothing flows back through that sample.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from paragrad.world import World
+
+PLAIN: Callable[..., Tensor] = torch.batch_norm
+VERIFY: Callable[..., None] = functional._verify_batch_size         # type: ignore[attr-defined]
+TOO_FEW = "Expected more than 1 value per channel when training, got 1 over all ranks"      # torch's sentence
 
 
 @dataclass
@@ -26,70 +35,118 @@ class Part:
     samples: int = 0            # 0: one sample runs, and counts for nothing
 
 
-def batch_norms(model: nn.Module) -> list[_BatchNorm]:
-    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
+class BatchNorm:
+    """A context manager around forward and backward (where checkpoints run forwards again) of a micro-batch.
 
+    In a world of one, and with `own`, each rank takes its own statistics (with more than one rank, not the serial training);
+    count(bytes) is told what is gathered otherwise. computed: a batch norm was computed in training.
+    """
 
-def make_whole(model: nn.Module, world: World, part: Part, count: Callable[[int], None]) -> None:
-    """Let every batch norm of a model take the statistics of all ranks; count(bytes) is told what is gathered."""
-    for norm in batch_norms(model):
-        norm.forward = Whole(norm, world, part, count)          # type: ignore[method-assign]
+    def __init__(self, world: World, model: nn.Module, part: Part, count: Callable[[int], None], own: bool = False) -> None:
+        self.world, self.model, self.part, self.count = world, model, part, count
+        self.alone = own or world.size == 1
+        self.looks = False
+        self.computed = False
+        self.given = WeakTensorKeyDictionary()      # the running statistics that batch norms in training were called with
+        self.inside: set[int] = set()               # which calls of a micro-batch take statistics inside of samples or weights
+        self.call = 0
+        self.before: list[tuple[Any, ...]] = []
 
+    def __enter__(self) -> BatchNorm:
+        self.before.append((torch.batch_norm, functional._verify_batch_size, nn.SyncBatchNorm.forward))  # type: ignore
+        self.call = 0
+        self._replace(self.batch_norm, self._verify, _BatchNorm.forward)        # SyncBatchNorm refuses the CPU
+        return self
 
-def make_own(model: nn.Module, part: Part) -> None:
-    """Each rank its own statistics (not the serial training); an empty part is normalised and changes nothing."""
-    for norm in batch_norms(model):
-        norm.forward = Own(norm, part)                          # type: ignore[method-assign]
+    def __exit__(self, *error: Any) -> None:
+        self._replace(*self.before.pop())
 
+    def _replace(self, batch_norm: Any, verify: Any, forward: Any) -> None:
+        torch.batch_norm = batch_norm
+        functional._verify_batch_size = verify          # type: ignore[attr-defined]
+        nn.SyncBatchNorm.forward = forward              # type: ignore[method-assign]
 
-@dataclass
-class Own:
-    """A batch norm's forward that leaves an empty part out of the statistics."""
-    norm: _BatchNorm
-    part: Part
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """For a look at the model, on this rank alone: no rank is asked, and a part of one sample is no error."""
+        self.looks, before = True, self.looks
+        try:
+            with self:
+                yield
+        finally:
+            self.looks = before
 
-    def __call__(self, x: Tensor) -> Tensor:
-        norm = self.norm
-        if norm.training and self.part.samples == 0 and norm.running_mean is not None:
-            return functional.batch_norm(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps)
-        return type(norm).forward(norm, x)
+    def agree(self) -> None:
+        """After a look: which calls ask no other rank. Collective."""
+        if self.world.size > 1:
+            self.inside = self.world.agreed(set().union(*self.world.collected(self.inside)))
 
+    @property
+    def normed(self) -> set[str]:
+        """The names of the running statistics that a batch norm in training changed."""
+        return {name for name, buffer in self.model.named_buffers(remove_duplicate=False) if buffer in self.given}
 
-@dataclass
-class Whole:
-    """A batch norm's forward over the ranks of a world."""
-    norm: _BatchNorm
-    world: World
-    part: Part
-    count: Callable[[int], None]
+    @cached_property
+    def ranks(self) -> World:
+        """Made by the first batch norm in training, which all ranks run together."""
+        return self.world.twin()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Whole:
-        return Whole(copy.deepcopy(self.norm, memo), self.world, self.part, self.count)
+    def _verify(self, size: Any) -> None:
+        """A part of one sample is no error: over all ranks there are more."""
+        if self.alone and self.part.samples and not self.looks:
+            VERIFY(size)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        norm = self.norm
-        if not norm.training:
-            return type(norm).forward(norm, x)
+    def batch_norm(self, input: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
+                   running_var: Tensor | None, training: bool, momentum: float, eps: float, cudnn_enabled: bool) -> Tensor:
+        """As torch.batch_norm."""
+        def plain(training: bool) -> Tensor:
+            return PLAIN(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
+
+        if not training:
+            return plain(False)
+        self.computed = True
+        self.given.update({tensor: None for tensor in (running_mean, running_var) if tensor is not None})
+        number, self.call = self.call, self.call + 1
+        inside = self.part.samples > 1 and _inside(input, weight)
+        if self.looks:
+            self.inside |= {number} if inside else set()
+        elif self.alone:
+            if self.part.samples == 0 and running_mean is not None:
+                return plain(False)                 # an empty part changes no statistics
+        elif number not in self.inside:
+            if inside:
+                raise ValueError("a batch norm inside of samples came where the first step had one over the batch; let the model "
+                                 "call its batch norms in the same order in every step")
+            return self._whole(input, weight, bias, running_mean, running_var, momentum, eps, plain)
+        return plain(True)
+
+    def _whole(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
+               running_var: Tensor | None, momentum: float, eps: float, plain: Callable[[bool], Tensor]) -> Tensor:
         number, mean, m2 = merged(self.gathered(_moments(x.detach(), counted=self.part.samples > 0)))
-        if number == 1:                 # over all ranks: what torch says to a batch of one
-            raise ValueError("Expected more than 1 value per channel when training, got 1 over all ranks")
-        if norm.track_running_stats and norm.running_mean is not None:
-            self.update_running(number, mean, m2)
-        inverse = (m2 / number + norm.eps).rsqrt()
+        if number == 0:                 # the part of every rank is empty
+            return plain(running_mean is None)
+        if number == 1:
+            raise ValueError(TOO_FEW)
+        if running_mean is not None:
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        if running_var is not None:
+            running_var.lerp_((m2 / (number - 1)).to(running_var.dtype), momentum)
+        inverse = (m2 / number + eps).rsqrt()
         wide = x.to(torch.promote_types(x.dtype, torch.float32))        # bfloat16 under autocast: computed as torch does
-        normal = Normalise.apply(wide, norm.weight, norm.bias, mean.to(wide.dtype), inverse.to(wide.dtype), number, self)
+        normal = Normalise.apply(wide, weight, bias, mean.to(wide.dtype), inverse.to(wide.dtype), number, self)
         return normal.to(x.dtype)
-
-    def update_running(self, number: float, mean: Tensor, m2: Tensor) -> None:
-        norm = self.norm
-        norm.num_batches_tracked.add_(1)                        # type: ignore[union-attr]
-        rate = 1.0 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum   # type: ignore[arg-type]
-        norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), rate)                     # type: ignore[union-attr]
-        norm.running_var.lerp_((m2 / max(number - 1, 1)).to(norm.running_var.dtype), rate)  # type: ignore[union-attr]
 
     def gathered(self, tensor: Tensor) -> list[Tensor]:
         self.count(tensor.numel() * tensor.element_size())
-        return self.world.gathered(tensor)
+        return self.ranks.gathered(tensor)
+
+
+def _inside(x: Tensor, weight: Tensor | None) -> bool:
+    """Of a part of several samples: are the statistics not over its samples?
+
+    So instance norms are written with batch_norm (samples x channels as channels), and the standardisation of a weight.
+    """
+    return x.shape[0] == 1 and not isinstance(weight, nn.Parameter)
 
 
 def _moments(x: Tensor, counted: bool) -> Tensor:
@@ -123,7 +180,7 @@ class Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor,
-                number: float, whole: Whole) -> Tensor:
+                number: float, whole: BatchNorm) -> Tensor:
         shape = [1, -1] + [1] * (x.dim() - 2)
         normal = (x - mean.view(shape)) * inverse.view(shape)
         ctx.save_for_backward(normal, weight, inverse)
@@ -132,6 +189,7 @@ class Normalise(torch.autograd.Function):
         return result if bias is None else result + bias.view(shape)
 
     @staticmethod
+    @once_differentiable                        # what is gathered has no gradient
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         normal, weight, inverse = ctx.saved_tensors

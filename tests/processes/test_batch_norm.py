@@ -1,0 +1,174 @@
+"""Batch norm however a model computes it: the statistics of the whole micro-batch, equal to serial."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from equality import IMAGES, VECTORS, activated_cnn, job, normed_cnn, synchronised_cnn
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.functional import batch_norm
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import Dataset, TensorDataset
+
+import paragrad as pg
+from paragrad.errors import StepFailed
+from paragrad.job import Job
+from paragrad.trainer import Trainer
+from paragrad.world import World
+
+BOUND = 1e-10
+# the last batch has 5 or 6 samples: with the shares of the third some parts are empty, and some are one sample
+STRATEGIES = ("data(2)", "data(2, reduce=ring)", "data(3, shares=[6, 1, 1], micro=2)")
+
+
+class Plain(nn.Module):
+    """functional.batch_norm in a forward, imported by name: no module of torch's kind, no running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(10, 8), nn.Linear(8, 4)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(batch_norm(self.first(x), None, None, self.scale, training=True).tanh())
+
+
+class Recomputed(nn.Module):
+    """A batch norm inside gradient checkpointing, which computes it once more in backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.first, self.out = nn.Linear(10, 8), nn.Linear(8, 4)
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(checkpoint(self.inner, self.first(x).tanh(), use_reentrant=self.reentrant))
+
+
+class Frozen(nn.Module):
+    """A batch norm that stays in eval mode in training (its statistics are fixed), before one that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.BatchNorm1d(10)
+        self.frozen.running_mean = torch.linspace(-1, 1, 10)
+        self.rest = nn.Sequential(nn.Linear(10, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
+        self.train()
+
+    def train(self, mode: bool = True) -> Frozen:
+        super().train(mode)
+        self.frozen.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest(self.frozen(x))
+
+
+class Instances(nn.Module):
+    """Instance norm written with batch_norm, samples x channels as channels (as AdaIN is), and a standardised weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.out = nn.Parameter(torch.randn(4, 2, 3, 3)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = batch_norm(self.weight.view(1, 4, -1), None, None, training=True, momentum=0.0).view_as(self.weight)
+        x = functional.conv2d(x, weight)
+        x = batch_norm(x.reshape(1, -1, *x.shape[2:]), None, None, training=True).view_as(x)
+        return self.out(x.relu().mean((2, 3)))
+
+
+def normed_mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 8), nn.BatchNorm1d(8, momentum=None), nn.Tanh(), nn.Linear(8, 4))
+
+
+def pooled_cnn() -> nn.Module:
+    """Whose batch norm sees two values per channel and sample."""
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.MaxPool2d(3), nn.Flatten(2), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(16, 4))
+
+
+def recomputed() -> nn.Module:
+    return Recomputed(reentrant=False)
+
+
+def recomputed_reentrant() -> nn.Module:
+    return Recomputed(reentrant=True)
+
+
+def timm_activated() -> nn.Module:
+    for name in ("nms", "qnms"):                    # a CPU build of torchvision may lack the operators that it registers for
+        with contextlib.suppress(RuntimeError):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    from timm.layers import BatchNormAct2d
+    return nn.Sequential(nn.Conv2d(2, 4, 3), BatchNormAct2d(4, act_layer=nn.ELU), nn.Flatten(), nn.Linear(144, 4))
+
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], Dataset]] = {
+    "a subclass with a forward of its own": (activated_cnn, IMAGES), "SyncBatchNorm": (synchronised_cnn, IMAGES),
+    "functional, by name": (Plain, VECTORS), "recomputed": (recomputed, VECTORS),
+    "recomputed, reentrant": (recomputed_reentrant, VECTORS), "frozen": (Frozen, VECTORS),
+    "cumulative mean": (normed_mlp, VECTORS), "instance norm and weights": (Instances, IMAGES)}
+
+
+def same(job: Job, strategy: str, folder: Path) -> pg.Certificate:
+    certificate = pg.verify(job, strategy, runs=folder)
+    assert certificate.same, certificate
+    assert certificate.difference <= BOUND
+    return certificate
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")          # the door looks without gradients
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_batch_norm_by_what_is_computed(kind: str, strategy: str, tmp_path: Path) -> None:
+    """A subclass's own forward was replaced by the plain one, and its activation lost (2.5 off at step 0); functional calls
+    took each share's own statistics; SyncBatchNorm refused the CPU; an instance norm would mix samples of two ranks."""
+    model, data = KINDS[kind]
+    same(job(kind, model, data), strategy, tmp_path)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_timms_batch_norm_with_activation(strategy: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec("timm") is None:
+        pytest.skip("timm is not installed (pip install timm)")
+    same(job("timm", timm_activated, IMAGES), strategy, tmp_path)
+
+
+@pytest.mark.parametrize(("strategy", "batch"), [("data(3)", 3), ("data(3, reduce=tree)", 3), ("data(2, micro=2)", 4)])
+def test_one_sample_per_share(strategy: str, batch: int, tmp_path: Path) -> None:
+    """torch refuses one value per channel in training; over all ranks there are more."""
+    data = TensorDataset(*(tensor[:24] for tensor in IMAGES.tensors))
+    model = pooled_cnn if batch == 4 else normed_cnn
+    same(job("one each", model, data, batch=batch), strategy, tmp_path)
+
+
+def test_which_running_statistics_were_changed() -> None:
+    """What a comparison may excuse after batch norm, by name: neither other buffers nor a frozen norm's."""
+    found = job("frozen", Frozen, VECTORS)
+    trainer = Trainer.of_job(World(), found, pg.strategy("serial"))
+    assert not trainer.batch_norm.computed
+    trainer.step(*next(trainer.batches(found.train, 12, 0)))
+    assert trainer.batch_norm.computed
+    assert trainer.normed == {"rest.1.running_mean", "rest.1.running_var"}
+
+
+def test_nothing_stays_replaced() -> None:
+    before = torch.batch_norm, functional._verify_batch_size, nn.SyncBatchNorm.forward
+    found = job("norm", normed_cnn, IMAGES)
+    trainer = Trainer.of_job(World(), found, pg.strategy("serial"))
+    trainer.step(*next(trainer.batches(found.train, 12, 0)))
+    assert before == (torch.batch_norm, functional._verify_batch_size, nn.SyncBatchNorm.forward)
+
+
+def test_a_batch_of_one_sample_is_refused_as_torch_does() -> None:
+    found = job("norm", normed_mlp, VECTORS, batch=1)
+    trainer = Trainer.of_job(World(), found, pg.strategy("serial"))
+    with pytest.raises(StepFailed, match="Expected more than 1 value per channel when training"):
+        trainer.step(*next(trainer.batches(found.train, 1, 0)))
