@@ -10,6 +10,8 @@ import torch
 
 from paragrad import checkpoint
 from paragrad.backends.shm.region import unavailable
+from paragrad.causes import by_layout
+from paragrad.datasets.loading import WholeBatch
 from paragrad.errors import Refused
 from paragrad.job import Facts, Job, examined
 from paragrad.launched import cores
@@ -17,7 +19,7 @@ from paragrad.players.proof import prove
 from paragrad.schedules.actions import ScheduleError
 from paragrad.schedules.sabotage import sabotaged
 from paragrad.settings import Settings
-from paragrad.strategy import Data, Native, Serial, Strategy, refuse_unbuilt, resolve, strategy
+from paragrad.strategy import Data, Native, Serial, Strategy, refuse_unbuilt, resolve, share_weights, strategy
 from paragrad.world import check_interfaces, launched_size, ranks_here
 
 PROVED = 64             # ranks up to which a schedule is proved at the door
@@ -75,6 +77,10 @@ def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, 
         raise Refused(f"{asked} has {resolved.workers} workers and the full batch {full} sample(s); "
                       f"give a batch of at least {resolved.workers}, or fewer workers")
     check_schedule(asked, resolved, settings)
+    if facts.by_layout and resolved.exact and not settings.unchecked and share_weights(resolved) != ([1], 1):
+        raise Refused(f"{asked}: {by_layout(facts.by_layout)}")
+    if facts.whole_batch and job.collate is not None:
+        job = job.replace(collate=WholeBatch(job.collate))
     saved = checkpoint.found(Path(settings.resume), job, facts) if settings.resume else None
     found = Admitted(job, asked, resolved, settings, facts, saved)
     backend_of(settings, found.size)

@@ -12,22 +12,23 @@ from paragrad.shares import micro_batches
 
 @dataclass(frozen=True)
 class Piece:
-    """A micro-batch of this rank. `indices` is never empty: where `positions` is, one sample stands in with weight 0."""
+    """A micro-batch of this rank. `places` is never empty: where `positions` is, one sample stands in with weight 0."""
     positions: list[int]        # in the epoch's order
-    indices: list[int]          # of the dataset
+    places: list[int]           # in the global batch
 
 
 @dataclass(frozen=True)
 class Batch:
-    """This rank's part of the global batch that stands at `whole` in the order of `epoch`."""
+    """This rank's part of the global batch that stands at `whole` in the order of `epoch`; indices: all its samples."""
     epoch: int
     whole: range
+    indices: list[int]
     pieces: list[Piece]
 
     @property
-    def indices(self) -> list[int]:
-        """The samples to load, piece after piece."""
-        return list(chain.from_iterable(piece.indices for piece in self.pieces))
+    def places(self) -> list[int]:
+        """The places in the global batch of what to load, piece after piece."""
+        return list(chain.from_iterable(piece.places for piece in self.pieces))
 
     @property
     def recorded(self) -> list[int]:
@@ -39,8 +40,8 @@ class Batch:
         """Every piece, with its place in what was loaded."""
         start = 0
         for piece in self.pieces:
-            yield piece, slice(start, start + len(piece.indices))
-            start += len(piece.indices)
+            yield piece, slice(start, start + len(piece.places))
+            start += len(piece.places)
 
 
 def batch_of(order: Order, epoch: int, whole: range, shares: Sequence[int], micro: int, ranks: Sequence[int],
@@ -51,5 +52,5 @@ def batch_of(order: Order, epoch: int, whole: range, shares: Sequence[int], micr
     for parts in micro_batches(whole, shares, micro):
         positions = list(chain.from_iterable(parts[rank] for rank in ranks))
         positions = positions[::-1] if reverse else positions
-        pieces.append(Piece(positions, [indices[position - whole.start] for position in positions] or indices[:1]))
-    return Batch(epoch, whole, pieces)
+        pieces.append(Piece(positions, [position - whole.start for position in positions] or [0]))
+    return Batch(epoch, whole, indices, pieces)

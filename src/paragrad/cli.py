@@ -51,6 +51,7 @@ Seed = Annotated[int | None, typer.Option(help="seed, instead of the job's")]
 Machine = Annotated[Path | None, typer.Option(metavar="FILE", help="what `paragrad measure` wrote of a machine")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="an argument of a built-in job")]
 Sabotage = Annotated[str | None, typer.Option(help=f"plant a bug in the exchange: {', '.join(SABOTAGES)}")]
+Unchecked = Annotated[bool, typer.Option("--unchecked", help="do not compare the first step with one worker's")]
 Unproved = Annotated[bool, typer.Option("--unproved", help="do not prove the schedule before the ranks start")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON instead of text")]
 
@@ -66,7 +67,8 @@ def train(job: JobName, strategy: Strategy = "serial",
           tensorboard: Annotated[bool, typer.Option("--tensorboard", help="write event files into the run's folder")] = False,
           until: Until = None, runs: Runs = Path("runs"), data: Data = None, device: Device = "cpu", backend: Backend = "auto",
           machine: Machine = None, loaders: Loaders = 0, batch: Batch = None, epochs: Epochs = None, seed: Seed = None,
-          set_: Set = None, sabotage: Sabotage = None, unproved: Unproved = False, as_json: Json = False) -> None:
+          set_: Set = None, sabotage: Sabotage = None, unproved: Unproved = False, unchecked: Unchecked = False,
+          as_json: Json = False) -> None:
     """Train JOB under one strategy. SIGTERM saves a checkpoint and ends it."""
     from paragrad.admission import admitted
     from paragrad.report import listing
@@ -78,6 +80,7 @@ def train(job: JobName, strategy: Strategy = "serial",
         settings: dict[str, Any] = {
             "data": data, "device": device, "backend": backend, "overlap": overlap, "loaders": loaders, "save": save,
             "resume": resume, "until": until, "tensorboard": tensorboard, "sabotage": sabotage, "unproved": unproved,
+            "unchecked": unchecked,
             "machine": machine}
         if dry_run:
             listing.dry_run(admitted(chosen, strategy, Settings(**settings)), as_json)
@@ -96,6 +99,7 @@ def compare(job: JobName, strategies: Annotated[str, typer.Option(help="separate
             until: Until = None, runs: Runs = Path("runs"), data: Data = None, device: Device = "cpu",
             backend: Backend = "auto", machine: Machine = None, loaders: Loaders = 0, batch: Batch = None,
             epochs: Epochs = None, seed: Seed = None, set_: Set = None, sabotage: Sabotage = None, unproved: Unproved = False,
+            unchecked: Unchecked = False,
             as_json: Json = False) -> None:
     """Train JOB under several strategies and print one table; page.html shows it with its charts."""
     from paragrad.comparison import compare as compared
@@ -104,7 +108,8 @@ def compare(job: JobName, strategies: Annotated[str, typer.Option(help="separate
         chosen = _job(job, set_, batch, epochs, seed)
         with Shown(Console(stderr=True)) as shown:
             result = compared(chosen, strategies, runs=runs, seeds=seeds, twin=twin, until=until, data=data, device=device,
-                              backend=backend, machine=machine, loaders=loaders, sabotage=sabotage, unproved=unproved,
+                              backend=backend, machine=machine, loaders=loaders, sabotage=sabotage,
+                              unproved=unproved, unchecked=unchecked,
                               progress=shown.run, command=shlex.join(["paragrad", *sys.argv[1:]]))
         if as_json:
             print(json.dumps(result.as_json(), indent=1))

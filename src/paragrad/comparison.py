@@ -28,7 +28,7 @@ DISTANCE_STEPS = 100            # over which the page draws the distance from se
 def compare(job: Job, chosen: str | Iterable[str | Strategy], *, runs: str | Path = "runs", seeds: int = 1,
             twin: bool = False, data: str | Path | None = None, device: str = "cpu", backend: str = "auto",
             overlap: bool = True, loaders: int = 0, until: str | None = None, sabotage: str | None = None,
-            unproved: bool = False, machine: str | Path | None = None, command: str | None = None,
+            unproved: bool = False, unchecked: bool = False, machine: str | Path | None = None, command: str | None = None,
             progress: Callable[[str], Progress | None] | None = None) -> Table:
     """Train a job under every strategy, check each against serial in float64 over 20 steps; one table, and one page.html.
 
@@ -43,7 +43,7 @@ def compare(job: Job, chosen: str | Iterable[str | Strategy], *, runs: str | Pat
     if not isinstance(seeds, int) or seeds < 1:
         raise Refused(f"seeds must be a whole number from 1, got {seeds!r}")
     how = Settings(data=data, device=device, backend=backend, overlap=overlap, loaders=loaders, until=until, sabotage=sabotage,
-                   unproved=unproved, machine=machine)
+                   unproved=unproved, unchecked=unchecked, machine=machine)
     listed = strategies(chosen) if isinstance(chosen, str) else list(chosen)
     if not listed:
         raise Refused("compare needs at least one strategy")

@@ -26,7 +26,7 @@ def evaluated(world: World, module: Summed, samples: Samples, metric: Metric | N
     total, weight = 0.0, 0.0
     mine = evenly(len(samples), world.size)[world.rank]
     batches = [list(mine[start:start + BATCH]) for start in range(0, len(mine), BATCH)]
-    for indices, fetched in zip(batches, loaded(samples, 0, batches, loaders), strict=True):
+    for indices, fetched in zip(batches, loaded(samples, [(0, indices) for indices in batches], loaders), strict=True):
         inputs, target = parted(brought(fetched, world.device, dtype))
         output = called(module.model, inputs)
         pair = metric(output, target) if metric else module.pair(output, target, len(indices))

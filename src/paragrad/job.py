@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,10 +13,24 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from paragrad.datasets.loading import Collate, Dataset, Samples, brought, called, copied, parted, refuse_loader
+from paragrad.additive import ASKED, Part, misshapen, parts_of, wrong_with
+from paragrad.datasets.loading import (
+    Collate,
+    Dataset,
+    Samples,
+    WholeBatch,
+    brought,
+    called,
+    copied,
+    drawn_in_collate,
+    parted,
+    refuse_loader,
+)
 from paragrad.datasets.order import Order
+from paragrad.draws import Draws
 from paragrad.errors import Refused
-from paragrad.loss import Loss, loss_in, wrong_with
+from paragrad.loss import Loss, Summed, loss_in
+from paragrad.probe import probed, untouched
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -126,22 +141,24 @@ class Facts:
     order: Order
     shapes: dict[str, list[int]]        # of the model's state, by its serial names
     training: dict[str, Any]            # optimizer, scheduler and clipping as they begin: "optimizer", "lr of group 0", ...
+    whole_batch: str | None = None      # why collate must be given whole batches
+    by_layout: str | None = None        # what makes the model's random draws depend on the layout
 
 
 def examined(job: Job, data: Path | None = None) -> Facts:
-    """Check a job at the door: build its model once and run one batch in eval mode. Raises Refused."""
+    """Check a job at the door: build its model once and run one small batch forward and backward. Raises Refused."""
     _check_fields(job)
     train = _dataset(job, "train", data)
     test = _dataset(job, "test", data) if job.test is not None else None
     model = _called(job, "model", job.built_model)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, scheduler = _check_optimizer(job, model)
-    _check_loss(job, model.eval(), train)
+    whole_batch, by_layout = _check_loss(job, model, train)
     if test is not None:
-        _check_test(job, model, test)
+        _check_test(job, model.eval(), test)
     shapes = {name: list(value.shape) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     return Facts(len(train), len(test) if test is not None else 0, sum(map(Tensor.numel, trainable)),
-                 job.order(len(train)), shapes, _beginning(job, optimizer, scheduler))
+                 job.order(len(train)), shapes, _beginning(job, optimizer, scheduler), whole_batch, by_layout)
 
 
 def _beginning(job: Job, optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:
@@ -257,13 +274,36 @@ def _check_test(job: Job, model: nn.Module, test: Dataset) -> None:
                       "number") from None
 
 
-def _check_loss(job: Job, model: nn.Module, train: Dataset) -> None:
-    indices = list(range(min(job.batch, len(train), 256)))
-    fetched = _called(job, "fetching a batch of train", lambda: parted(job.samples(train)[0, indices]))
-    inputs, target = brought(fetched, CPU, job.parameter_dtype)
-    with torch.no_grad(), _casting(job):
-        where = " in bfloat16 (not every processor has it for every layer; dtype=torch.float32 does)" if job.autocast else ""
-        _called(job, f"one batch through the model{where}", lambda: called(model, copied(inputs)))
-        wrong = _called(job, "loss", lambda: wrong_with(job.built_loss(), model, inputs, target, len(indices)))
+def _check_loss(job: Job, model: nn.Module, train: Dataset) -> tuple[str | None, str | None]:
+    """Ask the loss (`additive`). Returns why collate must have whole batches, and what makes draws depend on the layout."""
+    samples, indices = job.samples(train), list(range(min(job.batch, len(train), ASKED)))
+    parts = _called(job, "fetching a batch of train", lambda: parts_of(samples, indices))
+    part, module = parts[0].to(job.parameter_dtype), Summed(model, job.built_loss())
+    where = " in bfloat16 (not every processor has it for every layer; dtype=torch.float32 does)" if job.autocast else ""
+    with _casting(job), untouched(model):
+        output = _called(job, f"one batch through the model{where}", lambda: called(model, copied(part.inputs)))
+        value = _called(job, "loss", lambda: module.loss(output, copied(part.target)))
+        if wrong := misshapen(value):
+            raise Refused(f"job {job.name}: {wrong}")
+        draws = _called(job, "one batch forward and backward",
+                        lambda: probed(module, part.inputs, part.target, len(indices))).draws
+    wrong = _called(job, "loss", lambda: _asked(job, module, parts, draws))
+    because = "it draws at random" if drawn_in_collate(samples, indices) else None
+    if (wrong or because) and job.collate is not None:
+        whole = replace(samples, collate=WholeBatch(job.collate))
+        with contextlib.suppress(ValueError):       # what it makes cannot be cut
+            still = _asked(job, module, parts_of(whole, indices), draws)
+            because, wrong = because or (None if still else "what it makes of a share counts otherwise"), still
     if wrong:
         raise Refused(f"job {job.name}: {wrong}")
+    return because, draws.by_layout
+
+
+def _asked(job: Job, module: Summed, parts: list[Part], draws: Draws) -> str | None:
+    """What is wrong with the loss: in float64, or in the job's own type where the model cannot."""
+    try:
+        precise = job.replace(dtype=torch.float64)
+        return wrong_with(Summed(precise.built_model(), precise.built_loss()), [part.to(torch.float64) for part in parts],
+                          draws, tight=True)
+    except Exception:       # constants in float32 that meet float64
+        return wrong_with(module, [part.to(job.parameter_dtype) for part in parts], draws, tight=False)

@@ -5,6 +5,7 @@ The one reader of the variables that torchrun, mpirun (Open MPI, MPICH) and srun
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
@@ -57,6 +58,19 @@ class Launched:
 def cores() -> int:
     """The cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_left() -> int | None:
+    """Bytes that this process may still take, by the system and by the limits of its control group; None where nothing says."""
+    found = []
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found.append(1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")))
+    for most, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        with contextlib.suppress(OSError, ValueError):          # "max" is no limit
+            group = Path("/sys/fs/cgroup")
+            found.append(int((group / most).read_text()) - int((group / used).read_text()))
+    return min(found, default=None)
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:

@@ -48,6 +48,10 @@ class Log:
         if self.recorder:
             self.recorder.write("choice", what=what, bytes=bytes, picked=picked, because=because)
 
+    def event(self, name: str, message: str, **numbers: float) -> None:
+        if self.recorder:
+            self.recorder.write("event", name=name, numbers=numbers, message=message)
+
     def memory(self, **fields: int) -> None:
         """Bytes that this rank holds, by kind."""
         if self.recorder:

@@ -27,7 +27,8 @@ def train_rank(world: World, checked: Admitted, folder: Path, origin: float, rep
     with Recorder(folder / f"rank-{world.rank}.jsonl", origin) as record, \
             events(folder if settings.tensorboard and world.rank == 0 else None) as show:
         trainer = Trainer.of_job(world, checked.job, checked.resolved, record=record, overlap=settings.overlap,
-                                 reverse=settings.reverse, sabotage=settings.sabotage, machine=settings.known_machine)
+                                 reverse=settings.reverse, sabotage=settings.sabotage, machine=settings.known_machine,
+                                 unchecked=settings.unchecked)
         try:
             training = Training(trainer, checked, folder, record, report or (lambda told: None), show)
             status = training.run()

@@ -1,8 +1,8 @@
 """The loss as (sum, weight): the form in which it adds up over micro-batches and ranks.
 
-A user's loss is the mean over the samples of a batch, or a pair f(output, target) -> (sum, weight). The weight of a mean
-is its number of samples; cross-entropy and nll leave out targets equal to ignore_index and weigh by class, so theirs is
-counted from the targets.
+A user's loss is a mean over a batch, or a pair f(output, target) -> (sum, weight). The weight of a mean is what it divided by:
+cross-entropy and nll leave out targets equal to ignore_index and weigh by class, so theirs is counted from the targets; that of
+any other mean is read off its graph (`divisor.py`). Where the graph does not say, it is the number of samples.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paragrad.datasets.loading import brought, called, copied, cut
+from paragrad.datasets.loading import brought, called
+from paragrad.divisor import divisor, nothing
+from paragrad.errors import StepFailed
 
 Loss = Callable[[Any, Any], Any]
 
@@ -31,23 +33,11 @@ def loss_in(loss: Loss, device: torch.device, dtype: torch.dtype) -> Loss:
     return loss
 
 
-def summed(loss: Loss, output: Any, target: Any, samples: int) -> tuple[Tensor, float]:
-    """The sum of the loss over `samples` samples, and its weight (samples or tokens)."""
-    value = loss(output, target)
-    if isinstance(value, tuple):
-        total, weight = value
-        return total, float(weight)
-    weight = counted(loss, target, samples)
-    if weight == 0:                             # all targets ignored: the mean is 0/0, the sum is 0
-        return (output * 0).sum(), 0.0
-    return value.to(torch.promote_types(value.dtype, torch.float32)) * weight, weight
-
-
-def counted(loss: Loss, target: Any, samples: int) -> float:
-    """The weight of a mean: what it divides by."""
+def counted(loss: Loss, target: Any) -> float | None:
+    """What the mean of torch's own cross-entropy divides by; None for any other loss."""
     ignoring = _cross_entropy(loss)
     if ignoring is None or not isinstance(target, Tensor) or target.is_floating_point():
-        return float(samples)
+        return None
     ignore_index, class_weight = ignoring
     kept = target != ignore_index
     return float(kept.sum() if class_weight is None else class_weight[target[kept]].sum())
@@ -66,12 +56,18 @@ def _cross_entropy(loss: Loss) -> tuple[int, Tensor | None] | None:
 
 
 class Summed(nn.Module):
-    """Model and loss as one module: inputs, target -> the summed loss, and its weight."""
+    """Model and loss as one module: inputs, target -> the summed loss, and its weight.
+
+    traced: whether the divisor of the loss's mean is read off its graph; False: it cannot be, and samples are the weight; None:
+    as it comes (before the first step).  known: whether the last weight was more than the number of samples.
+    """
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
         self.model = model
         self._loss = (loss,)                    # in a tuple: a loss that is a module is not part of the model
+        self.traced: bool | None = None
+        self.known = True
 
     @property
     def loss(self) -> Loss:
@@ -80,65 +76,29 @@ class Summed(nn.Module):
     def forward(self, inputs: Any, target: Any, samples: int) -> tuple[Tensor, float]:
         """The sum over the first `samples` (0: everything weighs nothing) and its local weight."""
         total, weight = self.pair(called(self.model, inputs), target, max(samples, 1))
-        return (total, weight) if samples else (total * 0, 0.0)
+        return (total, weight) if samples else (nothing(total), 0.0)
 
     def pair(self, output: Any, target: Any, samples: int) -> tuple[Tensor, float]:
-        """The loss of an output as (sum, weight)."""
-        return summed(self.loss, output, target, samples)
+        """The loss of an output as (sum, weight): of samples, tokens, elements, whatever it is a mean of."""
+        return self.weighed(self.loss(output, target), target, samples)
 
+    def weighed(self, value: Any, target: Any, samples: int) -> tuple[Tensor, float]:
+        """What a loss returned, as (sum, weight)."""
+        self.known = True
+        if isinstance(value, tuple):
+            total, weight = value[0], float(value[1])
+        else:
+            weight = self._weight(value, target, samples)
+            total = value.to(torch.promote_types(value.dtype, torch.float32)) * weight
+        return (total, weight) if weight else (nothing(total), 0.0)     # a mean of nothing is 0/0, its sum is 0
 
-@torch.no_grad()
-def wrong_with(loss: Loss, model: nn.Module, inputs: Any, target: Any, samples: int) -> str | None:
-    """What is wrong with a loss, seen on a batch through a model in eval mode, or None; inputs and target stay as they are."""
-    output = called(model, copied(inputs))
-    middle = samples // 2
-    if middle == 0:
-        return check_adds_up(loss, (output, target), [(output, target, samples)])
-    parts = [slice(0, middle), slice(middle, samples)]
-    try:
-        if isinstance(output, Tensor) and output.dim() and len(output) == samples:
-            outputs = [output[part] for part in parts]
-        else:                                       # its first dimension is not the batch: ask the model again
-            outputs = [called(model, cut(copied(inputs), part, samples)) for part in parts]
-        targets = [cut(target, part, samples) for part in parts]
-    except ValueError:
-        return None                                 # a batch that cannot be cut: micro-batches will say so
-    halves = [(half, each, len(range(samples)[part])) for half, each, part in zip(outputs, targets, parts, strict=True)]
-    return check_adds_up(loss, (output, target), halves)
-
-
-def check_adds_up(loss: Loss, whole: tuple[Any, Any], halves: list[tuple[Any, Any, int]]) -> str | None:
-    """What is wrong with a loss, seen on a batch (output, target) and its halves (output, target, samples), or None.
-
-    A mean must equal the weighted mean of its halves; a pair must equal the sum of their pairs.
-    """
-    value = loss(*whole)
-    if isinstance(value, tuple):
-        if len(value) != 2:
-            return f"the loss returned {len(value)} values; return the mean over samples, or a pair (sum, weight)"
-        value, weight = value
-    else:
-        weight = None
-    if not isinstance(value, Tensor) or value.dim() != 0:
-        shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(type(value).__name__)
-        return f"the loss returned {shape}; return one number: the mean over samples, or a pair (sum, weight)"
-    parts = [summed(loss, *half) for half in halves]
-    total, weights = sum(float(part[0]) for part in parts), sum(part[1] for part in parts)
-    expected = total if weight is not None else total / weights if weights else float(value)
-    if not torch.isfinite(torch.tensor([float(value), expected])).all():
-        return None                             # not finite is a matter of the run, which names rank, step and tensor
-    if _close(float(value), expected) and (weight is None or _close(float(weight), weights)):
-        return None
-    if weight is not None:
-        return (f"the pair (sum, weight) does not add up: ({float(value):.6g}, {float(weight):.6g}) over a batch, "
-                f"({total:.6g}, {weights:.6g}) over its two halves; return plain sums")
-    means = [float(loss(*half[:2])) for half in halves]
-    if _close(float(value), sum(means)):
-        return ("the loss is a bare sum over the batch; return the mean (reduction='mean'), "
-                "or the pair (sum, number of samples)")
-    return (f"the loss is no mean over samples: {float(value):.6g} over a batch, {expected:.6g} from its two halves "
-            "weighted by samples; return the pair (sum, weight) with the weight it divides by")
-
-
-def _close(a: float, b: float) -> bool:
-    return abs(a - b) <= 1e-3 * max(abs(a), abs(b), 1e-6)
+    def _weight(self, value: Tensor, target: Any, samples: int) -> float:
+        """What a mean divided by."""
+        weight = counted(self.loss, target)
+        if weight is None and self.traced is not False and value.requires_grad:
+            weight = divisor(value)
+            if weight is None and self.traced:
+                raise StepFailed("what the loss's mean divides by could be read off in the first step and cannot in this one; "
+                                 "return the pair (sum, weight)", tensor="loss")
+        self.known = weight is not None
+        return float(samples) if weight is None else weight

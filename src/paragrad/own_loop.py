@@ -26,7 +26,7 @@ from paragrad.world import TIMEOUT, World, joined_from_environment, launched_siz
 def parallelize(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, strategy: str | Strategy = "data(auto)", *,
                 seed: int = 0, scheduler: Any = None, clip_norm: float | None = None, autocast: torch.dtype | None = None,
                 collate: Collate | None = None, device: str = "cpu", backend: str = "auto",
-                timeout: float = TIMEOUT) -> Iterator[Trainer]:
+                timeout: float = TIMEOUT, unchecked: bool = False) -> Iterator[Trainer]:
     """One rank of a strategy over the user's own model, loss and optimizer; a context manager.
 
     Under plain python the world is one worker; torchrun, mpirun and srun make it larger, and a process group that is there
@@ -34,7 +34,8 @@ def parallelize(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, 
     `trainer.batches(dataset, batch, epoch)` (the global batch size) and hands them to `trainer.step`; loss: the mean over
     samples, or f(output, target) -> (sum, weight);  scheduler, which counts steps, and clip_norm are the trainer's to apply;
     autocast: torch.bfloat16, or None;  timeout: seconds to wait for another rank. After `trainer.world.stop.set()` on any rank
-    (in a signal handler, say) `result.stop` is true on all ranks at the same step. Raises Refused before the first step.
+    (in a signal handler, say) `result.stop` is true on all ranks at the same step. unchecked: do not compare the first step
+    with one worker's. Raises Refused before the first step.
     """
     settings = Settings(device=device, backend=backend)
     _check(model, loss, optimizer, scheduler, clip_norm, autocast, settings)
@@ -51,7 +52,7 @@ def parallelize(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, 
         for tensor in [*model.parameters(), *model.buffers()]:
             world.copy_from_first(tensor.data)
         trainer = Trainer(world, model, loss, optimizer, resolved, seed=seed, scheduler=scheduler, clip_norm=clip_norm,
-                          autocast=autocast, collate=collate)
+                          autocast=autocast, collate=collate, unchecked=unchecked)
         try:
             yield trainer
         finally:

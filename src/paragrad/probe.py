@@ -1,18 +1,21 @@
-"""Looking at a model without touching it: one backward on a copy, and the search for a value that is not finite."""
+"""Looking at a model without touching it: forwards and backwards that leave nothing behind; the search for a value that is not
+finite."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
-from paragrad.datasets.loading import called, copied
-from paragrad.dropout import Watch
-from paragrad.errors import StepFailed
+from paragrad.datasets.loading import called, copied, cut, generator_states, generators_kept
+from paragrad.draws import Draws, Recording, drawing, seen
 from paragrad.loss import Summed
 
 
@@ -21,18 +24,13 @@ class Probe:
     """What one forward and backward showed."""
     some_unused: bool               # a trainable parameter got no gradient
     activations: int                # bytes that backward keeps besides parameters
-    dropout: bool
-    other_draws: tuple[str, ...]    # random functions whose numbers depend on the layout
+    known: bool                     # the weight of the loss is more than the number of samples
+    draws: Draws
 
 
 def probed(module: Summed, inputs: Any, target: Any, samples: int) -> Probe:
-    """Run a copy of the module once forward and backward, on copies; module, batch and torch's generators stay as they are."""
-    try:
-        twin = copy.deepcopy(module)
-    except RuntimeError as error:       # tensors that are results, such as those of the old weight_norm
-        raise StepFailed(f"the model cannot be copied ({error}); keep no tensor with a history as an attribute "
-                         "(torch.nn.utils.parametrizations.weight_norm instead of torch.nn.utils.weight_norm)") from error
-    own = {parameter.data_ptr() for parameter in twin.parameters()}
+    """One forward and backward of the module on copies of its inputs; what it leaves behind is the caller's (`untouched`)."""
+    own = {parameter.data_ptr() for parameter in module.parameters()}
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -40,15 +38,95 @@ def probed(module: Summed, inputs: Any, target: Any, samples: int) -> Probe:
             kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    with torch.random.fork_rng(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        with Watch() as watch:
-            total, _ = twin(copied(inputs), copied(target), samples)
-        trainable = [parameter for parameter in twin.parameters() if parameter.requires_grad]
-        for parameter in trainable:
+    before = generator_states()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), drawing(Recording()) as recording:
+        total, _ = module(copied(inputs), copied(target), samples)
+        total.backward()
+    some_unused = any(parameter.requires_grad and parameter.grad is None for parameter in module.parameters())
+    draws = Draws()
+    if recording.calls or recording.owners or generator_states() != before:
+        draws = draws_of(module, inputs, target, max(samples, 1))
+    return Probe(some_unused, sum(kept.values()), module.known, draws)
+
+
+def draws_of(module: Summed, inputs: Any, target: Any, samples: int) -> Draws:
+    """What forward and loss draw, seen on the batch's first sample, twice and three times."""
+    try:
+        batches = {count: [cut(each, [0] * count, samples) for each in (inputs, target)] for count in (2, 3)}
+    except ValueError:
+        return Draws(by_layout="random draws of a batch whose first dimension is not the samples")
+    return seen(lambda count: module(*map(copied, batches[count]), count))
+
+
+# ---- what a forward leaves behind --------------------------------------------------------------------------------------------
+@dataclass
+class Left:
+    """What forwards changed, by name: parameters, and Python state of modules (a counter, a list)."""
+    changed: list[str] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module) -> Iterator[Left]:
+    """Afterwards gradients, buffers, plain Python state and all generators are as they were; `Left` says what else changed."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    versions = {name: (parameter, parameter._version) for name, parameter in model.named_parameters()}
+    buffers = [(module, name, buffer, None if buffer is None else buffer.detach().clone())
+               for module in model.modules() for name, buffer in module._buffers.items()]
+    plain = {name: _plain_state(module) for name, module in model.named_modules()}
+    left = Left()
+    with generators_kept(), torch.random.fork_rng():
+        for parameter, _ in gradients:
             parameter.grad = None
-        total.backward()                # not autograd.grad, which reentrant checkpoints refuse
-    unused = any(parameter.grad is None for parameter in trainable)
-    return Probe(unused, sum(kept.values()), watch.dropout, tuple(sorted(watch.others)))
+        try:
+            yield left
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            for module, name, buffer, value in buffers:
+                if buffer is not None and not torch.equal(buffer, value):
+                    buffer.data.copy_(value)
+                module._buffers[name] = buffer
+            left.changed = [name for name, (parameter, version) in versions.items() if parameter._version != version]
+            for name, module in model.named_modules():
+                left.changed += [f"{name}.{what}".lstrip(".") for what in _put_back(module, plain.get(name, {}))]
+
+
+def _plain_state(module: nn.Module) -> dict[str, Any]:
+    """Copies of a module's own attributes that are plain values."""
+    return {name: copy.deepcopy(value) for name, value in vars(module).items() if name[0] != "_" and _plain(value)}
+
+
+def _plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_plain, value.values()))
+    if isinstance(value, list | tuple | set | deque):
+        return all(map(_plain, value))
+    return value is None or isinstance(value, bool | int | float | str | bytes | complex | numpy.ndarray) or (
+        isinstance(value, Tensor) and not value.requires_grad)
+
+
+def _put_back(module: nn.Module, before: dict[str, Any]) -> list[str]:
+    """The names of what changed."""
+    changed = []
+    for name, value in before.items():
+        if not _equal(getattr(module, name, None), value):
+            changed.append(name)
+            setattr(module, name, value)
+    return changed
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, numpy.ndarray) or isinstance(b, numpy.ndarray):
+        return bool(numpy.array_equal(a, b))
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple | deque):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return bool(a == b) or (a != a and b != b)
 
 
 @torch.no_grad()

@@ -40,6 +40,7 @@ class Settings:
     whose last checkpoint to go on from, or of one checkpoint;  until: "accuracy=97.5", where to stop;
     tensorboard: write event files too;  machine: a machine file, from which `auto` picks an all-reduce;
     sabotage: a planted bug in the exchange;  unproved: do not prove the schedule at the door;
+    unchecked: do not compare the first step with one worker's, and go on with what is known to be another training;
     reverse: every batch back to front (the rounding twin of serial);  limit: stop after so many steps.
     """
     data: str | Path | None = None
@@ -54,6 +55,7 @@ class Settings:
     machine: str | Path | None = None
     sabotage: str | None = None
     unproved: bool = False
+    unchecked: bool = False
     reverse: bool = False
     limit: int | None = None
 

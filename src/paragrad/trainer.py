@@ -21,23 +21,26 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from paragrad import checkpoint
 from paragrad.batches import Batch, Piece, batch_of
+from paragrad.causes import by_layout
 from paragrad.data_parallel.all_reduce import Exchange
 from paragrad.data_parallel.alone import Alone, OptimizerState
 from paragrad.data_parallel.batch_norm import BatchNorm, Part
 from paragrad.data_parallel.shared_memory import SharedMemory
 from paragrad.datasets.loading import Collate, Dataset, Samples, brought, cut, loaded, tensors_of
 from paragrad.datasets.order import Order
-from paragrad.dropout import Keyed
+from paragrad.draws import Draws, keyed
 from paragrad.errors import Refused, StepFailed
 from paragrad.evaluation import Metric, evaluated, evaluating
+from paragrad.first_step import Proof
 from paragrad.job import Job, seed_everything
 from paragrad.log import Log
-from paragrad.loss import Loss, Summed, wrong_with
+from paragrad.loss import Loss, Summed
 from paragrad.planner.machine import Machine
 from paragrad.planner.price import computed_bytes
-from paragrad.probe import first_not_finite, probed
+from paragrad.probe import first_not_finite, untouched
 from paragrad.record import Recorder
 from paragrad.schedules.sabotage import sabotaged
+from paragrad.start import looked_at, proof, prove
 from paragrad.strategy import Data, Strategy, share_weights
 from paragrad.world import World
 
@@ -60,32 +63,41 @@ class Trainer:
     record: where steps and spans go, or None;  overlap: exchange gradients while backward runs;
     like: compute what one worker must to be compared with that strategy (the union of all ranks' parts, micro-batch by
     micro-batch);  reverse: each micro-batch in reverse order (the rounding twin);  sabotage: a planted bug, by its name;
-    examined: the loss was looked at, at the door; otherwise it is before the first step;  machine: known links, for `auto`.
+    examined: the loss was looked at, at the door; otherwise it is before the first step;  machine: known links, for `auto`;
+    unchecked: do not compare the first step with one worker's, and go on where draws depend on the layout.
     """
 
     def __init__(self, world: World, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, strategy: Strategy, *,
                  seed: int = 0, scheduler: Any = None, clip_norm: float | None = None, autocast: torch.dtype | None = None,
                  collate: Collate | None = None, record: Recorder | None = None, overlap: bool = True,
                  like: Strategy | None = None, reverse: bool = False, sabotage: str | None = None,
-                 examined: bool = False, machine: Machine | None = None) -> None:
+                 examined: bool = False, machine: Machine | None = None, unchecked: bool = False) -> None:
         self.world, self.model, self.optimizer, self.strategy = world, model, optimizer, strategy
         self.seed, self.scheduler, self.clip_norm, self.autocast, self.collate = seed, scheduler, clip_norm, autocast, collate
         self.log, self.overlap, self.reverse, self.sabotage = Log(record), overlap, reverse, sabotage
-        self.examined, self.machine = examined, machine
+        self.examined, self.machine, self.unchecked = examined, machine, unchecked
         self.shares, self.micro = share_weights(like or strategy)
         self.parts = list(range(len(self.shares))) if like else [world.rank]        # whose parts this rank runs
+        self.splits = strategy.exact and not like and not unchecked and (world.size > 1 or self.micro > 1)
         self.parameters = dict(model.named_parameters())
+        self.precision = max((parameter.dtype for parameter in model.parameters() if parameter.requires_grad),
+                             key=lambda dtype: torch.finfo(dtype).eps)         # the coarsest
         self.dtype = next(parameter.dtype for parameter in model.parameters() if parameter.requires_grad)
         self.module = Summed(model, loss)
         self.everything = list(self.module.parameters())
         self.part = Part()
         self.exchange: Alone | None = None
-        self.batch: Batch | None = None             # what `batches` gave last, and when it began to load
+        self.batch: Batch | None = None             # what `batches` gave last, of which samples, and when it began to load
+        self.fetched: Any = None
+        self.samples: Samples | None = None
         self.passed_over = WeakTensorKeyDictionary()            # what it gave before that, and no step took
         self.began = 0.0
         self.steps = 0
+        self.taken = 0                              # steps of this trainer, which may have begun with a later one
         self.activations = 0
-        self.has_dropout = False
+        self.draws = Draws()
+        self.proof: Proof | None = None             # of the step under way, that it is one worker's
+        self.rehearsing = False
         own = isinstance(strategy, Data) and strategy.batch_norm == "share"
         self.batch_norm = BatchNorm(world, model, self.part, self._count_batch_norm, own)
         seed_everything(seed + 1 + world.rank)              # what is drawn from here on differs by rank
@@ -120,15 +132,15 @@ class Trainer:
     def batches_at(self, dataset: Dataset, order: Order, places: Iterable[tuple[int, range]],
                    loaders: int = 0) -> Iterator[Any]:
         """The same for chosen (epoch, positions of a global batch); places of one epoch follow each other."""
-        samples = Samples(dataset, self.seed, self.collate)
+        samples = self.samples = Samples(dataset, self.seed, self.collate)
         for epoch, group in itertools.groupby(places, key=lambda place: place[0]):
             batches = [batch_of(order, epoch, whole, self.shares, self.micro, self.parts, self.reverse) for _, whole in group]
-            data = loaded(samples, epoch, (batch.indices for batch in batches), loaders)
+            data = loaded(samples, [(epoch, batch.indices, batch.places) for batch in batches], loaders)
             for batch in batches:
                 self.began = self.log.now()
                 with self.log.span("load", "data"):
                     fetched = brought(next(data), self.world.device, self.dtype)
-                self.batch = batch
+                self.batch, self.fetched = batch, fetched
                 yield fetched
                 if self.batch is batch:         # no step took it: it was skipped, or something looks ahead
                     self.passed_over.update(dict.fromkeys(tensors_of(fetched)))
@@ -144,7 +156,9 @@ class Trainer:
             if len(self.passed_over) and any(tensor in self.passed_over for tensor in tensors_of([inputs, target])):
                 raise StepFailed("step got an earlier batch than the one trainer.batches gave last: something looks ahead, "
                                  "which would mix shares; loop over trainer.batches itself (loaders=1 loads ahead)")
-            loss, weight = self._gradients(batch, inputs, inputs if target is None else target)
+            target = inputs if target is None else target
+            self._before(batch, inputs, target)
+            loss, weight = self._gradients(batch, inputs, target)
             result, rate = self._update()
         except Exception as error:
             raise self._failed(error) from error
@@ -152,6 +166,7 @@ class Trainer:
         self.log.step(self.steps, self.began, epoch=batch.epoch, loss=[loss, weight], order=batch.recorded,
                       sent=dict(self.exchange.sent), lr=rate)
         self.steps += 1
+        self.taken += 1
         return result
 
     def _gradients(self, batch: Batch, inputs: Any, target: Any) -> tuple[float, float]:
@@ -159,11 +174,10 @@ class Trainer:
         loss, weight = 0.0, 0.0
         whole = len(batch.pieces) == 1
         for number, (piece, part) in enumerate(batch.cuts()):
-            samples = len(batch.indices)
+            samples = len(batch.places)
             pair = (inputs, target) if whole else (cut(inputs, part, samples), cut(target, part, samples))
-            if self.exchange is None:
-                self.exchange = self._prepared(*pair, len(piece.positions))
             if number == 0:
+                assert self.exchange is not None
                 for parameter in self.everything:   # also those that the optimizer does not hold
                     parameter.grad = None
                 self.exchange.begin()
@@ -202,52 +216,77 @@ class Trainer:
             if self.sabotage == "mean_twice":       # the planted bug divides the gradients, not the weight beside them
                 weight, loss = weight * self.world.size, loss * self.world.size
             rate = float(self.optimizer.param_groups[0]["lr"])
-            self.exchange.update(weight)
+            self.exchange.average(weight)
+            if self.proof is not None:
+                self._prove(loss / weight, weight)
+            self.exchange.update()
             if self.scheduler is not None:
                 self.scheduler.step()
         return Result(loss / weight, weight, stop > 0), rate
 
     def _keyed(self, batch: Batch, piece: Piece) -> contextlib.AbstractContextManager[Any]:
-        """Around forward and backward: dropout keyed by each sample's place in the global batch, if the model has any."""
-        if not self.has_dropout:
-            return contextlib.nullcontext()
-        return Keyed(self.seed, self.steps, [position - batch.whole.start for position in piece.positions])
+        """Around forward and backward: what is drawn is keyed by each sample's place in the global batch, if anything is."""
+        return keyed(self.draws, self.seed, self.steps, [position - batch.whole.start for position in piece.positions],
+                     strict=self.splits)
 
     def casting(self) -> contextlib.AbstractContextManager[Any]:
-        if self.autocast is None:
+        if self.autocast is None or self.rehearsing:
             return contextlib.nullcontext()
         return torch.autocast(self.world.device.type, self.autocast)
 
     # ---- before the first step -----------------------------------------------------------------------------------------
-    def _prepared(self, inputs: Any, target: Any, samples: int) -> Alone:
-        """Look at one backward of a copy: which parameters go unused, and the bytes of activations. Then wire up."""
-        self.part.samples = samples
-        if not self.examined:
-            self._examine(inputs, target, samples)
-        with self.casting(), self.batch_norm.looking():
-            found = probed(self.module, inputs, target, samples)
-        self.batch_norm.agree()
-        self.activations, self.has_dropout = found.activations, found.dropout
-        if found.other_draws and self.world.size > 1:
-            self.log.choice("random", "by rank",
-                            f"{', '.join(found.other_draws)} draw(s) by the layout: not the numbers of serial")
+    def _before(self, batch: Batch, inputs: Any, target: Any) -> None:
+        """Look at the model and wire up; make one worker's step beside, where this one has to show that it is the same.
+
+        That is the first one, and, where the weight of the loss is not known, of later ones the loss: rare targets that do not
+        count come late.
+        """
+        if self.exchange is not None:
+            if self.splits and self.module.traced is False and (self.taken + 1).bit_count() == 1:       # the 2nd, 4th, 8th, ...
+                self.proof = proof(self, batch, inputs, target, self.activations, loss_alone=True)
+            return
+        found = looked_at(self, batch, inputs, target)
+        self.draws, self.activations, self.module.traced = found.draws, found.activations, found.known
+        if found.draws.by_layout and (self.splits or self.unchecked):
+            self.log.choice("random", "by layout", found.draws.by_layout)
+            if self.splits:
+                raise StepFailed(by_layout(found.draws.by_layout))
+        if self.splits:
+            self.proof = proof(self, batch, inputs, target, found.activations)
+        elif self.unchecked:
+            self.log.choice("first step", "not checked", "asked for")
+        self.exchange = self._wired(found.some_unused)
+        if self.proof is not None and self.autocast is not None:
+            self._rehearse(batch, inputs, target)
+
+    def _wired(self, some_unused: bool) -> Alone:
         if self.world.size == 1:
             return Alone(self.module, self.optimizer, self.clip_norm)
-        if isinstance(self.strategy, Data) and self.strategy.state == "shared_memory":
+        assert isinstance(self.strategy, Data)
+        if self.strategy.state == "shared_memory":
             shared = SharedMemory(self.module, self.world, self.optimizer, self.clip_norm, self.log.now, self.log.add_span)
             self.log.choice("slices", type(self.optimizer).__name__, shared.because)
             return shared
-        some_unused = bool(self.world.all_reduced(torch.tensor([float(found.some_unused)]), "MAX"))
-        assert isinstance(self.strategy, Data)
         return Exchange(self.module, self.world, self.optimizer, self.clip_norm, sabotaged(self.strategy.reduce, self.sabotage),
                         some_unused=some_unused, overlap=self.overlap, log=self.log, machine=self.machine)
 
-    def _examine(self, inputs: Any, target: Any, samples: int) -> None:
-        """Does the loss add up? What a Job is asked at the door."""
-        with evaluating(self.model), self.casting():
-            wrong = wrong_with(self.module.loss, self.model, inputs, target, max(samples, 1))
-        if wrong:
-            raise StepFailed(wrong)
+    def _rehearse(self, batch: Batch, inputs: Any, target: Any) -> None:
+        """The first step without autocast, in which a reversed batch hardly differs and a right split does; and no update."""
+        assert self.exchange is not None
+        self.rehearsing = True
+        with untouched(self.model):
+            self._gradients(batch, inputs, target)
+            weight, loss, _ = self.exchange.counted()
+            self.exchange.average(weight)
+            self._prove(loss / weight, weight)
+        self.rehearsing = False
+        self.log.spans.clear()
+
+    def _prove(self, loss: float, weight: float) -> None:
+        assert self.exchange is not None
+        assert self.proof is not None
+        first, self.proof = self.proof, None
+        prove(self, first, loss, weight, self.exchange.averaged())
 
     # ---- what others look at -------------------------------------------------------------------------------------------
     def evaluate(self, dataset: Dataset, metric: Metric | None = None, loaders: int = 0) -> float:

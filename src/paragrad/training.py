@@ -77,8 +77,8 @@ def train(job: Job, strategy: str | Strategy = "serial", *, runs: str | Path = "
 
     runs: the folder in which the run's own folder is made;  check: afterwards compare 20 steps with serial in float64
     (`run.difference`);  settings: data, device, backend, overlap, loaders, save, resume, until,
-    tensorboard, sabotage, unproved, as in `paragrad.settings.Settings`. On SIGTERM the run saves a checkpoint and ends
-    (`run.stopped`). Raises Refused (at the door) or RankFailed.
+    tensorboard, sabotage, unproved, unchecked, as in `paragrad.settings.Settings`. On SIGTERM the run saves a checkpoint and
+    ends (`run.stopped`). Raises Refused (at the door) or RankFailed.
     """
     checked = admitted(job, strategy, Settings(**settings))
     if launched_size() is not None:
@@ -177,6 +177,8 @@ def _choices(checked: Admitted) -> Iterator[tuple[str, str, str]]:
         yield "checkpoint", checked.saved.folder.name, checked.saved.because
     if settings.sabotage:
         yield "sabotage", settings.sabotage, "asked for; " + ("not proved" if settings.unproved else "proved")
+    if checked.facts.whole_batch:
+        yield "collate", "whole batches on every rank", checked.facts.whole_batch
     if checked.size > 1 and settings.backend == "auto" and settings.device == "cpu":
         yield "backend", checked.backend, checked.not_shm or "all ranks are on this host"
     asked, resolved = checked.asked, checked.resolved

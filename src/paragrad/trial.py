@@ -50,7 +50,8 @@ def seconds_per_step(world: World, checked: Admitted) -> float:
     """The median over some first steps of the training, which are then forgotten."""
     job, settings = checked.job, checked.settings
     train = opened(job.train, settings.folder)
-    trainer = Trainer.of_job(world, job, checked.resolved, overlap=settings.overlap, machine=settings.known_machine)
+    trainer = Trainer.of_job(world, job, checked.resolved, overlap=settings.overlap, machine=settings.known_machine,
+                             unchecked=True)
     taken: list[float] = []
     wanted = WARM_UP + 1
     try:

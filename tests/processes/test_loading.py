@@ -41,7 +41,7 @@ class Augmented(Dataset):
 
 def drawn(seed: int = 0, epoch: int = 0, batches: tuple[tuple[int, ...], ...] = ((3, 1), (2,)),
           loaders: int = 0) -> list[Tensor]:
-    return [batch[0] for batch in loaded(Samples(Augmented(), seed), epoch, map(list, batches), loaders)]
+    return [batch[0] for batch in loaded(Samples(Augmented(), seed), [(epoch, list(batch)) for batch in batches], loaders)]
 
 
 def test_a_sample_draws_by_seed_epoch_and_index_alone() -> None:

@@ -77,6 +77,7 @@ def test_every_kind_of_line_has_its_fields(pool: Ranks, tmp_path: Path) -> None:
         "epoch": {"epoch", "test", "start", "seconds"},
         "span": {"step", "name", "lane", "start", "seconds", "bytes", "peer"},
         "choice": {"what", "bytes", "picked", "because"},
+        "event": {"name", "numbers", "message"},
         "memory": {"parameters", "gradients", "optimizer", "activations", "exchange", "resident"},
         "end": {"status", "seconds", "error"}}
     seen = set()

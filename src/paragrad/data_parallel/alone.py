@@ -17,8 +17,8 @@ class Alone:
     """Gradients stay where backward puts them: nothing is exchanged.
 
     An exchange is asked, in every step: begin(); per micro-batch `micro_batch`, forward and backward of `module`; finish();
-    counted(); update(). `stop`, set before the last micro-batch: this rank was asked to stop. sent: bytes by kind in this step;
-    largest: bytes it keeps in memory;  sharing: ranks that hold the parameters together.
+    counted(); average(); update(). `stop`, set before the last micro-batch: this rank was asked to stop. sent: bytes by kind in
+    this step;  largest: bytes it keeps in memory;  sharing: ranks that hold the parameters together.
     """
     sharing = 1
     stop = False
@@ -45,10 +45,17 @@ class Alone:
         """(weight, loss, ranks asked to stop), summed over ranks."""
         return self.told
 
-    def update(self, weight: float) -> None:
-        """The one division by the global weight, then clipping and the optimizer."""
+    def average(self, weight: float) -> None:
+        """The one division by the global weight."""
         gradients = [parameter.grad for parameter in self.every if parameter.grad is not None]
         torch._foreach_div_(gradients, weight)
+
+    def averaged(self) -> dict[str, Tensor | None]:
+        """The mean gradient of every parameter, between `average` and `update`. Collective."""
+        return self.gradients()
+
+    def update(self) -> None:
+        """Clipping and the optimizer."""
         if self.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.every, self.clip_norm)
         self.optimizer.step()

@@ -115,8 +115,8 @@ class BatchNorm:
                 return plain(False)                 # an empty part changes no statistics
         elif number not in self.inside:
             if inside:
-                raise ValueError("a batch norm inside of samples came where the first step had one over the batch; let the model "
-                                 "call its batch norms in the same order in every step")
+                raise ValueError("a batch norm inside of samples came where the first step had one over the batch; let the "
+                                 "model call its batch norms in the same order in every step")
             return self._whole(input, weight, bias, running_mean, running_var, momentum, eps, plain)
         return plain(True)
 

@@ -139,7 +139,7 @@ class SharedMemory(Alone):
     def counted(self) -> list[float]:
         return [sum(numbers) for numbers in zip(*map(self.memory.counts, range(self.world.size)), strict=True)]
 
-    def update(self, weight: float) -> None:
+    def average(self, weight: float) -> None:
         start = self.clock()
         for mean, *others in self.sums:
             for row in others:
@@ -147,13 +147,19 @@ class SharedMemory(Alone):
             mean.div_(weight)
         self.count("gradients", self.read, computed=False)
         self.span("reduce", "receive", start, bytes=self.read)
-        if self.clip_norm is not None:
-            self._clip(self.clip_norm)
         anyone = bytes(map(max, *map(self.memory.used, range(self.world.size))))
         if anyone != self.anyone or not self.cut:
             for piece, place, gradient in self.own:
                 place.grad = gradient if anyone[piece.index] else None
         self.anyone = anyone
+
+    def averaged(self) -> dict[str, Tensor | None]:
+        self._meet("averaging gradients")
+        return self.gradients()
+
+    def update(self) -> None:
+        if self.clip_norm is not None:
+            self._clip(self.clip_norm)
         updated(self.optimizer)
         self._meet("updating parameters")
         self.step += 1

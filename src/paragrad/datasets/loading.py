@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,22 @@ Collate = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True)
+class WholeBatch:
+    """A collate that is given the whole global batch on every rank, which then takes its part of the result.
+
+    For one that draws at random (masking, mixing samples), or pads so that the loss counts padding: what it makes of a share
+    alone is not that share of what it makes of the batch. It costs loading every sample on every rank.
+    """
+    collate: Collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        return self.collate(samples)
+
+
+@dataclass(frozen=True)
 class Samples:
-    """A dataset whose transforms draw the same numbers for a sample, whoever loads it: samples[epoch, indices] -> a batch.
+    """A dataset whose transforms draw the same numbers for a sample, whoever loads it: samples[epoch, indices] -> a batch;
+    samples[epoch, indices, places]: what stands at these places of the batch.
 
     Before each sample the generators of torch, numpy and random are seeded by (seed, epoch, index); what `collate` draws
     follows the batch's first sample. Afterwards they are as they were. A plain TensorDataset draws nothing and gives its
@@ -41,8 +55,15 @@ class Samples:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, key: tuple[int, list[int]]) -> Any:
-        epoch, indices = key
+    def __getitem__(self, key: tuple[int, list[int]] | tuple[int, list[int], list[int]]) -> Any:
+        epoch, indices, *places = key
+        if not places:
+            return self._collated(epoch, indices)
+        if isinstance(self.collate, WholeBatch):
+            return cut(self._collated(epoch, indices), places[0], len(indices))
+        return self._collated(epoch, [indices[place] for place in places[0]])
+
+    def _collated(self, epoch: int, indices: list[int]) -> Any:
         dataset = self.dataset
         if self.collate is None and type(dataset).__getitem__ is TensorDataset.__getitem__:
             places = torch.from_numpy(numpy.array(indices))     # torch.tensor of a list, and indexing by one, take far longer
@@ -52,10 +73,21 @@ class Samples:
         with generators_kept():
             drawn = []
             for index in indices:
-                _seed_generators(f"sample {self.seed} {epoch} {index}")
+                seed_generators(f"sample {self.seed} {epoch} {index}")
                 drawn.append(dataset[index])
-            _seed_generators(f"collate {self.seed} {epoch} {indices[0]}")
+            seed_generators(f"collate {self.seed} {epoch} {indices[0]}")
             return (self.collate or default_collate)(drawn)
+
+
+def drawn_in_collate(samples: Samples, indices: list[int]) -> bool:
+    """Does collate move a generator, beside what the samples draw?"""
+    if samples.collate is None:
+        return False
+    with generators_kept():
+        drawn = [samples.dataset[index] for index in indices]
+        before = generator_states()
+        samples.collate(drawn)
+        return generator_states() != before
 
 
 def refuse_loader(dataset: Any, what: str) -> None:
@@ -65,9 +97,8 @@ def refuse_loader(dataset: Any, what: str) -> None:
                       f"as batch={dataset.batch_size or '...'}, and what the loader has as collate_fn as collate=")
 
 
-def loaded(samples: Samples, epoch: int, batches: Iterable[list[int]], loaders: int = 0) -> Iterator[Any]:
-    """The batches in their order; loaders: so many processes load ahead, 0 loads here."""
-    keys = [(epoch, indices) for indices in batches]
+def loaded(samples: Samples, keys: list[Any], loaders: int = 0) -> Iterator[Any]:
+    """samples[key] for every key in order; loaders: so many processes load ahead, 0 loads here."""
     if loaders == 0:
         return (samples[key] for key in keys)
     own = torch.Generator()         # DataLoader draws a seed; not from the generator that the model may use
@@ -125,14 +156,15 @@ def brought(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
     return mapped(bring, value)
 
 
-def cut(value: Any, part: slice, samples: int) -> Any:
-    """A part of a batch of so many samples: of every tensor, along its first dimension, and of sequences of plain values.
+def cut(value: Any, part: slice | list[int], samples: int) -> Any:
+    """A part of a batch of so many samples, or what stands at some places of it: of every tensor, along its first dimension,
+    and of sequences of plain values.
 
     Raises ValueError where a tensor's first dimension is not the samples; one without dimensions is every sample's.
     """
     def cut_leaf(leaf: Any) -> Any:
         if isinstance(leaf, tuple | list) and len(leaf) == samples:
-            return leaf[part]
+            return leaf[part] if isinstance(part, slice) else type(leaf)([leaf[place] for place in part])
         if not isinstance(leaf, Tensor) or not leaf.dim():
             return leaf
         if len(leaf) != samples:
@@ -142,11 +174,19 @@ def cut(value: Any, part: slice, samples: int) -> Any:
     return mapped(cut_leaf, value)
 
 
-def _seed_generators(text: str) -> None:
+def seed_generators(text: str) -> None:
+    """Seed torch, numpy and random by a text."""
     seed = random.Random(f"paragrad {text}").getrandbits(32)
     torch.default_generator.manual_seed(seed)
     numpy.random.seed(seed)
     random.seed(seed)
+
+
+def generator_states() -> dict[str, Any]:
+    """The states of torch's, numpy's and random's generators, which can be compared."""
+    kind, keys, *place = numpy.random.get_state()
+    return {"torch": torch.default_generator.get_state().numpy().tobytes(), "numpy": (kind, keys.tobytes(), *place),
+            "random": random.getstate()}
 
 
 @contextlib.contextmanager

@@ -1,0 +1,145 @@
+"""Does a loss add up? What a job is asked at the door: a batch as a whole against its two parts, unequal and collated anew.
+
+The loss of the whole must be the sums of the parts over their weights; otherwise shares and micro-batches would be another
+training. The model runs anew on each part, in training, with the same random draws for a sample, so what mixes samples (a mean
+over the batch inside the model, a contrastive loss) shows, and so does padding. In float64 where the model can.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from paragrad.datasets.loading import Samples, brought, called, copied, cut, parted, tensors_of
+from paragrad.draws import Draws, keyed
+from paragrad.loss import Summed
+
+CPU = torch.device("cpu")
+ASKED = 8               # samples of the whole
+TIGHT = 1e-9            # relative, in float64
+
+
+@dataclass(frozen=True)
+class Part:
+    """Samples at some places of a batch, as the model and the loss take them."""
+    inputs: Any
+    target: Any
+    positions: list[int]
+
+    def to(self, dtype: torch.dtype) -> Part:
+        return Part(brought(self.inputs, CPU, dtype), brought(self.target, CPU, dtype), self.positions)
+
+
+def parts_of(samples: Samples, indices: Sequence[int]) -> list[Part]:
+    """Some samples as a whole, and in two parts of unequal size; alone where it is one sample."""
+    middle = -(-len(indices) // 3)
+    places = [list(range(len(indices))), list(range(middle)), list(range(middle, len(indices)))]
+    return [Part(*parted(samples[0, list(indices), positions]), positions)
+            for positions in (places if len(indices) > 1 else places[:1])]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the loss returned for a part, the output that it saw, and its (sum, weight)."""
+    value: Any
+    output: Any
+    total: float
+    weight: float
+
+
+def wrong_with(module: Summed, parts: list[Part], draws: Draws, tight: bool) -> str | None:
+    """What is wrong with a loss, seen on a whole batch and its parts, or None.
+
+    tight: the module is in float64; otherwise the samples in another order tell how much is rounding.
+    """
+    whole, *halves = [_asked(module, part, draws) for part in parts]
+    if not halves:
+        return None
+    sums, weights = sum(half.total for half in halves), sum(half.weight for half in halves)
+    mean, expected = whole.total / (whole.weight or 1.0), sums / (weights or 1.0)
+    if not torch.isfinite(torch.tensor([mean, expected])).all():
+        return None                             # not finite is a matter of the run, which names rank, step and tensor
+    near = TIGHT if tight else _rounding(module, parts[0], draws, mean)
+    if _close(mean, expected, near) and _close(whole.weight, weights, near):
+        return None
+    if isinstance(whole.value, tuple):
+        return (f"the pair (sum, weight) does not add up: ({whole.total:.6g}, {whole.weight:.6g}) over a batch, "
+                f"({sums:.6g}, {weights:.6g}) over its two parts; return plain sums") + _why(parts, whole, halves)
+    if _close(float(whole.value.detach()), sum(float(half.value.detach()) for half in halves), near):
+        return ("the loss is a bare sum over the batch; return the mean (reduction='mean'), "
+                "or the pair (sum, number of samples)")
+    told = (f"{mean:.6g} over a batch of {len(parts[0].positions)}, {expected:.6g} from its parts of "
+            f"{len(parts[1].positions)} and {len(parts[2].positions)}")
+    if not _close(whole.weight, weights, near):
+        told += f", which divide by {whole.weight:g} and {halves[0].weight:g} + {halves[1].weight:g}"
+    return f"the loss is no mean over samples: {told}; return the pair (sum, weight) with the weight it divides by" + _why(
+        parts, whole, halves)
+
+
+def _asked(module: Summed, part: Part, draws: Draws) -> Answer:
+    with _statistics_apart(), keyed(draws, 0, 0, part.positions):
+        output = called(module.model, copied(part.inputs))
+        value = module.loss(output, copied(part.target))
+    total, weight = module.weighed(value, part.target, len(part.positions))
+    return Answer(value, output, float(total.detach()), weight)
+
+
+def _rounding(module: Summed, whole: Part, draws: Draws, mean: float) -> float:
+    """How far, relatively, another order of the samples is from this one: four times that, and not less than 64 eps."""
+    places = list(range(len(whole.positions)))[::-1]
+    try:
+        twin = _asked(module, Part(*(cut(each, places, len(places)) for each in (whole.inputs, whole.target)), places), draws)
+    except ValueError:
+        return 1e-4
+    return max(64 * torch.finfo(torch.float32).eps, 4 * abs(twin.total / (twin.weight or 1.0) - mean) / max(abs(mean), 1e-6))
+
+
+@contextlib.contextmanager
+def _statistics_apart() -> Iterator[None]:
+    """Batch norm in training takes no statistics: those are the one thing that may mix samples, and strategies see to it."""
+    original = torch.batch_norm
+
+    def apart(x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *more: Any) -> Tensor:
+        if training:
+            mean, variance = x.new_zeros(x.shape[1]), x.new_ones(x.shape[1])
+        return original(x, weight, bias, mean, variance, False, *more)      # type: ignore[no-any-return]
+
+    with mock.patch("torch.batch_norm", apart), mock.patch("torch.nn.functional._verify_batch_size"):
+        yield
+
+
+def misshapen(value: Any) -> str | None:
+    """What is wrong with the kind of value that a loss returned, or None."""
+    if isinstance(value, tuple):
+        if len(value) != 2:
+            return f"the loss returned {len(value)} values; return the mean over samples, or a pair (sum, weight)"
+        value = value[0]
+    if not isinstance(value, Tensor) or value.dim() != 0:
+        shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(type(value).__name__)
+        return f"the loss returned {shape}; return one number: the mean over samples, or a pair (sum, weight)"
+    return None
+
+
+def _why(parts: list[Part], whole: Answer, halves: list[Answer]) -> str:
+    """Where it comes from, as far as it can be seen."""
+    shapes = [{tuple(tensor.shape[1:]) for tensor in tensors_of([part.inputs, part.target])} for part in parts]
+    if shapes[1] != shapes[0] or shapes[2] != shapes[0]:
+        return " (the parts are padded otherwise than the whole, and the loss counts padding)"
+    outputs = [tensors_of(answer.output) if isinstance(answer.output, Tensor | tuple | list | Mapping) else []
+               for answer in (whole, *halves)]
+    for tensor, *anew in zip(*outputs, strict=False):
+        alike = tensor.is_floating_point() and tensor.dim() and all(each.shape[1:] == tensor.shape[1:] for each in anew)
+        if alike and len(tensor) == len(parts[0].positions) == sum(map(len, anew)) and not torch.allclose(
+                torch.cat(anew), tensor, rtol=1e-4, atol=1e-6):
+            return " (the model mixes samples: its output for a sample depends on the others in the batch)"
+    return ""
+
+
+def _close(a: float, b: float, near: float) -> bool:
+    return abs(a - b) <= near * max(abs(a), abs(b), 1e-6)

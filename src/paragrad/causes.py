@@ -1,0 +1,51 @@
+"""What to say where a training is not one worker's: the tensor, the difference, the likeliest cause, the repair."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paragrad.first_step import Miss
+
+if TYPE_CHECKING:
+    from paragrad.trainer import Trainer
+
+GO_ON = "--unchecked (unchecked=True) trains it all the same"
+
+
+def by_layout(what: str) -> str:
+    """Of random draws (`Draws.by_layout`)."""
+    return (f"the model's random draws depend on how the batch is split: {what}; draw by torch's functions with the "
+            f"samples as a dimension of their own, or in the dataset; {GO_ON}")
+
+
+def not_the_same(trainer: Trainer, misses: list[Miss]) -> str:
+    """Of the first step that is not one worker's."""
+    first = misses[0]
+    what = "a buffer" if first.kind == "buffer" else f"the {first.kind}"
+    scale = f" (the largest {first.kind} is {first.gap.largest:.3g})" if first.kind in ("gradient", "buffer") else (
+        f" (one worker's is {first.gap.largest:.6g})")
+    return (f"not one worker's training: before the first update {what} is off by {first.gap.value:.3g}{scale}, where rounding "
+            f"explains {first.rounding:.1g}; nothing was updated. {likely(trainer, misses)}; {GO_ON}")
+
+
+def likely(trainer: Trainer, misses: list[Miss]) -> str:
+    """The likeliest cause of a step that differs, with the repair."""
+    kinds = {miss.kind for miss in misses}
+    random = ", ".join(dict.fromkeys(call.name for call in trainer.draws.calls))
+    if trainer.sabotage:
+        return f"Cause: the planted bug {trainer.sabotage}"
+    if "weight" in kinds:
+        return ("Likely cause: the loss divides by something that does not add up over shares (padding that differs by "
+                "share, a constant); return the pair (sum, weight) from it, or collate whole batches: "
+                "collate=paragrad.WholeBatch(collate)")
+    if "loss" in kinds and trainer.module.traced is False:
+        return ("Likely cause: the mean in the loss is over something else than samples, and what it divides by cannot be read "
+                "off; return the pair (sum, weight)")
+    if "loss" in kinds or kinds == {"gradient"}:
+        drawn = f", or draws ({random}) that are not a sample's own" if random else ""
+        return ("Likely cause: the model or the loss mixes samples (a mean over the batch, a comparison of samples)" + drawn
+                + ", so that a share gives another result than its part of the batch")
+    if "buffer" in kinds:
+        return ("Likely cause: the buffer counts what a share has, not what the batch has; make what it holds a function of "
+                "the step, or let it go without (register_buffer is for what is equal on all workers)")
+    return "Likely cause: not known"

@@ -1,0 +1,99 @@
+"""What the mean in a loss divided by: read off autograd's graph, which holds it.
+
+A loss of the user's kind (a function around cross_entropy, the `output.loss` of a Hugging Face model, a masked mean) is a mean
+over something: samples, tokens that are not ignored, elements. To add up over shares and micro-batches it must be split into a
+sum and what that was divided by. The tensor that the loss returned leads there, whatever code made it: its last nodes are a
+mean, a sum divided by something, or one of torch's losses with reduction="mean", times constants. Nothing is watched while the
+model runs, and nothing is guessed; a loss whose graph says something else (several means of unequal divisors, own autograd
+functions, scripted code) is untraced.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# nodes that hand on one number unchanged, or times a constant
+THROUGH = ("Neg", "ToCopy", "Clone", "View", "UnsafeView", "Squeeze", "Unsqueeze", "Alias", "Reshape", "Permute", "Where",
+           "Mul", "Expand", "AsStrided", "Select", "NanToNum")
+SUMS = ("Sum", "Nansum", "Dot", "Vdot", "Mv", "Mm", "Bmm")
+OF_ROWS = ("MultiMarginLoss", "MultilabelMarginLoss")               # their mean is over rows, not over elements
+DEEP = 200              # nodes from the loss on after which nobody has a mean
+
+Divided = tuple[str, Any] | None                # ("mean", divisor), ("sum", None), or untraced
+
+
+def divisor(loss: Tensor) -> float | None:
+    """What the mean in a loss (a tensor without dimensions, with its graph) divided by; None where it is untraced."""
+    try:
+        found = _followed(loss.grad_fn, DEEP, [])
+    except RuntimeError:            # what a node saved is freed, or comes from a recomputation
+        return None
+    if found is None or found[0] != "mean":
+        return None
+    value = float(found[1])
+    return value if value >= 0 else None
+
+
+def nothing(total: Tensor) -> Tensor:
+    """0 for a total of no weight, such as a mean over no label: its gradient is 0 too, where 0/0 would be no number."""
+    divisions: list[Any] = []
+    _followed(total.grad_fn, DEEP, divisions)
+    for node in divisions:
+        node.register_hook(lambda inputs, outputs: tuple(
+            None if gradient is None else torch.zeros_like(gradient) for gradient in inputs))
+    return _Nothing.apply(total)        # type: ignore[no-any-return]
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, total: Tensor) -> Tensor:
+        return torch.zeros_like(total)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return torch.zeros_like(gradients[0])
+
+
+def _followed(node: Any, depth: int, divisions: list[Any]) -> Divided:
+    """What a node divided by; its divisions are noted."""
+    if node is None or depth == 0:
+        return None
+    name = node.name().rstrip("0123456789").removesuffix("Backward")
+    behind = [each for each, _ in node.next_functions if each is not None]
+    if hasattr(node, "_saved_reduction"):
+        divisions.append(node)
+        return {1: ("mean", _of_loss(name, node)), 2: ("sum", None)}.get(node._saved_reduction)
+    if name == "Mean":
+        divisions.append(node)
+        return "mean", node._saved_self_sym_numel
+    if name in SUMS:
+        return "sum", None
+    if name == "Div":
+        divisions.append(node)
+        inner = _followed(behind[0], depth - 1, divisions) if len(behind) == 1 else None
+        return ("mean", node._saved_other) if inner == ("sum", None) else inner
+    if name in ("Add", "Sub"):
+        return _together([_followed(each, depth - 1, divisions) for each in behind])
+    if name in THROUGH and len(behind) == 1:
+        return _followed(behind[0], depth - 1, divisions)
+    return None
+
+
+def _of_loss(name: str, node: Any) -> Any:
+    if hasattr(node, "_saved_total_weight"):        # cross-entropy: what is not ignored, by class weights
+        return node._saved_total_weight
+    values = node._saved_self
+    return (len(values) if values.dim() > 1 else 1) if name in OF_ROWS else values.numel()
+
+
+def _together(terms: list[Divided]) -> Divided:
+    """Of a sum of terms: the divisor of its means where they have one in common; a term without any, such as a weight penalty,
+    is as good in every share."""
+    divisors = [term[1] for term in terms if term is not None and term[0] == "mean"]
+    if not divisors:
+        return ("sum", None) if terms and all(term is not None for term in terms) else None
+    first, *others = map(float, divisors)
+    return ("mean", divisors[0]) if all(abs(first - other) <= 1e-6 * abs(first) for other in others) else None

@@ -1,0 +1,251 @@
+"""The first step, compared with one worker's before anything is updated.
+
+Before exchange or cut is wired, rank 0 runs the whole global batch as one worker would, on the model itself, and rank 1 the
+*rounding twin* (the samples in reverse order) at the same time; everything is put back. When the strategy's own first step has
+its gradients, and before its update, every rank compares what it holds with the one worker's: loss, weight, gradients, buffers.
+
+What is rounding is measured, not assumed. With d the difference from serial and t the twin's, pooled over a kind's tensors:
+
+    d at most 8 eps of the kind's largest, or at most 1.5 t:    equal
+    otherwise, against a reference one precision higher:        a miss where the strategy's error is more than 4 times the
+                                                                larger of serial's and the twin's
+
+(1.5 t never exceeds three times the larger of the two errors, so the first line implies the second.) Where there is no higher
+precision, or the model cannot run in it, further twins stand in: a miss is more than 4 times the largest difference among them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paragrad.datasets.loading import brought, copied, cut
+from paragrad.draws import Draws, keyed
+from paragrad.loss import Loss, Summed
+from paragrad.world import World
+
+FLOOR = 8               # eps of the kind's largest: equal
+TWINS = 3               # orders of the samples, where there is no reference
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A global batch as one worker takes it. groups: the places of every micro-batch that must be one (batch norm); positions:
+    the place of every loaded sample in the global batch, by which its draws are keyed."""
+    inputs: Any
+    target: Any
+    groups: list[list[int]]
+    positions: list[int]
+
+    def ordered(self, order: Callable[[list[int]], list[int]]) -> Whole:
+        """Every group in another order."""
+        return Whole(self.inputs, self.target, [order(group) for group in self.groups], self.positions)
+
+    def to(self, dtype: torch.dtype, device: torch.device) -> Whole:
+        return Whole(brought(self.inputs, device, dtype), brought(self.target, device, dtype), self.groups, self.positions)
+
+
+@dataclass
+class Made:
+    """What a step made before its update: the mean loss, its weight, mean gradients, buffers. changed: which buffers it did."""
+    loss: float
+    weight: float
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+    changed: frozenset[str] = frozenset()
+
+
+def made_alone(module: Summed, whole: Whole, draws: Draws, seed: int, step: int, loss_alone: bool = False) -> Made:
+    """What one worker makes of a batch. Leaves gradients and buffers changed."""
+    before = {name: buffer.detach().clone() for name, buffer in module.model.named_buffers()}
+    for parameter in module.model.parameters():
+        parameter.grad = None
+    loss, weight, samples = 0.0, 0.0, len(whole.positions)
+    for group in whole.groups:
+        everything = group == list(range(samples))
+        inputs, target = (copied(each if everything else cut(each, group, samples)) for each in (whole.inputs, whole.target))
+        with keyed(draws, seed, step, [whole.positions[place] for place in group]):
+            total, more = module(inputs, target, len(group))
+            if not loss_alone:
+                total.backward()
+        loss, weight = loss + float(total.detach()), weight + more
+    if loss_alone:
+        return Made(loss / (weight or 1.0), weight, {}, {})
+    gradients = {name: parameter.grad for name, parameter in module.model.named_parameters()}
+    for gradient in gradients.values():
+        if gradient is not None:
+            gradient.div_(weight or 1.0)
+    buffers = {name: buffer.detach().clone() for name, buffer in module.model.named_buffers()}
+    changed = frozenset(name for name, buffer in buffers.items()
+                        if name not in before or buffer.shape != before[name].shape or not torch.equal(buffer, before[name]))
+    return Made(loss / (weight or 1.0), weight, gradients, buffers, changed)
+
+
+def precise(model: nn.Module, module: Summed, whole: Whole, draws: Draws, seed: int, step: int, loss: Loss,
+            loss_alone: bool = False) -> Made:
+    """The same in float64, by a copy of the model and the loss. Raises what they raise there."""
+    model._apply(lambda tensor: tensor.to(torch.complex128) if tensor.is_complex() else (
+        tensor.double() if tensor.is_floating_point() else tensor))
+    twin = Summed(model, loss)
+    twin.traced = module.traced
+    return made_alone(twin, whole.to(torch.float64, next(model.parameters()).device), draws, seed, step, loss_alone)
+
+
+# ---- differences -------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Gap:
+    """How far a kind of values is from others: the largest difference, where, and the largest value of the kind."""
+    value: float = 0.0
+    tensor: str | None = None
+    largest: float = 0.0
+
+
+KINDS = ("loss", "weight", "gradient", "buffer")
+
+
+def gaps(ours: Made, theirs: Made) -> dict[str, Gap]:
+    """By kind, the largest difference from what another made. A buffer that nobody changed must be the same to the bit."""
+    still = _still(ours, theirs)
+    moved = {name: theirs.buffers[name] for name in theirs.changed}
+    return {"loss": Gap(abs(ours.loss - theirs.loss), "loss", abs(theirs.loss)),
+            "weight": Gap(abs(ours.weight - theirs.weight), "weight", abs(theirs.weight)),
+            "gradient": _largest(ours.gradients, theirs.gradients),
+            "buffer": Gap(math.inf, still, 0.0) if still else _largest({name: ours.buffers.get(name) for name in moved}, moved)}
+
+
+def _still(ours: Made, theirs: Made) -> str | None:
+    for name, buffer in theirs.buffers.items():
+        exact = name not in theirs.changed or not (buffer.is_floating_point() or buffer.is_complex())
+        mine = ours.buffers.get(name)
+        if exact and (mine is None or mine.shape != buffer.shape or not _same(mine, buffer)):
+            return name
+    return None
+
+
+def _same(ours: Tensor, theirs: Tensor) -> bool:
+    if ours.is_floating_point():
+        return torch.equal(ours.nan_to_num(nan=0.5), theirs.to(ours.dtype).nan_to_num(nan=0.5))
+    return torch.equal(ours, theirs)
+
+
+def _largest(ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None]) -> Gap:
+    worst = Gap(largest=max((_most(tensor) for tensor in theirs.values() if tensor is not None), default=0.0))
+    for name, reference in theirs.items():
+        value = _apart(ours.get(name), reference)
+        if value > worst.value:
+            worst = Gap(value, name, worst.largest)
+    return worst
+
+
+def _apart(ours: Tensor | None, reference: Tensor | None) -> float:
+    if ours is None or reference is None:
+        return 0.0 if ours is reference else math.inf
+    if ours.shape != reference.shape:
+        return math.inf
+    wide = torch.promote_types(ours.dtype, reference.dtype)
+    ours, reference = ours.to(wide), reference.to(wide)
+    finite = torch.isfinite(reference)
+    if not torch.equal(finite, torch.isfinite(ours)):
+        return math.inf
+    return _most(torch.where(finite, ours - reference, 0))
+
+
+def _most(tensor: Tensor) -> float:
+    finite = tensor.detach().abs()
+    return float(torch.where(torch.isfinite(finite), finite, 0).max()) if tensor.numel() else 0.0
+
+
+# ---- the proof ---------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Miss:
+    """A kind that is not one worker's: the tensor, the difference, and the largest that rounding explains."""
+    kind: str
+    rank: int
+    gap: Gap
+    rounding: float
+
+
+@dataclass
+class Proof:
+    """What rank 0 and rank 1 made before the exchange was wired; `missed` compares. Collective.
+
+    alone: what one worker makes of the batch in another order, for twins that only some need;  reference: in float64.
+    """
+    world: World
+    serial: Made | None             # on rank 0
+    twin: Made | None               # on rank 1
+    again: Callable[[int], Made] | None             # on rank 0
+    reference: Callable[[], Made] | None            # on rank 0
+    eps: float
+    loss_alone: bool = False
+
+    def missed(self, ours: Made) -> list[Miss]:
+        """The kinds that are not one worker's; on every rank."""
+        serial = spread(self.world, self.serial)
+        mine = gaps(ours, serial)
+        twins = [gaps(self.twin, serial)] if self.twin is not None else []
+        doubtful = self.world.agreed(self._doubtful(self.world.collected((mine, twins))))
+        return self._judged(ours, serial, doubtful) if doubtful else []
+
+    def _doubtful(self, told: list[tuple[dict[str, Gap], list[dict[str, Gap]]]]) -> list[str]:
+        """The kinds that are neither below the floor nor within what the twin explains (asked on rank 0)."""
+        twins = [twin for _, some in told for twin in some]
+        return [kind for kind in KINDS for mine, _ in told
+                if mine[kind].value > self.floor(kind, mine[kind]) and not any(
+                    mine[kind].value <= 1.5 * twin[kind].value < math.inf for twin in twins)]
+
+    def floor(self, kind: str, gap: Gap) -> float:
+        return FLOOR * self.eps * gap.largest
+
+    def _judged(self, ours: Made, serial: Made, doubtful: list[str]) -> list[Miss]:
+        """Against a reference one precision higher, or more twins."""
+        better: Made | None = None
+        if self.reference and self.world.rank == 0 and self.eps > torch.finfo(torch.float64).eps:
+            try:
+                better = self.reference()
+            except Exception:               # it cannot run in float64
+                better = None
+        exact = self.world.agreed(better is not None)
+        if exact:
+            better = spread(self.world, better)
+            own = gaps(ours, better)
+            rounding = [gaps(made, better) for made in (self.serial, self.twin) if made is not None]
+        else:
+            own = gaps(ours, serial)
+            rounding = [gaps(self.twin, serial)] if self.twin is not None else []
+            if self.world.rank == 0 and self.again:
+                rounding += [gaps(self.again(number), serial) for number in range(TWINS)]
+        told = self.world.collected((own, rounding))
+        misses = []
+        for kind in dict.fromkeys(doubtful) if self.world.rank == 0 else ():
+            bound = 4 * max((each[kind].value for _, some in told for each in some), default=0.0)
+            rank, gap = max(((rank, each[kind]) for rank, (each, _) in enumerate(told)), key=lambda pair: pair[1].value)
+            if gap.value > max(bound, self.floor(kind, gap)):
+                misses.append(Miss(kind, rank, gap, bound / 4))
+        return self.world.agreed(misses)        # type: ignore[no-any-return]
+
+
+def spread(world: World, made: Made | None) -> Made:
+    """What rank 0 made, on every rank."""
+    if world.size == 1:
+        assert made is not None
+        return made
+    told = world.agreed(made and (made.loss, made.weight, made.changed, *(
+        [(name, None if tensor is None else (tensor.shape, tensor.dtype)) for name, tensor in tensors.items()]
+        for tensors in (made.gradients, made.buffers))))
+    loss, weight, changed, *kinds = told
+    found: list[dict[str, Tensor | None]] = []
+    for number, listed in enumerate(kinds):
+        tensors = (made.gradients, made.buffers)[number] if made else {}
+        own = {name: tensors[name] if made else kind and torch.empty(kind[0], dtype=kind[1], device=world.device)
+               for name, kind in listed}
+        for tensor in own.values():
+            if tensor is not None:
+                world.copy_from_first(tensor)
+        found.append(own)
+    return made or Made(loss, weight, found[0], found[1], changed)      # type: ignore[arg-type]

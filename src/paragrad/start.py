@@ -1,0 +1,194 @@
+"""Before the first step: the model is looked at, one worker's first step is made beside, then the exchange is wired."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paragrad.additive import ASKED, Part, wrong_with
+from paragrad.batches import Batch
+from paragrad.causes import not_the_same
+from paragrad.data_parallel.batch_norm import BatchNorm
+from paragrad.datasets.loading import brought, cut, parted, tensors_of
+from paragrad.draws import Draws
+from paragrad.errors import StepFailed
+from paragrad.first_step import Made, Proof, Whole, made_alone, precise
+from paragrad.launched import memory_left
+from paragrad.loss import loss_in
+from paragrad.probe import Left, Probe, probed, untouched
+from paragrad.shares import micro_batches
+
+if TYPE_CHECKING:
+    from paragrad.trainer import Trainer
+
+
+def looked_at(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> Probe:
+    """What one forward and backward of this rank's first micro-batch shows, agreed by all ranks. Collective."""
+    piece, part = next(batch.cuts())
+    if len(batch.pieces) > 1:
+        inputs, target = (cut(each, part, len(batch.places)) for each in (inputs, target))
+    trainer.part.samples = samples = len(piece.positions)
+    with untouched(trainer.model), trainer.batch_norm.looking():
+        if not trainer.examined:
+            _examine(trainer, inputs, target, samples)
+        with trainer.casting():
+            found = probed(trainer.module, inputs, target, samples)
+    trainer.batch_norm.agree()
+    everyone = trainer.world.collected(found)
+    return trainer.world.agreed(everyone and Probe(        # type: ignore[no-any-return]
+        any(each.some_unused for each in everyone), max(each.activations for each in everyone),
+        all(each.known for each in everyone), functools.reduce(operator.or_, (each.draws for each in everyone))))
+
+
+def _examine(trainer: Trainer, inputs: Any, target: Any, samples: int) -> None:
+    """Does the loss add up? What a Job is asked at the door."""
+    places = list(range(min(samples, ASKED)))
+    middle = -(-len(places) // 3)
+    try:
+        parts = [Part(cut(inputs, some, samples), cut(target, some, samples), some)
+                 for some in (places, places[:middle], places[middle:]) if some]
+    except ValueError as error:
+        trainer.log.choice("loss", "not asked", f"whether it adds up: {error}")
+        return
+    if len(parts) == 3 and (wrong := wrong_with(trainer.module, parts, Draws(), tight=trainer.dtype == torch.float64)):
+        raise StepFailed(wrong)
+
+
+# ---- one worker's step -------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Beside:
+    """One worker's step on the global batch of the step under way, on the trainer's model, which is put back."""
+    trainer: Trainer
+    whole: Whole
+    loss_alone: bool
+    buffers: dict[str, torch.Tensor]            # as they are before the step
+
+    def made(self, order: Callable[[list[int]], list[int]] = list) -> tuple[Made, Left]:
+        trainer = self.trainer
+        with untouched(trainer.model) as left, trainer.batch_norm.looking():
+            found = made_alone(trainer.module, self.whole.ordered(order), trainer.draws, trainer.seed, trainer.steps,
+                               self.loss_alone)
+        return found, left
+
+    def another(self, number: int) -> Made:
+        """Of the samples in one of several orders."""
+        turns: list[Callable[[list[int]], list[int]]] = [
+            lambda group: group[::-1], lambda group: group[len(group) // 2:] + group[:len(group) // 2],
+            lambda group: group[::2] + group[1::2]]
+        return self.made(turns[number])[0]
+
+    def precise(self) -> Made:
+        """In float64. Raises what the model raises there."""
+        trainer = self.trainer
+        model = copy.deepcopy(trainer.model)
+        for name, buffer in model.named_buffers():
+            buffer.data = self.buffers[name].clone()
+        looking = BatchNorm(trainer.world, model, trainer.part, lambda payload: None)
+        with looking.looking():
+            return precise(model, trainer.module, self.whole, trainer.draws, trainer.seed, trainer.steps,
+                           loss_in(trainer.module.loss, trainer.world.device, torch.float64), self.loss_alone)
+
+
+def proof(trainer: Trainer, batch: Batch, inputs: Any, target: Any, activations: int, loss_alone: bool = False) -> Proof | None:
+    """Make one worker's step on rank 0 and its rounding twin on rank 1; None, and the record says why, where that cannot be.
+    Collective."""
+    world = trainer.world
+    as_given = _as_given(trainer, inputs, target)
+    because, serial, twin, beside = _no_room(trainer, batch, activations), None, None, None
+    given = None if as_given or because else world.agreed(world.collected((batch, inputs, target)))
+    if not because:
+        try:
+            if world.rank < 2:
+                whole = _loaded(trainer, batch) if as_given else _joined(trainer, given)
+                buffers = {name: buffer.clone() for name, buffer in trainer.model.named_buffers()}
+                beside = Beside(trainer, whole, loss_alone, buffers)
+            if world.rank == 0:
+                serial, left = beside.made()
+                because = left.changed and f"the forward changes {', '.join(left.changed[:3])}"
+            elif world.rank == 1:
+                twin, _ = beside.made(lambda group: group[::-1])
+        except Exception as error:
+            because = f"one worker's step ended with {type(error).__name__}: {error}"
+    because = next((each for each in world.agreed(world.collected(because)) if each), None)
+    if because:
+        trainer.log.choice("first step", "not checked", because)
+        return None
+    return Proof(world, serial, twin, beside.another if beside else None, beside.precise if beside else None,
+                 torch.finfo(trainer.precision).eps, loss_alone)
+
+
+def _as_given(trainer: Trainer, inputs: Any, target: Any) -> bool:
+    """Did `step` get, on every rank, what `batches` gave?"""
+    try:
+        here = all(a is b for a, b in itertools.zip_longest(tensors_of([inputs, target]),
+                                                            tensors_of(list(parted(trainer.fetched)))))
+    except Exception:
+        here = False
+    return bool(trainer.world.all_reduced(torch.tensor([float(here)]), "MIN"))
+
+
+def _groups(trainer: Trainer, samples: int) -> list[list[int]]:
+    """The micro-batches that are one worker's: all in one, unless batch norm sees them apart."""
+    if not trainer.batch_norm.computed or trainer.micro == 1:
+        return [list(range(samples))]
+    micros = micro_batches(range(samples), trainer.shares, trainer.micro)
+    return [list(itertools.chain.from_iterable(parts)) for parts in micros]
+
+
+def _loaded(trainer: Trainer, batch: Batch) -> Whole:
+    fetched = brought(trainer.samples[batch.epoch, batch.indices], trainer.world.device, trainer.dtype)
+    return Whole(*parted(fetched), _groups(trainer, len(batch.indices)), list(range(len(batch.indices))))
+
+
+def _joined(trainer: Trainer, given: list[tuple[Batch, Any, Any]]) -> Whole:
+    """What step was given on all ranks, put together; stand-ins of empty parts left out."""
+    positions, kept = [], []
+    for batch, inputs, target in given:
+        counts = [place for piece, part in batch.cuts() for place in range(part.start, part.stop) if piece.positions]
+        places = [place for piece in batch.pieces if piece.positions for place in piece.places]
+        if counts:
+            positions += places
+            kept.append([cut(each, counts, len(batch.places)) for each in (inputs, target)])
+    inputs, target = (_together([pair[number] for pair in kept]) for number in (0, 1))
+    if trainer.batch_norm.computed and trainer.micro > 1:
+        raise ValueError("step was given another batch than trainer.batches gave, and batch norm sees micro-batches")
+    return Whole(inputs, target, [list(range(len(positions)))], positions)
+
+
+def _together(values: list[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(values) if first.dim() else first
+    if isinstance(first, dict):
+        return {name: _together([value[name] for value in values]) for name in first}
+    if isinstance(first, tuple | list) and any(isinstance(each, torch.Tensor | dict | tuple | list) for each in first):
+        return type(first)(_together(list(each)) for each in zip(*values, strict=True))
+    return functools.reduce(operator.add, values) if isinstance(first, tuple | list) else first
+
+
+def _no_room(trainer: Trainer, batch: Batch, activations: int) -> str | None:
+    """Is there memory for the whole batch on one rank? In the same words on all."""
+    here = max(1, len(batch.pieces[0].positions))
+    wanted = activations * len(batch.indices) // here + 2 * sum(
+        parameter.numel() * parameter.element_size() for parameter in trainer.parameters.values())
+    left = memory_left()
+    lacking = left is not None and wanted > left and trainer.world.rank < 2
+    return f"the whole batch wants about {wanted >> 20} MiB on one rank, and {left >> 20} MiB are left" if lacking else None
+
+
+def prove(trainer: Trainer, proof: Proof, loss: float, weight: float, gradients: dict[str, Any]) -> None:
+    """Compare; raises StepFailed before the update where the step is not one worker's. Collective."""
+    alone = proof.loss_alone
+    buffers = {} if alone else {name: buffer.detach() for name, buffer in trainer.model.named_buffers()}
+    misses = proof.missed(Made(loss, weight, {} if alone else gradients, buffers))
+    if misses:
+        raise StepFailed(not_the_same(trainer, misses), tensor=misses[0].gap.tensor)
+    what = "the loss" if alone else f"loss, weight, {len(gradients)} gradients, {len(buffers)} buffers"
+    trainer.log.event("checked", f"{what} of this step are one worker's", step=trainer.steps)
