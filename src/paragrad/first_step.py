@@ -19,35 +19,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paragrad.datasets.loading import brought, copied, cut
+from paragrad.additive import Part
+from paragrad.datasets.loading import copied
 from paragrad.draws import Draws, keyed
 from paragrad.loss import Loss, Summed
 from paragrad.world import World
 
 FLOOR = 8               # eps of the kind's largest: equal
 TWINS = 3               # orders of the samples, where there is no reference
-
-
-@dataclass(frozen=True)
-class Whole:
-    """A global batch as one worker takes it. groups: the places of every micro-batch that must be one (batch norm); positions:
-    the place of every loaded sample in the global batch, by which its draws are keyed."""
-    inputs: Any
-    target: Any
-    groups: list[list[int]]
-    positions: list[int]
-
-    def ordered(self, order: Callable[[list[int]], list[int]]) -> Whole:
-        """Every group in another order."""
-        return Whole(self.inputs, self.target, [order(group) for group in self.groups], self.positions)
-
-    def to(self, dtype: torch.dtype, device: torch.device) -> Whole:
-        return Whole(brought(self.inputs, device, dtype), brought(self.target, device, dtype), self.groups, self.positions)
 
 
 @dataclass
@@ -60,17 +43,18 @@ class Made:
     changed: frozenset[str] = frozenset()
 
 
-def made_alone(module: Summed, whole: Whole, draws: Draws, seed: int, step: int, loss_alone: bool = False) -> Made:
-    """What one worker makes of a batch. Leaves gradients and buffers changed."""
+def made_alone(module: Summed, parts: list[Part], draws: Draws, seed: int, step: int, loss_alone: bool = False) -> Made:
+    """What one worker makes of a batch: one part, or the micro-batches that batch norm sees. Gradients and buffers stay so.
+
+    The positions of a part are its samples' places in the global batch, by which its draws are keyed.
+    """
     before = {name: buffer.detach().clone() for name, buffer in module.model.named_buffers()}
     for parameter in module.model.parameters():
         parameter.grad = None
-    loss, weight, samples = 0.0, 0.0, len(whole.positions)
-    for group in whole.groups:
-        everything = group == list(range(samples))
-        inputs, target = (copied(each if everything else cut(each, group, samples)) for each in (whole.inputs, whole.target))
-        with keyed(draws, seed, step, [whole.positions[place] for place in group]):
-            total, more = module(inputs, target, len(group))
+    loss, weight = 0.0, 0.0
+    for part in parts:
+        with keyed(draws, seed, step, part.positions):
+            total, more = module(copied(part.inputs), copied(part.target), len(part.positions))
             if not loss_alone:
                 total.backward()
         loss, weight = loss + float(total.detach()), weight + more
@@ -86,14 +70,14 @@ def made_alone(module: Summed, whole: Whole, draws: Draws, seed: int, step: int,
     return Made(loss / (weight or 1.0), weight, gradients, buffers, changed)
 
 
-def precise(model: nn.Module, module: Summed, whole: Whole, draws: Draws, seed: int, step: int, loss: Loss,
+def precise(model: nn.Module, module: Summed, parts: list[Part], draws: Draws, seed: int, step: int, loss: Loss,
             loss_alone: bool = False) -> Made:
     """The same in float64, by a copy of the model and the loss. Raises what they raise there."""
     model._apply(lambda tensor: tensor.to(torch.complex128) if tensor.is_complex() else (
         tensor.double() if tensor.is_floating_point() else tensor))
     twin = Summed(model, loss)
     twin.traced = module.traced
-    return made_alone(twin, whole.to(torch.float64, next(model.parameters()).device), draws, seed, step, loss_alone)
+    return made_alone(twin, [part.to(torch.float64) for part in parts], draws, seed, step, loss_alone)
 
 
 # ---- differences -------------------------------------------------------------------------------------------------------------

@@ -279,6 +279,10 @@ def _check_loss(job: Job, model: nn.Module, train: Dataset) -> tuple[str | None,
     samples, indices = job.samples(train), list(range(min(job.batch, len(train), ASKED)))
     parts = _called(job, "fetching a batch of train", lambda: parts_of(samples, indices))
     part, module = parts[0].to(job.parameter_dtype), Summed(model, job.built_loss())
+
+    def repeated(count: int) -> tuple[Any, Any]:
+        return parted(brought(samples[0, indices[:1] * count], CPU, job.parameter_dtype))
+
     where = " in bfloat16 (not every processor has it for every layer; dtype=torch.float32 does)" if job.autocast else ""
     with _casting(job), untouched(model):
         output = _called(job, f"one batch through the model{where}", lambda: called(model, copied(part.inputs)))
@@ -286,7 +290,7 @@ def _check_loss(job: Job, model: nn.Module, train: Dataset) -> tuple[str | None,
         if wrong := misshapen(value):
             raise Refused(f"job {job.name}: {wrong}")
         draws = _called(job, "one batch forward and backward",
-                        lambda: probed(module, part.inputs, part.target, len(indices))).draws
+                        lambda: probed(module, part.inputs, part.target, len(indices), repeated)).draws
     wrong = _called(job, "loss", lambda: _asked(job, module, parts, draws))
     because = "it draws at random" if drawn_in_collate(samples, indices) else None
     if (wrong or because) and job.collate is not None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from paragrad.datasets.loading import called, copied, cut, generator_states, generators_kept
+from paragrad.datasets.loading import called, copied, generator_states, generators_kept
 from paragrad.draws import Draws, Recording, drawing, seen
 from paragrad.loss import Summed
 
@@ -28,8 +28,11 @@ class Probe:
     draws: Draws
 
 
-def probed(module: Summed, inputs: Any, target: Any, samples: int) -> Probe:
-    """One forward and backward of the module on copies of its inputs; what it leaves behind is the caller's (`untouched`)."""
+def probed(module: Summed, inputs: Any, target: Any, samples: int, repeated: Callable[[int], tuple[Any, Any]]) -> Probe:
+    """One forward and backward of the module on copies of its inputs; what it leaves behind is the caller's (`untouched`).
+
+    repeated(n): (inputs, target) of a batch that is n times one sample.
+    """
     own = {parameter.data_ptr() for parameter in module.parameters()}
     kept: dict[int, int] = {}
 
@@ -45,17 +48,9 @@ def probed(module: Summed, inputs: Any, target: Any, samples: int) -> Probe:
     some_unused = any(parameter.requires_grad and parameter.grad is None for parameter in module.parameters())
     draws = Draws()
     if recording.calls or recording.owners or generator_states() != before:
-        draws = draws_of(module, inputs, target, max(samples, 1))
+        batches = {count: repeated(count) for count in (2, 3)}         # what loading draws is no matter of the model's
+        draws = seen(lambda count: module(*map(copied, batches[count]), count))
     return Probe(some_unused, sum(kept.values()), module.known, draws)
-
-
-def draws_of(module: Summed, inputs: Any, target: Any, samples: int) -> Draws:
-    """What forward and loss draw, seen on the batch's first sample, twice and three times."""
-    try:
-        batches = {count: [cut(each, [0] * count, samples) for each in (inputs, target)] for count in (2, 3)}
-    except ValueError:
-        return Draws(by_layout="random draws of a batch whose first dimension is not the samples")
-    return seen(lambda count: module(*map(copied, batches[count]), count))
 
 
 # ---- what a forward leaves behind --------------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from paragrad.causes import not_the_same
 from paragrad.data_parallel.batch_norm import BatchNorm
 from paragrad.datasets.loading import brought, cut, parted, tensors_of
 from paragrad.draws import Draws
-from paragrad.errors import StepFailed
-from paragrad.first_step import Made, Proof, Whole, made_alone, precise
+from paragrad.errors import Refused, StepFailed
+from paragrad.first_step import Made, Proof, made_alone, precise
 from paragrad.launched import memory_left
 from paragrad.loss import loss_in
 from paragrad.probe import Left, Probe, probed, untouched
@@ -39,7 +39,8 @@ def looked_at(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> Probe
         if not trainer.examined:
             _examine(trainer, inputs, target, samples)
         with trainer.casting():
-            found = probed(trainer.module, inputs, target, samples)
+            found = probed(trainer.module, inputs, target, samples, lambda count: _repeated(
+                trainer, batch, inputs, target, max(samples, 1), count))
     trainer.batch_norm.agree()
     everyone = trainer.world.collected(found)
     return trainer.world.agreed(everyone and Probe(        # type: ignore[no-any-return]
@@ -47,13 +48,20 @@ def looked_at(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> Probe
         all(each.known for each in everyone), functools.reduce(operator.or_, (each.draws for each in everyone))))
 
 
+def _repeated(trainer: Trainer, batch: Batch, inputs: Any, target: Any, samples: int, count: int) -> tuple[Any, Any]:
+    """A batch of one sample so many times: loaded anew, or, where step was given something else, cut out of that."""
+    if trainer.samples is not None and _given_as_loaded(trainer, inputs, target):
+        return parted(brought(trainer.samples[batch.epoch, batch.indices[:1] * count], trainer.world.device, trainer.dtype))
+    return cut(inputs, [0] * count, samples), cut(target, [0] * count, samples)
+
+
 def _examine(trainer: Trainer, inputs: Any, target: Any, samples: int) -> None:
     """Does the loss add up? What a Job is asked at the door."""
     places = list(range(min(samples, ASKED)))
     middle = -(-len(places) // 3)
     try:
-        parts = [Part(cut(inputs, some, samples), cut(target, some, samples), some)
-                 for some in (places, places[:middle], places[middle:]) if some]
+        given = Part(inputs, target, list(range(samples)))
+        parts = [given.cut(some) for some in (places, places[:middle], places[middle:]) if some]
     except ValueError as error:
         trainer.log.choice("loss", "not asked", f"whether it adds up: {error}")
         return
@@ -62,27 +70,31 @@ def _examine(trainer: Trainer, inputs: Any, target: Any, samples: int) -> None:
 
 
 # ---- one worker's step -------------------------------------------------------------------------------------------------------
+Order = Callable[[list[int]], list[int]]
+ORDERS: tuple[Order, ...] = (lambda group: group[::-1], lambda group: group[len(group) // 2:] + group[:len(group) // 2],
+                             lambda group: group[::2] + group[1::2])
+
+
 @dataclass(frozen=True)
 class Beside:
-    """One worker's step on the global batch of the step under way, on the trainer's model, which is put back."""
-    trainer: Trainer
-    whole: Whole
-    loss_alone: bool
-    buffers: dict[str, torch.Tensor]            # as they are before the step
+    """One worker's step on the global batch of the step under way, on the trainer's model, which is put back.
 
-    def made(self, order: Callable[[list[int]], list[int]] = list) -> tuple[Made, Left]:
-        trainer = self.trainer
+    batch(order): its parts, the samples of each in that order;  buffers: as they are before the step.
+    """
+    trainer: Trainer
+    batch: Callable[[Order], list[Part]]
+    loss_alone: bool
+    buffers: dict[str, torch.Tensor]
+
+    def made(self, order: Order = list) -> tuple[Made, Left]:
+        trainer, parts = self.trainer, self.batch(order)
         with untouched(trainer.model) as left, trainer.batch_norm.looking():
-            found = made_alone(trainer.module, self.whole.ordered(order), trainer.draws, trainer.seed, trainer.steps,
-                               self.loss_alone)
+            found = made_alone(trainer.module, parts, trainer.draws, trainer.seed, trainer.steps, self.loss_alone)
         return found, left
 
     def another(self, number: int) -> Made:
         """Of the samples in one of several orders."""
-        turns: list[Callable[[list[int]], list[int]]] = [
-            lambda group: group[::-1], lambda group: group[len(group) // 2:] + group[:len(group) // 2],
-            lambda group: group[::2] + group[1::2]]
-        return self.made(turns[number])[0]
+        return self.made(ORDERS[number])[0]
 
     def precise(self) -> Made:
         """In float64. Raises what the model raises there."""
@@ -90,30 +102,31 @@ class Beside:
         model = copy.deepcopy(trainer.model)
         for name, buffer in model.named_buffers():
             buffer.data = self.buffers[name].clone()
-        looking = BatchNorm(trainer.world, model, trainer.part, lambda payload: None)
-        with looking.looking():
-            return precise(model, trainer.module, self.whole, trainer.draws, trainer.seed, trainer.steps,
+        with BatchNorm(trainer.world, model, trainer.part, lambda payload: None).looking():
+            return precise(model, trainer.module, self.batch(list), trainer.draws, trainer.seed, trainer.steps,
                            loss_in(trainer.module.loss, trainer.world.device, torch.float64), self.loss_alone)
 
 
-def proof(trainer: Trainer, batch: Batch, inputs: Any, target: Any, activations: int, loss_alone: bool = False) -> Proof | None:
+def proof(trainer: Trainer, batch: Batch, inputs: Any, target: Any, activations: int,
+          loss_alone: bool = False) -> Proof | None:
     """Make one worker's step on rank 0 and its rounding twin on rank 1; None, and the record says why, where that cannot be.
-    Collective."""
+
+    Collective.
+    """
     world = trainer.world
-    as_given = _as_given(trainer, inputs, target)
     because, serial, twin, beside = _no_room(trainer, batch, activations), None, None, None
-    given = None if as_given or because else world.agreed(world.collected((batch, inputs, target)))
-    if not because:
+    as_loaded = world.all_reduced(torch.tensor([float(_given_as_loaded(trainer, inputs, target))]), "MIN")
+    given = None if as_loaded else world.agreed(world.collected((batch, inputs, target)))
+    if not because and world.rank < 2:
         try:
-            if world.rank < 2:
-                whole = _loaded(trainer, batch) if as_given else _joined(trainer, given)
-                buffers = {name: buffer.clone() for name, buffer in trainer.model.named_buffers()}
-                beside = Beside(trainer, whole, loss_alone, buffers)
+            parts = functools.partial(_loaded, trainer, batch) if given is None else functools.partial(_joined, trainer, given)
+            beside = Beside(trainer, parts, loss_alone,
+                            {name: buffer.clone() for name, buffer in trainer.model.named_buffers()})
             if world.rank == 0:
                 serial, left = beside.made()
                 because = left.changed and f"the forward changes {', '.join(left.changed[:3])}"
-            elif world.rank == 1:
-                twin, _ = beside.made(lambda group: group[::-1])
+            else:
+                twin, _ = beside.made(ORDERS[0])
         except Exception as error:
             because = f"one worker's step ended with {type(error).__name__}: {error}"
     because = next((each for each in world.agreed(world.collected(because)) if each), None)
@@ -124,14 +137,13 @@ def proof(trainer: Trainer, batch: Batch, inputs: Any, target: Any, activations:
                  torch.finfo(trainer.precision).eps, loss_alone)
 
 
-def _as_given(trainer: Trainer, inputs: Any, target: Any) -> bool:
-    """Did `step` get, on every rank, what `batches` gave?"""
+def _given_as_loaded(trainer: Trainer, inputs: Any, target: Any) -> bool:
+    """Did this rank's `step` get what `batches` gave?"""
     try:
-        here = all(a is b for a, b in itertools.zip_longest(tensors_of([inputs, target]),
-                                                            tensors_of(list(parted(trainer.fetched)))))
-    except Exception:
-        here = False
-    return bool(trainer.world.all_reduced(torch.tensor([float(here)]), "MIN"))
+        gave = tensors_of(list(parted(trainer.fetched)))
+    except Refused:                 # neither a pair nor a dict
+        return False
+    return all(a is b for a, b in itertools.zip_longest(tensors_of([inputs, target]), gave))
 
 
 def _groups(trainer: Trainer, samples: int) -> list[list[int]]:
@@ -142,24 +154,27 @@ def _groups(trainer: Trainer, samples: int) -> list[list[int]]:
     return [list(itertools.chain.from_iterable(parts)) for parts in micros]
 
 
-def _loaded(trainer: Trainer, batch: Batch) -> Whole:
-    fetched = brought(trainer.samples[batch.epoch, batch.indices], trainer.world.device, trainer.dtype)
-    return Whole(*parted(fetched), _groups(trainer, len(batch.indices)), list(range(len(batch.indices))))
+def _loaded(trainer: Trainer, batch: Batch, order: Order) -> list[Part]:
+    """From the dataset, each part collated by itself."""
+    assert trainer.samples is not None
+    groups = [order(group) for group in _groups(trainer, len(batch.indices))]
+    return [Part(*parted(brought(trainer.samples[batch.epoch, batch.indices, group], trainer.world.device, trainer.dtype)), group)
+            for group in groups]
 
 
-def _joined(trainer: Trainer, given: list[tuple[Batch, Any, Any]]) -> Whole:
+def _joined(trainer: Trainer, given: list[tuple[Batch, Any, Any]], order: Order) -> list[Part]:
     """What step was given on all ranks, put together; stand-ins of empty parts left out."""
-    positions, kept = [], []
-    for batch, inputs, target in given:
-        counts = [place for piece, part in batch.cuts() for place in range(part.start, part.stop) if piece.positions]
-        places = [place for piece in batch.pieces if piece.positions for place in piece.places]
-        if counts:
-            positions += places
-            kept.append([cut(each, counts, len(batch.places)) for each in (inputs, target)])
-    inputs, target = (_together([pair[number] for pair in kept]) for number in (0, 1))
     if trainer.batch_norm.computed and trainer.micro > 1:
         raise ValueError("step was given another batch than trainer.batches gave, and batch norm sees micro-batches")
-    return Whole(inputs, target, [list(range(len(positions)))], positions)
+    parts = []
+    for batch, inputs, target in given:
+        places = [place for piece, part in batch.cuts() for place in range(part.start, part.stop) if piece.positions]
+        if places:
+            parts.append(Part(inputs, target, batch.places).cut(places))
+    whole = Part(_together([part.inputs for part in parts]), _together([part.target for part in parts]),
+                 [position for part in parts for position in part.positions])
+    places = list(range(len(whole.positions)))
+    return [whole if order is list else whole.cut(order(places))]
 
 
 def _together(values: list[Any]) -> Any:

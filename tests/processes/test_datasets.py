@@ -36,7 +36,7 @@ from paragrad.errors import Refused
 from paragrad.job import Job, accuracy, examined
 from paragrad.jobs.mnist import mnist_cnn, mnist_mlp
 from paragrad.jobs.shakespeare import shakespeare_lstm
-from paragrad.loss import summed
+from paragrad.loss import Summed
 
 CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}
 PLAY = "\n\n".join(f"FIRST CITIZEN:\nWe are accounted poor, {word}." for word in ("good", "bad", "mad", "sad") * 5) + "\n"
@@ -478,8 +478,9 @@ def test_a_padded_batch_weighs_its_characters() -> None:
     torch.manual_seed(0)
     model = shakespeare_lstm(hidden=8).model().double()
     with torch.no_grad():
-        total, weight = summed(functional.cross_entropy, model(pad(samples)[0]), pad(samples)[1], 3)
-        alone = [summed(functional.cross_entropy, model(x), y, 1) for x, y in (pad([sample]) for sample in samples)]
+        module = Summed(model, functional.cross_entropy)
+        total, weight = module(*pad(samples), 3)
+        alone = [module(x, y, 1) for x, y in (pad([sample]) for sample in samples)]
     assert weight == sum(part[1] for part in alone) == 12 + 12 + 2
     assert float(total) == pytest.approx(float(sum(part[0] for part in alone)), rel=1e-12)
 

@@ -106,8 +106,8 @@ def test_what_depends_on_the_layout_is_said(forward: Callable[[int], object], re
 
 
 @pytest.mark.parametrize("forward", [
-    lambda n: random.random(), lambda n: numpy.random.rand(3), lambda n: torch.poisson(torch.ones(3)), lambda n: torch.randperm(5),
-    lambda n: torch.rand(())])
+    lambda n: random.random(), lambda n: numpy.random.rand(3), lambda n: torch.poisson(torch.ones(3)),
+    lambda n: torch.randperm(5), lambda n: torch.rand(())])
 def test_what_does_not_depend_on_it_is_no_matter(forward: Callable[[int], object]) -> None:
     draws = seen(forward)
     assert draws

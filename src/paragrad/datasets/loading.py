@@ -149,8 +149,8 @@ def copied(value: Any) -> Any:
     return mapped(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
 
 
-def brought(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """value on a device, its floating point numbers in dtype."""
+def brought(value: Any, device: torch.device | None, dtype: torch.dtype) -> Any:
+    """value on a device (None: where it is), its floating point numbers in dtype."""
     def bring(leaf: Any) -> Any:
         return leaf.to(device, dtype if leaf.is_floating_point() else None) if isinstance(leaf, Tensor) else leaf
     return mapped(bring, value)

@@ -1,0 +1,97 @@
+"""What the mean in a loss divided by, read off its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from paragrad.divisor import divisor
+from paragrad.loss import Summed
+
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(6, 4, generator=GENERATOR).requires_grad_()
+Y = torch.randn(6, 4, generator=GENERATOR)
+T = torch.tensor([0, 1, -100, 3, 2, 1])
+CLASSES = torch.tensor([1.0, 3.0, 0.5, 2.0])
+
+
+def own_mean(x: Tensor) -> Tensor:
+    return ((x - Y) ** 2).sum() / len(x)
+
+
+def masked(x: Tensor) -> Tensor:
+    kept = T != -100
+    return (functional.cross_entropy(x, T, reduction="none") * kept).sum() / kept.sum()
+
+
+LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], float | None]] = {
+    "cross-entropy": (lambda x: functional.cross_entropy(x, T), 5),
+    "smoothed, of weighted classes": (lambda x: functional.cross_entropy(x, T, CLASSES, label_smoothing=0.1), 9.5),
+    "of probabilities": (lambda x: functional.cross_entropy(x, Y.softmax(1)), 6),
+    "mse": (lambda x: functional.mse_loss(x, Y), 24), "l1": (lambda x: functional.l1_loss(x, Y), 24),
+    "huber": (lambda x: functional.huber_loss(x, Y), 24), "smooth l1": (lambda x: functional.smooth_l1_loss(x, Y), 24),
+    "bce": (lambda x: functional.binary_cross_entropy_with_logits(x, Y.sigmoid()), 24),
+    "kl": (lambda x: functional.kl_div(x, Y.softmax(1), reduction="batchmean"), 6),
+    "gaussian": (lambda x: functional.gaussian_nll_loss(x, Y, torch.ones(6, 4)), 24),
+    "margins": (lambda x: functional.multi_margin_loss(x, T.clamp(min=0)), 6),
+    "several labels": (lambda x: functional.multilabel_soft_margin_loss(x, (Y > 0).float()), 6),
+    "cosine": (lambda x: functional.cosine_embedding_loss(x, Y, torch.ones(6)), 6),
+    "own mean": (own_mean, 6), "masked": (masked, 5), "mean": (lambda x: ((x - Y) ** 2).mean(), 24),
+    "means of means": (lambda x: ((x - Y) ** 2).mean(1).mean(), 6), "of what counts": (lambda x: x[T > 0].mean(), 16),
+    "times constants": (lambda x: -2 * functional.cross_entropy(x, T) / 3 + 1, 5),
+    "in another type": (lambda x: functional.cross_entropy(x, T).double(), 5),
+    "with a penalty": (lambda x: functional.cross_entropy(x, T) + 1e-3 * CLASSES.clone().requires_grad_().pow(2).sum(), 5),
+    "two terms over the same": (lambda x: own_mean(x) + x.abs().sum() / len(x), 6),
+    "of a dot product": (lambda x: torch.dot(x[:, 0], Y[:, 0]) / 6, 6),
+    "several means": (lambda x: functional.cross_entropy(x, T) + ((x - Y) ** 2).mean(), None),
+    "a norm": (lambda x: (x - Y).norm(), None), "a bare sum": (lambda x: x.sum(), None),
+    "by what was learned": (lambda x: x.sum() / x.exp().sum(), None), "of a root": (lambda x: (x ** 2).mean().sqrt(), None),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_it_divided_by(name: str) -> None:
+    loss, expected = LOSSES[name]
+    assert divisor(loss(X)) == expected
+
+
+def test_a_function_of_its_own_is_untraced() -> None:
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.mean()
+
+        @staticmethod
+        def backward(ctx: object, *gradients: Tensor) -> Tensor:
+            return gradients[0].expand(6, 4) / 24
+
+    assert divisor(Own.apply(X)) is None
+
+
+@pytest.mark.parametrize("loss", [
+    lambda output, target: functional.cross_entropy(output, target),
+    lambda output, target: (functional.cross_entropy(output, target, reduction="none") * (target != -100)).sum() / (
+        target != -100).sum(),
+    lambda output, target: output[target != -100].mean(),
+    lambda output, target: (functional.cross_entropy(output, target) * (target != -100).sum(), (target != -100).sum())])
+def test_a_share_without_a_label_counts_for_nothing(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """The mean over no label is 0/0; the page's own recipe, (output.loss * n, n), made 0 * NaN of it, and the run ended."""
+    model = nn.Linear(3, 4)
+    total, weight = Summed(model, loss)(torch.randn(2, 3), torch.full((2,), -100), 2)
+    assert (float(total.detach()), weight) == (0.0, 0.0)
+    total.backward()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
+
+
+def test_a_weight_that_can_no_longer_be_read_off_is_said() -> None:
+    from paragrad.errors import StepFailed
+    module = Summed(nn.Identity(), lambda output, target: (output - Y).norm())
+    module.traced = True
+    with pytest.raises(StepFailed, match="could be read off in the first step"):
+        module(X, Y, 6)
+    module.traced = False
+    assert module(X, Y, 6)[1] == 6
