@@ -33,13 +33,20 @@ def train_rank(world: World, checked: Admitted, folder: Path, origin: float, rep
             training = Training(trainer, checked, folder, record, report or (lambda told: None), show)
             status = training.run()
             trainer.log_memory()
+            if status == "finished":
+                save_trained(trainer, folder / "model.safetensors")
         finally:
             trainer.close()
-        if world.rank == 0 and status == "finished":
-            partial = folder / "model.safetensors.partial"
-            save_model(trainer.model, str(partial))
-            partial.rename(folder / "model.safetensors")
     return status
+
+
+def save_trained(trainer: Trainer, path: Path) -> None:
+    """The model as it is to be used: by rank 0, in the eval mode of an optimizer that has one. Collective."""
+    with trainer.for_evaluation():
+        if trainer.world.rank == 0:
+            partial = path.with_name(path.name + ".partial")
+            save_model(trainer.model, str(partial))
+            partial.rename(path)
 
 
 class Training:

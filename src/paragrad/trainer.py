@@ -26,6 +26,7 @@ from paragrad.data_parallel.all_reduce import Exchange
 from paragrad.data_parallel.alone import Alone, OptimizerState
 from paragrad.data_parallel.batch_norm import BatchNorm, Part
 from paragrad.data_parallel.shared_memory import SharedMemory
+from paragrad.data_parallel.updating import in_eval_mode
 from paragrad.datasets.loading import Collate, Dataset, Samples, brought, cut, loaded, tensors_of
 from paragrad.datasets.order import Order
 from paragrad.draws import Draws, keyed
@@ -296,8 +297,12 @@ class Trainer:
     def evaluation(self, dataset: Dataset, metric: Metric | None = None, loaders: int = 0) -> dict[str, float]:
         """The same with the weight it stands on: {"value", "weight"}."""
         samples = Samples(dataset, self.seed, self.collate)
-        with evaluating(self.model), self.casting():
+        with self.for_evaluation(), evaluating(self.model), self.casting():
             return evaluated(self.world, self.module, samples, metric, self.dtype, loaders)
+
+    def for_evaluation(self) -> contextlib.AbstractContextManager[Any]:
+        """Parameters in the eval mode of an optimizer that has one (schedule-free); afterwards as they were. Collective."""
+        return self.exchange.evaluating() if self.exchange else in_eval_mode(self.optimizer, list(self.parameters.values()))
 
     @property
     def normed(self) -> set[str]:

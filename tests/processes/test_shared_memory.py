@@ -9,14 +9,17 @@ import pytest
 import torch
 from equality import VECTORS, job, mlp
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from paragrad import Job, Refused, parallelize, train
+from paragrad import Job, Refused, parallelize, train, verify
 from paragrad.admission import admitted, backend_of
 from paragrad.backends.shm.region import aligned
 from paragrad.checkpoint import newest
 from paragrad.data_parallel.shared_memory import SharedMemory
-from paragrad.data_parallel.slices import ELEMENTWISE, FUSED, PER_TENSOR, slices
-from paragrad.datasets.loading import parted
+from paragrad.data_parallel.slices import FOREACH, FUSED, slices
+from paragrad.data_parallel.updating import set_mode, updates_by
+from paragrad.datasets.loading import brought, parted
+from paragrad.job import CPU
 from paragrad.launched import cores
 from paragrad.launching import Ranks
 from paragrad.record import lines_of
@@ -55,6 +58,72 @@ class NormedSgd(torch.optim.SGD):
         super().step()
 
 
+class Together(torch.optim.SGD):
+    """Clips by the norm of all gradients: no rank can do it for a part of them."""
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:                     # type: ignore[override]
+        nn.utils.clip_grad_norm_([parameter for group in self.param_groups for parameter in group["params"]], 0.1)
+        super().step()
+
+
+class Averaging(torch.optim.Optimizer):
+    """SGD whose eval mode puts the mean of all parameters so far in their place: schedule-free in ten lines."""
+
+    def __init__(self, parameters: object, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "count": 0, "training": True})          # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def step(self) -> None:                                             # type: ignore[override]
+        for group in self.param_groups:
+            assert group["training"], "step in eval mode"
+            group["count"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                    parameter.sub_(group["lr"] * parameter.grad)
+                    mean.lerp_(parameter, 1 / group["count"])
+
+    def train(self) -> None:
+        self._swap(True)
+
+    def eval(self) -> None:
+        self._swap(False)
+
+    @torch.no_grad()
+    def _swap(self, training: bool) -> None:
+        for group in self.param_groups:
+            swapped, group["training"] = group["training"] != training, training
+            for parameter in group["params"]:
+                if swapped and "mean" in self.state[parameter]:
+                    kept = parameter.clone()
+                    parameter.copy_(self.state[parameter]["mean"])
+                    self.state[parameter]["mean"].copy_(kept)
+
+
+def hooked(parameters: object) -> torch.optim.Optimizer:
+    """A step hook that keeps every row at length one."""
+    kept = list(parameters)                                             # type: ignore[call-overload]
+    optimizer = torch.optim.SGD(kept, lr=0.1, momentum=0.9)
+
+    def rows_of_one(*_: object) -> None:
+        for parameter in kept:
+            with torch.no_grad():
+                parameter.div_(parameter.norm(dim=-1, keepdim=True))
+    optimizer.register_step_post_hook(rows_of_one)
+    return optimizer
+
+
+def schedule_free(parameters: object) -> torch.optim.Optimizer:
+    import schedulefree
+    return schedulefree.AdamWScheduleFree(parameters, lr=1e-2, warmup_steps=3)
+
+
+def lion(parameters: object) -> torch.optim.Optimizer:
+    import lion_pytorch
+    return lion_pytorch.Lion(parameters, lr=1e-3)
+
+
 def grouped(parameters: object) -> torch.optim.Optimizer:
     first, *others = parameters                                         # type: ignore[misc]
     return torch.optim.AdamW([{"params": others, "lr": 3e-3, "weight_decay": 0.1}, {"params": [first], "betas": (0.8, 0.9)}],
@@ -62,13 +131,21 @@ def grouped(parameters: object) -> torch.optim.Optimizer:
 
 
 OPTIMIZERS: dict[str, Callable[[object], torch.optim.Optimizer]] = {
-    **{cls.__name__: lambda parameters, cls=cls: cls(parameters, lr=1e-2) for cls in ELEMENTWISE},          # type: ignore[misc]
+    **{cls.__name__: lambda parameters, cls=cls: cls(parameters, lr=1e-2) for cls in FOREACH},              # type: ignore[misc]
     "SGD, Nesterov": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3),
     "RMSprop, centered": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-2, momentum=0.5, centered=True),
     "groups": grouped,
     "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
     "Lion": lambda parameters: Lion(parameters, lr=1e-2),
     "normed SGD": lambda parameters: NormedSgd(parameters, lr=1e-2),
+    "clipped together": lambda parameters: Together(parameters, lr=1e-2),
+    "step hook": hooked,
+    "schedule-free, our own": lambda parameters: Averaging(parameters, lr=1e-2),
+    "lr a tensor": lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(1e-2)),
+    "lr a tensor, SGD": lambda parameters: torch.optim.SGD(parameters, lr=torch.tensor(1e-2), momentum=0.9),
+    "fused asked for": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+    "foreach asked for": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, foreach=True),
+    "lr 0 at first": lambda parameters: torch.optim.SGD(parameters, lr=0.0),
     "loop asked for": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, foreach=False),
 }
 
@@ -86,20 +163,73 @@ def test_every_optimizer_trains_as_in_serial(pool: Ranks, size: int) -> None:
         assert value < 1e-10, name
 
 
+@pytest.mark.parametrize("chosen", ["data(2)", "data(2, reduce=ring)", "serial(micro=2)"])
+@pytest.mark.parametrize(("optimizer", "library"), [(lion, "lion_pytorch"), (schedule_free, "schedulefree")])
+def test_optimizers_of_other_libraries(optimizer: Callable[[object], torch.optim.Optimizer], library: str, chosen: str,
+                                       tmp_path: Path) -> None:
+    pytest.importorskip(library, reason=f"{library} is not installed")
+    assert verify(job(library, mlp, VECTORS, optimizer=optimizer), chosen, runs=tmp_path).difference < 1e-10
+
+
+@pytest.mark.parametrize("chosen", ["data(2, reduce=ring)", "serial(micro=2)"])
+@pytest.mark.parametrize("name", ["lr a tensor", "fused asked for", "foreach asked for", "step hook", "normed SGD",
+                                  "schedule-free, our own"])
+def test_optimizers_without_shared_memory(name: str, chosen: str, tmp_path: Path) -> None:
+    assert verify(job(name, mlp, VECTORS, optimizer=OPTIMIZERS[name]), chosen, runs=tmp_path).difference < 1e-10
+
+
+def plainly(each: Job) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The parameters in eval mode after a loop that anyone would write, and the loss of the test set after each epoch."""
+    model, order = each.built_model(), each.order(29)
+    optimizer = each.optimizer(model.parameters())
+    tested = []
+    for epoch in range(each.epochs):
+        set_mode(optimizer, "train")
+        for positions in order.batches():
+            inputs, target = parted(brought(each.samples(each.train)[epoch, order.indices(epoch, positions)], CPU,
+                                            torch.float64))
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), target).backward()
+            optimizer.step()
+        set_mode(optimizer, "eval")
+        inputs, target = VECTORS.tensors
+        tested.append(float(nn.functional.cross_entropy(model(inputs.double()), target).detach()))
+    return model.state_dict(), tested
+
+
+@pytest.mark.parametrize("kind", ["our own", "schedulefree"])
+def test_modes_of_an_optimizer_in_training_test_model_and_resume(kind: str, tmp_path: Path) -> None:
+    """schedule-free optimizers change the parameters for evaluation; what was tested and saved was the other ones."""
+    if kind == "schedulefree":
+        pytest.importorskip("schedulefree", reason="schedulefree is not installed")
+    optimizer = schedule_free if kind == "schedulefree" else OPTIMIZERS["schedule-free, our own"]
+    each = job("modes", mlp, VECTORS, optimizer=optimizer, dtype=torch.float64, epochs=3, test=VECTORS)
+    wanted, tested = plainly(each)
+    for strategy_ in ("serial", "data(2)", "data(2, reduce=ring)"):
+        run = train(each, strategy_, runs=tmp_path, save=4)
+        assert [line["test"]["value"] for line in lines_of(run.folder / "rank-0.jsonl", "span") if line["kind"] == "epoch"
+                ] == pytest.approx(tested, rel=1e-10)
+        cut = train(each.replace(epochs=2), strategy_, runs=tmp_path, save=4)
+        again = train(each, strategy_, runs=tmp_path, resume=cut.folder)
+        for name, values in run.model().state_dict().items():
+            torch.testing.assert_close(values, wanted[name], rtol=1e-10, atol=1e-13)
+            assert torch.equal(values, again.model().state_dict()[name])
+
+
 def test_slices_share_the_work() -> None:
     for ranks in (1, 2, 3, 7):
         lengths = [1000, 3, 0, 64 * 50, 77]
-        pieces, because = slices(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), lengths, ranks)
+        pieces, because = slices(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), "element", lengths, ranks)
         found = [place for rank in pieces for piece in rank for place in
                  ((piece.index, element) for element in range(piece.start, piece.stop))]
         assert found == [(index, element) for index, length in enumerate(lengths) for element in range(length)]
         counts = [sum(piece.stop - piece.start for piece in rank) for rank in pieces]
         assert max(counts) - min(counts) <= 2 * 64
         assert "element by element" in because
-    pieces, because = slices(torch.optim.Adafactor([nn.Parameter(torch.ones(1))]), [5, 100, 60, 30], 2)
+    pieces, because = slices(torch.optim.Adafactor([nn.Parameter(torch.ones(1))]), "tensor", [5, 100, 60, 30], 2)
     assert [[piece.index for piece in rank] for rank in pieces] == [[1], [0, 2, 3]]
     assert "whole tensors" in because
-    pieces, because = slices(Lion([nn.Parameter(torch.ones(1))], 1.0), [5, 100], 2)
+    pieces, because = slices(Lion([nn.Parameter(torch.ones(1))], 1.0), "all", [5, 100], 2)
     assert [[piece.index for piece in rank] for rank in pieces] == [[0, 1], []]
     assert "rank 0 updates everything" in because
 
@@ -143,7 +273,7 @@ def test_resume_from_serial_and_back(tmp_path: Path, optimizer: str) -> None:
 
 
 def test_the_record_says_who_updates_what(tmp_path: Path) -> None:
-    run = train(job("lion", mlp, VECTORS, optimizer=OPTIMIZERS["Lion"], epochs=1), "data(2)", runs=tmp_path)
+    run = train(job("clipped", mlp, VECTORS, optimizer=OPTIMIZERS["clipped together"], epochs=1), "data(2)", runs=tmp_path)
     assert run.resolved == strategy("data(2, state=shared_memory)")
     choices = {line["what"]: line for path in ("run.jsonl", "rank-0.jsonl") for line in lines_of(run.folder / path, "span")
                if line["kind"] == "choice"}
@@ -184,6 +314,57 @@ def test_refused_with_an_exchange() -> None:
         strategy("data(2, reduce=ring, state=shared_memory)")
 
 
-def test_lists_hold_what_torch_has() -> None:
-    assert set(FUSED) <= set(ELEMENTWISE)
-    assert torch.optim.Adafactor in PER_TENSOR
+def test_what_has_a_fused_kernel_has_an_update_over_lists() -> None:
+    assert set(FUSED) <= set(FOREACH)
+
+
+ELEMENT = {*(cls.__name__ for cls in FOREACH), "SGD, Nesterov", "RMSprop, centered", "groups", "Lion", "loop asked for",
+           "schedule-free, our own", "lr a tensor", "lr a tensor, SGD", "fused asked for", "foreach asked for", "lr 0 at first"}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_how_an_optimizer_updates_is_tried(name: str) -> None:
+    """It was read off a list of types, which knew no subclass, no other library's optimizer, and no hook."""
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(10, 200), nn.Linear(200, 4))
+    optimizer = OPTIMIZERS[name](list(model.parameters()))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    state = torch.get_rng_state()
+    wanted = "element" if name in ELEMENT else "tensor" if name in ("Adafactor", "normed SGD") else "all"
+    assert updates_by(optimizer) == wanted
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(parameter, kept) for parameter, kept in zip(model.parameters(), before, strict=True))
+    torch.optim.lr_scheduler.StepLR(optimizer, 2)           # wraps the step, and counts
+    assert updates_by(optimizer) == wanted
+
+
+def test_what_runs_beside_the_step_is_not_tried() -> None:
+    """It may hold the real parameters, which a trial would change."""
+    def stopped(*_: object) -> None:
+        raise AssertionError("run in a trial")
+
+    first = torch.optim.SGD([nn.Parameter(torch.ones(3, 3))], lr=0.1)
+    first.step = stopped                                                # type: ignore[method-assign, assignment]
+    assert updates_by(first) == "all"
+    second = torch.optim.SGD([nn.Parameter(torch.ones(3, 3))], lr=0.1)
+    for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+        handle = register(stopped)
+        assert updates_by(second) == "all"
+        handle.remove()
+    assert updates_by(second) == "element"
+
+
+def test_an_optimizer_that_keeps_parameters_elsewhere_is_not_cut() -> None:
+    """A wrapper (lookahead, SAM) updates what it keeps, not what a trial gives it."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3, 3))], lr=0.1)
+    optimizer.inner = torch.optim.SGD(optimizer.param_groups[0]["params"], lr=0.1)          # type: ignore[attr-defined]
+    assert updates_by(optimizer) == "all"
+
+
+def test_resumed_state_is_tried_too() -> None:
+    parameters = [nn.Parameter(torch.randn(300, 7)), nn.Parameter(torch.randn(5))]
+    for name, wanted in (("Adafactor", "tensor"), ("Adagrad", "element"), ("schedule-free, our own", "element")):
+        optimizer = OPTIMIZERS[name](parameters)
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        assert updates_by(optimizer) == wanted

@@ -93,6 +93,7 @@ class Exchange(Alone):
 
     def begin(self) -> None:
         """A step begins: nothing was sent in it yet. DDP exchanges what could be trained when it was made, and no more."""
+        super().begin()
         self.sent, self.complete = {}, False
         self.counting.counter.grad = None
         changed = [name.removeprefix("model.") for name, parameter in self.summed.named_parameters()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paragrad.data_parallel.updating import in_eval_mode, set_mode
 from paragrad.loss import Summed
 
 OptimizerState = dict[Tensor, dict[str, Any]]       # by parameter
@@ -32,6 +33,11 @@ class Alone:
 
     def begin(self) -> None:
         """A step begins."""
+        set_mode(self.optimizer, "train")
+
+    def evaluating(self) -> contextlib.AbstractContextManager[Any]:
+        """Parameters as an optimizer with modes wants them evaluated; afterwards as they were. Collective."""
+        return in_eval_mode(self.optimizer, self.every)
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Around the forward and backward of one micro-batch."""

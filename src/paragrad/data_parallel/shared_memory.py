@@ -9,13 +9,14 @@ between hosts: Rajbhandari et al. 2020, arXiv 1910.02054).
 * A large gradient moves into the row as soon as backward has it, and is freed; small ones in one operation at the end.
 * The sum, and then the mean, lies in row 0 (each rank writes its own slice there), until the next step begins.
 * The optimizer is the user's own object: its parameter groups hold the slice's pieces instead of the parameters, so schedulers
-  and settings by group go on working. `slices.py` says which optimizers may be cut how.
+  and settings by group go on working. `updating.py` tries how it may be cut.
 * Parameters of which no rank had a gradient in a step have none, as in serial: every rank says which it used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from torch import Tensor, nn
 from paragrad.backends.shm.region import aligned
 from paragrad.data_parallel.alone import Alone, OptimizerState
 from paragrad.data_parallel.host_memory import HostMemory
-from paragrad.data_parallel.slices import ELEMENTWISE, Piece, slices, updated
+from paragrad.data_parallel.slices import Piece, slices, updated
+from paragrad.data_parallel.updating import ALL, ELEMENT, has_modes, in_eval_mode, set_mode, updates_by
 from paragrad.errors import StepFailed
 from paragrad.loss import Summed
 from paragrad.world import World
@@ -44,7 +46,9 @@ class SharedMemory(Alone):
         trained = {name: parameter for name, parameter in module.model.named_parameters() if parameter.requires_grad}
         self.names, self.parameters = list(trained), list(trained.values())
         self.frozen = [parameter for parameter in module.model.parameters() if not parameter.requires_grad]
-        self.pieces, self.because = slices(optimizer, [parameter.numel() for parameter in self.parameters], world.size)
+        set_mode(optimizer, "train")            # here, where every rank has parameters of its own, once for all steps
+        kind = world.agreed(updates_by(optimizer))
+        self.pieces, self.because = slices(optimizer, kind, [each.numel() for each in self.parameters], world.size)
         self.memory = HostMemory(world, list(module.model.parameters()), self.parameters)
         self._share()
         self.row = [self.memory.gradient(world.rank, index) for index in range(len(self.parameters))]
@@ -52,7 +56,7 @@ class SharedMemory(Alone):
         self.sums = [[self.memory.stretch(rank, *block) for rank in range(world.size)] for block in self._blocks()]
         self.read = sum(rows[0].numel() * rows[0].element_size() for rows in self.sums) * (world.size - 1)
         self.largest = self.memory.row
-        self.cut = type(optimizer) in ELEMENTWISE
+        self.cut, self.updates = kind == ELEMENT, kind != ALL or world.rank == 0
         self.own = [(piece, self._piece(self.parameters, piece), self._piece(self.mean, piece))
                     for piece in self.pieces[world.rank]]
         if self.cut:
@@ -160,9 +164,24 @@ class SharedMemory(Alone):
     def update(self) -> None:
         if self.clip_norm is not None:
             self._clip(self.clip_norm)
-        updated(self.optimizer)
+        if self.updates:
+            updated(self.optimizer)
+        else:
+            self.optimizer._opt_called = True               # type: ignore[attr-defined]    # schedulers want to know
         self._meet("updating parameters")
         self.step += 1
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        if not has_modes(self.optimizer):
+            yield
+            return
+        self._meet("going to eval mode")
+        with in_eval_mode(self.optimizer, [place for _, place, _ in self.own]) if self.updates else nullcontext():
+            self._meet("reading parameters in eval mode")
+            yield
+            self._meet("going back from eval mode")
+        self._meet("reading parameters in training mode")
 
     def _clip(self, most: float) -> None:
         """As torch.nn.utils.clip_grad_norm_, over all slices."""

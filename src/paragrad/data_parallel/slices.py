@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-# updates every element by itself, so any piece of a parameter will do (their own classes: a subclass may do more)
-ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop,
-               torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax)
-# updates every tensor by itself, but needs the whole of it
-PER_TENSOR = tuple(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name))
+from paragrad.data_parallel.updating import ELEMENT, TENSOR, hooked
+
+# torch's own classes with an update by operations over lists of tensors
+FOREACH = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop,
+           torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax)
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)         # have a fused kernel for the CPU
 GRAIN = 64              # elements: no cache line of a float's is written by two ranks
 
@@ -27,26 +27,28 @@ class Piece:
     stop: int
 
 
-def slices(optimizer: torch.optim.Optimizer, lengths: list[int], ranks: int) -> tuple[list[list[Piece]], str]:
-    """(the pieces of every rank, why so), for parameters of some lengths (elements)."""
+def slices(optimizer: torch.optim.Optimizer, kind: str, lengths: list[int], ranks: int) -> tuple[list[list[Piece]], str]:
+    """(the pieces of every rank, why so), for parameters of some lengths (elements); kind: what `updates_by` found."""
     name = type(optimizer).__name__
-    if type(optimizer) in ELEMENTWISE:
+    if kind == ELEMENT:
         return _even(lengths, ranks), f"{name} updates element by element: every rank 1/{ranks} of all"
-    if type(optimizer) in PER_TENSOR:
+    if kind == TENSOR:
         return _whole(lengths, ranks), f"{name} wants whole tensors: each is one rank's"
     everything = [Piece(index, 0, length) for index, length in enumerate(lengths)]
-    return ([everything] + [[] for _ in range(ranks - 1)],
-            f"{name} is not known to update element by element or tensor by tensor: rank 0 updates everything")
+    why = ("has a hook or a step of its own that may look at any parameter" if hooked(optimizer) else
+           "did not update element by element or tensor by tensor where it was tried")
+    return [everything] + [[] for _ in range(ranks - 1)], f"{name} {why}: rank 0 updates everything"
 
 
 def updated(optimizer: torch.optim.Optimizer) -> None:
     """optimizer.step() by torch's fused kernel where it has one for the CPU, otherwise by operations over lists of tensors.
 
-    torch by itself chooses neither on a CPU. What its user chose stays, and no checkpoint says what was chosen here.
+    torch by itself chooses neither on a CPU. What its user chose stays (so does an lr that is a tensor, which lists refuse); no
+    checkpoint says what was chosen here.
     """
-    kernel = "fused" if type(optimizer) in FUSED else "foreach" if type(optimizer) in ELEMENTWISE else None
+    kernel = "fused" if type(optimizer) in FUSED else "foreach" if type(optimizer) in FOREACH else None
     groups = [group for group in optimizer.param_groups if kernel and group["foreach"] is None and group.get("fused") is None
-              and not group["differentiable"]]
+              and not group["differentiable"] and not any(isinstance(each, torch.Tensor) for each in group.values())]
     for group in groups:
         group[kernel] = True
     try:
