@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, TensorDataset
 
 import paragrad as pg
-from paragrad.errors import StepFailed
+from paragrad.errors import RankFailed, StepFailed
 from paragrad.job import Job
 from paragrad.trainer import Trainer
 from paragrad.world import World
@@ -172,3 +172,20 @@ def test_a_batch_of_one_sample_is_refused_as_torch_does() -> None:
     trainer = Trainer.of_job(World(), found, pg.strategy("serial"))
     with pytest.raises(StepFailed, match="Expected more than 1 value per channel when training"):
         trainer.step(*next(trainer.batches(found.train, 1, 0)))
+
+
+def compiled() -> nn.Module:
+    return torch.compile(nn.Sequential(nn.Linear(10, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)), backend="eager")  # type: ignore
+
+
+def run_before() -> nn.Module:
+    model = compiled()
+    model(VECTORS.tensors[0])
+    return model
+
+
+@pytest.mark.parametrize("model", [compiled, run_before])
+def test_a_compiled_batch_norm_is_refused(model: Callable[[], nn.Module], tmp_path: Path) -> None:
+    """A graph holds torch's own kernel: each rank took the statistics of its share, or waited for ever in the compiler."""
+    with pytest.raises(RankFailed, match="batch norm in a compiled model"):
+        pg.train(job("compiled", model, VECTORS), "data(2)", runs=tmp_path)

@@ -22,6 +22,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from paragrad.errors import StepFailed
 from paragrad.world import World
 
 PLAIN: Callable[..., Tensor] = torch.batch_norm
@@ -47,6 +48,7 @@ class BatchNorm:
         self.alone = own or world.size == 1
         self.looks = False
         self.computed = False
+        self.compiled = False                       # by torch.compile, whose graphs do not come here again
         self.given = WeakTensorKeyDictionary()      # the running statistics that batch norms in training were called with
         self.inside: set[int] = set()               # which calls of a micro-batch take statistics inside of samples or weights
         self.call = 0
@@ -77,7 +79,10 @@ class BatchNorm:
             self.looks = before
 
     def agree(self) -> None:
-        """After a look: which calls ask no other rank. Collective."""
+        """After a look: which calls ask no other rank. Collective. Raises StepFailed where a compiler would bake them in."""
+        if not self.alone and (self.compiled or _compiled_before(self.model)):
+            raise StepFailed("batch norm in a compiled model would take each rank's own statistics; train the model without "
+                             "torch.compile, or compile parts of it that have no batch norm")
         if self.world.size > 1:
             self.inside = self.world.agreed(set().union(*self.world.collected(self.inside)))
 
@@ -105,6 +110,7 @@ class BatchNorm:
         if not training:
             return plain(False)
         self.computed = True
+        self.compiled |= torch.compiler.is_compiling()
         self.given.update({tensor: None for tensor in (running_mean, running_var) if tensor is not None})
         number, self.call = self.call, self.call + 1
         inside = self.part.samples > 1 and _inside(input, weight)
@@ -139,6 +145,13 @@ class BatchNorm:
     def gathered(self, tensor: Tensor) -> list[Tensor]:
         self.count(tensor.numel() * tensor.element_size())
         return self.ranks.gathered(tensor)
+
+
+def _compiled_before(model: nn.Module) -> bool:
+    """Is there a batch norm in training under what torch.compile made? Its graph may be there already, and is not made anew."""
+    made = [module for module in model.modules()
+            if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None]
+    return any(isinstance(inner, _BatchNorm) and inner.training for module in made for inner in module.modules())
 
 
 def _inside(x: Tensor, weight: Tensor | None) -> bool:
