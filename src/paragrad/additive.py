@@ -34,12 +34,17 @@ class Part:
 
     def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Part:
         """device: otherwise where it is."""
-        return Part(brought(self.inputs, device, dtype), brought(self.target, device, dtype), self.positions)
+        return Part(*brought((self.inputs, self.target), device, dtype), self.positions)
 
     def cut(self, places: list[int]) -> Part:
         """What stands at some places of it. Raises ValueError where it cannot be cut."""
-        samples = len(self.positions)
-        return Part(cut(self.inputs, places, samples), cut(self.target, places, samples), [self.positions[p] for p in places])
+        pair = cut((self.inputs, self.target), places, len(self.positions))
+        return Part(*pair, [self.positions[place] for place in places])
+
+    def copied(self) -> tuple[Any, Any]:
+        """(inputs, target) for a model that may change them; what is in both stays one tensor."""
+        inputs, target = copied((self.inputs, self.target))
+        return inputs, target
 
 
 def parts_of(samples: Samples, indices: Sequence[int]) -> list[Part]:
@@ -96,8 +101,9 @@ def wrong_with(module: Summed, parts: list[Part], draws: Draws, tight: bool) -> 
 
 def _asked(module: Summed, part: Part, draws: Draws) -> Answer:
     with untouched(module.model), _statistics_apart(), keyed(draws, 0, 0, part.positions):
-        output = called(module.model, copied(part.inputs))
-        value = module.loss(output, copied(part.target))
+        inputs, target = part.copied()
+        output = called(module.model, inputs)
+        value = module.loss(output, target)
     total, weight = module.weighed(value, part.target, len(part.positions))
     return Answer(value, output, float(total.detach()), weight)
 

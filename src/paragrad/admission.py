@@ -11,9 +11,8 @@ import torch
 from paragrad import checkpoint
 from paragrad.backends.shm.region import unavailable
 from paragrad.causes import by_layout
-from paragrad.datasets.loading import WholeBatch
 from paragrad.errors import Refused
-from paragrad.job import Facts, Job, examined
+from paragrad.job import Facts, Job, examined, uncut
 from paragrad.launched import cores
 from paragrad.players.proof import prove
 from paragrad.schedules.actions import ScheduleError
@@ -72,15 +71,16 @@ def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, 
     if isinstance(resolved, Data) and resolved.state == "shared_memory" and (why := not_sharing(settings)):
         raise Refused(f"{asked}: {why}; leave out state=shared_memory")
     facts = facts or examined(job, settings.folder)
+    job = facts.ready(job)
     full = min(job.batch, facts.samples)
     if isinstance(resolved.workers, int) and full < resolved.workers:
         raise Refused(f"{asked} has {resolved.workers} workers and the full batch {full} sample(s); "
                       f"give a batch of at least {resolved.workers}, or fewer workers")
+    if share_weights(resolved)[1] > 1 and (why := uncut(job, settings.folder)):
+        raise Refused(f"job {job.name}: {why}")
     check_schedule(asked, resolved, settings)
     if facts.by_layout and resolved.exact and not settings.unchecked and share_weights(resolved) != ([1], 1):
         raise Refused(f"{asked}: {by_layout(facts.by_layout)}")
-    if facts.whole_batch and job.collate is not None:
-        job = job.replace(collate=WholeBatch(job.collate))
     saved = checkpoint.found(Path(settings.resume), job, facts) if settings.resume else None
     found = Admitted(job, asked, resolved, settings, facts, saved)
     backend_of(settings, found.size)

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from paragrad.additive import Part
-from paragrad.datasets.loading import copied
 from paragrad.draws import Draws, keyed
 from paragrad.loss import Loss, Summed
 from paragrad.world import World
@@ -54,7 +53,7 @@ def made_alone(module: Summed, parts: list[Part], draws: Draws, seed: int, step:
     loss, weight = 0.0, 0.0
     for part in parts:
         with keyed(draws, seed, step, part.positions):
-            total, more = module(copied(part.inputs), copied(part.target), len(part.positions))
+            total, more = module(*part.copied(), len(part.positions))
             if not loss_alone:
                 total.backward()
         loss, weight = loss + float(total.detach()), weight + more

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,13 +23,17 @@ from paragrad.datasets.loading import (
     brought,
     called,
     copied,
+    cut,
     drawn_in_collate,
+    in_type,
     parted,
     refuse_loader,
 )
 from paragrad.datasets.order import Order
 from paragrad.draws import Draws
 from paragrad.errors import Refused
+from paragrad.evaluation import without_gradients
+from paragrad.lazy import Initialised, lazy_names
 from paragrad.loss import Loss, Summed, loss_in
 from paragrad.probe import probed, untouched
 
@@ -106,11 +111,14 @@ class Job:
 
 def in_precision(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """The model with real numbers in dtype and complex ones in the complex type of its precision."""
-    def turned(tensor: Tensor) -> Tensor:
-        if tensor.is_complex():
-            return tensor.to(dtype.to_complex())
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-    return model._apply(turned)         # Module.to(dtype) would drop the imaginary parts of complex buffers
+    # Module.to(dtype) would drop the imaginary parts of complex buffers
+    return model._apply(lambda tensor: tensor.to(in_type(tensor, dtype)))
+
+
+def shared_type(model: nn.Module) -> torch.dtype | None:
+    """The type of all real parameters of a model; None where they have several, or there are none."""
+    types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    return types.pop() if len(types) == 1 else None
 
 
 def seed_everything(seed: int) -> None:
@@ -143,6 +151,12 @@ class Facts:
     training: dict[str, Any]            # optimizer, scheduler and clipping as they begin: "optimizer", "lr of group 0", ...
     whole_batch: str | None = None      # why collate must be given whole batches
     by_layout: str | None = None        # what makes the model's random draws depend on the layout
+    lazy: Any = None                    # inputs that give lazy modules their shapes, where the model has some
+
+    def ready(self, job: Job) -> Job:
+        """The job as it can be trained: its model has shapes from the beginning, its collate is given what it needs."""
+        job = job if self.lazy is None else job.replace(model=Initialised(job.model, self.lazy))
+        return job.replace(collate=WholeBatch(job.collate)) if self.whole_batch and job.collate else job
 
 
 def examined(job: Job, data: Path | None = None) -> Facts:
@@ -150,7 +164,11 @@ def examined(job: Job, data: Path | None = None) -> Facts:
     _check_fields(job)
     train = _dataset(job, "train", data)
     test = _dataset(job, "test", data) if job.test is not None else None
-    model = _called(job, "model", job.built_model)
+    model, lazy = _called(job, "model", job.built_model), None
+    if lazy_names(model):
+        few = job.samples(train)[0, list(range(min(len(train), 2)))]
+        lazy = brought(parted(few)[0], CPU, torch.get_default_dtype())
+        model = _called(job, "model", job.replace(model=Initialised(job.model, lazy)).built_model)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, scheduler = _check_optimizer(job, model)
     whole_batch, by_layout = _check_loss(job, model, train)
@@ -158,7 +176,21 @@ def examined(job: Job, data: Path | None = None) -> Facts:
         _check_test(job, model.eval(), test)
     shapes = {name: list(value.shape) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     return Facts(len(train), len(test) if test is not None else 0, sum(map(Tensor.numel, trainable)),
-                 job.order(len(train)), shapes, _beginning(job, optimizer, scheduler), whole_batch, by_layout)
+                 job.order(len(train)), shapes, _beginning(job, optimizer, scheduler), whole_batch, by_layout, lazy)
+
+
+def uncut(job: Job, data: Path | None = None) -> str | None:
+    """Why batches of a job cannot be cut into micro-batches, or None. Batches of two lengths are looked at: one may be that of
+    another dimension by chance."""
+    train = opened(job.train, data)
+    for count in {min(len(train), 3), min(len(train), 2)}:
+        fetch = functools.partial(job.samples(train).__getitem__, (0, list(range(count))))
+        batch = _called(job, "fetching a batch of train", fetch)
+        try:
+            cut(batch, slice(0, 1), count)
+        except ValueError as error:
+            return str(error)
+    return None
 
 
 def _beginning(job: Job, optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:
@@ -258,12 +290,16 @@ def _check_test(job: Job, model: nn.Module, test: Dataset) -> None:
     indices = list(range(min(len(test), 8)))
     inputs, target = brought(_called(job, "fetching a batch of test", lambda: parted(job.samples(test)[0, indices])), CPU,
                              job.parameter_dtype)
-    with torch.no_grad(), _casting(job):
-        output = _called(job, "one batch of test through the model", lambda: called(model, copied(inputs)))
-        if job.metric is None:
-            return
+    with _casting(job):
+        output = _called(job, "one batch of test through the model",
+                         lambda: without_gradients(lambda: called(model, copied(inputs))))
         metric = job.metric
-        found = _called(job, f"metric {job.metric_name}", lambda: metric(output, target))
+        if metric is None:              # of what the model returns in evaluation, which may be less than in training
+            _called(job, "loss of a batch of test (give a metric, if it cannot take what the model returns in eval mode)",
+                    lambda: without_gradients(lambda: Summed(model, job.built_loss())(*copied((inputs, target)), len(indices))))
+            return
+        found = _called(job, f"metric {job.metric_name}",
+                        lambda: metric(output.detach() if isinstance(output, Tensor) else output, target))
     try:
         _, _ = map(float, found if isinstance(found, tuple | list) else [])
     except (TypeError, ValueError, RuntimeError):
@@ -285,8 +321,9 @@ def _check_loss(job: Job, model: nn.Module, train: Dataset) -> tuple[str | None,
 
     where = " in bfloat16 (not every processor has it for every layer; dtype=torch.float32 does)" if job.autocast else ""
     with _casting(job), untouched(model):
-        output = _called(job, f"one batch through the model{where}", lambda: called(model, copied(part.inputs)))
-        value = _called(job, "loss", lambda: module.loss(output, copied(part.target)))
+        inputs, target = part.copied()
+        output = _called(job, f"one batch through the model{where}", lambda: called(model, inputs))
+        value = _called(job, "loss", lambda: module.loss(output, target))
         if wrong := misshapen(value):
             raise Refused(f"job {job.name}: {wrong}")
         draws = _called(job, "one batch forward and backward",

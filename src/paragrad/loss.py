@@ -73,6 +73,11 @@ class Summed(nn.Module):
     def loss(self) -> Loss:
         return self._loss[0]
 
+    @property
+    def by_graph(self) -> bool:
+        """Is the weight of a mean read off its graph?"""
+        return self.traced is not False and _cross_entropy(self.loss) is None
+
     def forward(self, inputs: Any, target: Any, samples: int) -> tuple[Tensor, float]:
         """The sum over the first `samples` (0: everything weighs nothing) and its local weight."""
         total, weight = self.pair(called(self.model, inputs), target, max(samples, 1))

@@ -14,6 +14,7 @@ from paragrad.datasets.loading import Collate
 from paragrad.errors import Refused
 from paragrad.job import unfit
 from paragrad.launched import cores
+from paragrad.lazy import lazy_names
 from paragrad.loss import Loss
 from paragrad.settings import Settings
 from paragrad.strategy import Data, Serial, Strategy, refuse_unbuilt, resolve
@@ -84,6 +85,9 @@ def _check(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, sched
         raise Refused(f"clip_norm must be above 0 or None, got {clip_norm!r}")
     if autocast not in (None, torch.bfloat16):
         raise Refused(f"autocast must be torch.bfloat16 or None, got {autocast}")
+    if lazy := lazy_names(model):
+        raise Refused(f"parallelize: {', '.join(lazy)} of the model have no shapes yet (lazy modules); run one batch through "
+                      "the model before, and build the optimizer then")
     if wrong := unfit(model, optimizer, scheduler):
         raise Refused(f"parallelize: {wrong}")
     own = set(model.parameters())

@@ -43,13 +43,13 @@ def probed(module: Summed, inputs: Any, target: Any, samples: int, repeated: Cal
 
     before = generator_states()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), drawing(Recording()) as recording:
-        total, _ = module(copied(inputs), copied(target), samples)
+        total, _ = module(*copied((inputs, target)), samples)
         total.backward()
     some_unused = any(parameter.requires_grad and parameter.grad is None for parameter in module.parameters())
     draws = Draws()
     if recording.calls or recording.owners or generator_states() != before:
         batches = {count: repeated(count) for count in (2, 3)}         # what loading draws is no matter of the model's
-        draws = seen(lambda count: module(*map(copied, batches[count]), count))
+        draws = seen(lambda count: module(*copied(batches[count]), count))
     return Probe(some_unused, sum(kept.values()), module.known, draws)
 
 
@@ -124,7 +124,6 @@ def _equal(a: Any, b: Any) -> bool:
     return bool(a == b) or (a != a and b != b)
 
 
-@torch.no_grad()
 def first_not_finite(model: nn.Module, inputs: Any, target: Any) -> str:
     """The first tensor with a value that is not finite: inputs, target, parameters, buffers, then outputs in forward order."""
     named = {"inputs": inputs, "target": target, **dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -33,7 +33,7 @@ def looked_at(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> Probe
     """What one forward and backward of this rank's first micro-batch shows, agreed by all ranks. Collective."""
     piece, part = next(batch.cuts())
     if len(batch.pieces) > 1:
-        inputs, target = (cut(each, part, len(batch.places)) for each in (inputs, target))
+        inputs, target = cut((inputs, target), part, len(batch.places))
     trainer.part.samples = samples = len(piece.positions)
     with untouched(trainer.model), trainer.batch_norm.looking():
         if not trainer.examined:
@@ -52,7 +52,7 @@ def _repeated(trainer: Trainer, batch: Batch, inputs: Any, target: Any, samples:
     """A batch of one sample so many times: loaded anew, or, where step was given something else, cut out of that."""
     if trainer.samples is not None and _given_as_loaded(trainer, inputs, target):
         return parted(brought(trainer.samples[batch.epoch, batch.indices[:1] * count], trainer.world.device, trainer.dtype))
-    return cut(inputs, [0] * count, samples), cut(target, [0] * count, samples)
+    return cut((inputs, target), [0] * count, samples)      # type: ignore[no-any-return]
 
 
 def _examine(trainer: Trainer, inputs: Any, target: Any, samples: int) -> None:
@@ -158,7 +158,8 @@ def _loaded(trainer: Trainer, batch: Batch, order: Order) -> list[Part]:
     """From the dataset, each part collated by itself."""
     assert trainer.samples is not None
     groups = [order(group) for group in _groups(trainer, len(batch.indices))]
-    return [Part(*parted(brought(trainer.samples[batch.epoch, batch.indices, group], trainer.world.device, trainer.dtype)), group)
+    device = trainer.world.device
+    return [Part(*parted(brought(trainer.samples[batch.epoch, batch.indices, group], device, trainer.dtype)), group)
             for group in groups]
 
 

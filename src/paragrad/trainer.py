@@ -27,13 +27,13 @@ from paragrad.data_parallel.alone import Alone, OptimizerState
 from paragrad.data_parallel.batch_norm import BatchNorm, Part
 from paragrad.data_parallel.shared_memory import SharedMemory
 from paragrad.data_parallel.updating import in_eval_mode
-from paragrad.datasets.loading import Collate, Dataset, Samples, brought, cut, loaded, tensors_of
+from paragrad.datasets.loading import Collate, Dataset, Samples, brought, cut, loaded, refuse_loader, tensors_of
 from paragrad.datasets.order import Order
 from paragrad.draws import Draws, keyed
 from paragrad.errors import Refused, StepFailed
 from paragrad.evaluation import Metric, evaluated, evaluating
 from paragrad.first_step import Proof
-from paragrad.job import Job, seed_everything
+from paragrad.job import Job, seed_everything, shared_type
 from paragrad.log import Log
 from paragrad.loss import Loss, Summed
 from paragrad.planner.machine import Machine
@@ -60,7 +60,8 @@ class Result:
 class Trainer:
     """One rank of a resolved strategy, over a model on the world's device.
 
-    scheduler, clip_norm, collate: as in Job;  autocast: the type that forward and loss are computed in, or None;
+    scheduler, clip_norm, collate: as in Job;  autocast: the type that forward and loss are computed in, or None;  dtype: what
+    inputs are brought to, otherwise what the model's real parameters share;
     record: where steps and spans go, or None;  overlap: exchange gradients while backward runs;
     like: compute what one worker must to be compared with that strategy (the union of all ranks' parts, micro-batch by
     micro-batch);  reverse: each micro-batch in reverse order (the rounding twin);  sabotage: a planted bug, by its name;
@@ -70,8 +71,8 @@ class Trainer:
 
     def __init__(self, world: World, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, strategy: Strategy, *,
                  seed: int = 0, scheduler: Any = None, clip_norm: float | None = None, autocast: torch.dtype | None = None,
-                 collate: Collate | None = None, record: Recorder | None = None, overlap: bool = True,
-                 like: Strategy | None = None, reverse: bool = False, sabotage: str | None = None,
+                 collate: Collate | None = None, dtype: torch.dtype | None = None, record: Recorder | None = None,
+                 overlap: bool = True, like: Strategy | None = None, reverse: bool = False, sabotage: str | None = None,
                  examined: bool = False, machine: Machine | None = None, unchecked: bool = False) -> None:
         self.world, self.model, self.optimizer, self.strategy = world, model, optimizer, strategy
         self.seed, self.scheduler, self.clip_norm, self.autocast, self.collate = seed, scheduler, clip_norm, autocast, collate
@@ -83,7 +84,7 @@ class Trainer:
         self.parameters = dict(model.named_parameters())
         self.precision = max((parameter.dtype for parameter in model.parameters() if parameter.requires_grad),
                              key=lambda dtype: torch.finfo(dtype).eps)         # the coarsest
-        self.dtype = next(parameter.dtype for parameter in model.parameters() if parameter.requires_grad)
+        self.dtype = dtype or shared_type(model)
         self.module = Summed(model, loss)
         self.everything = list(self.module.parameters())
         self.part = Part()
@@ -110,7 +111,7 @@ class Trainer:
         optimizer = job.optimizer(model.parameters())
         return cls(world, model, job.built_loss(world.device), optimizer, strategy, seed=job.seed, clip_norm=job.clip_norm,
                    examined=True, scheduler=job.scheduler(optimizer) if job.scheduler else None, autocast=job.autocast,
-                   collate=job.collate, **more)
+                   collate=job.collate, dtype=job.parameter_dtype, **more)
 
     def _count_batch_norm(self, payload: int) -> None:
         if self.exchange is not None:
@@ -123,6 +124,7 @@ class Trainer:
         batch: the global size;  start: begin with that batch of the epoch;  loaders: processes that load ahead. Gives
         (inputs, target), or the dict where samples are dicts, for `step`, which must take it before the next one.
         """
+        refuse_loader(dataset, "the dataset")
         order = Order(len(dataset), batch, self.seed)
         if min(batch, order.samples) < len(self.shares):
             raise Refused(f"{self.strategy} has {len(self.shares)} workers and the full batch {min(batch, order.samples)} "
@@ -176,7 +178,7 @@ class Trainer:
         whole = len(batch.pieces) == 1
         for number, (piece, part) in enumerate(batch.cuts()):
             samples = len(batch.places)
-            pair = (inputs, target) if whole else (cut(inputs, part, samples), cut(target, part, samples))
+            pair: tuple[Any, Any] = (inputs, target) if whole else cut((inputs, target), part, samples)
             if number == 0:
                 assert self.exchange is not None
                 for parameter in self.everything:   # also those that the optimizer does not hold

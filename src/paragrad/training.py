@@ -103,7 +103,7 @@ def train(job: Job, strategy: str | Strategy = "serial", *, runs: str | Path = "
             except RankFailed as error:
                 raise RankFailed(f"the training is done ({folder}); its check against serial failed: {error.message}",
                                  rank=error.rank, step=error.step, tensor=error.tensor, traceback=error.traceback) from error
-    return Run(job, folder)
+    return Run(checked.job, folder)
 
 
 def run(ranks: Ranks, checked: Admitted, folder: Path, *, progress: Progress | None = None) -> Run:

@@ -50,7 +50,8 @@ class Counted(nn.Module):
         self.summed = summed
         parameter = next(parameter for parameter in summed.model.parameters() if parameter.requires_grad)
         # the gradients' own type, to share their bucket; never below float32, which counts to 2^24
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        real = parameter.dtype.to_real() if parameter.is_complex() else parameter.dtype
+        dtype = torch.promote_types(real, torch.float32)
         self.counter = nn.Parameter(torch.zeros(3, dtype=dtype, device=parameter.device))
         self.stop = 0.0
 

@@ -46,15 +46,17 @@ def updated(optimizer: torch.optim.Optimizer) -> None:
     torch by itself chooses neither on a CPU. What its user chose stays (so does an lr that is a tensor, which lists refuse); no
     checkpoint says what was chosen here.
     """
-    kernel = "fused" if type(optimizer) in FUSED else "foreach" if type(optimizer) in FOREACH else None
-    groups = [group for group in optimizer.param_groups if kernel and group["foreach"] is None and group.get("fused") is None
-              and not group["differentiable"] and not any(isinstance(each, torch.Tensor) for each in group.values())]
-    for group in groups:
+    groups = [group for group in optimizer.param_groups if type(optimizer) in FOREACH and group["foreach"] is None
+              and group.get("fused") is None and not group["differentiable"]
+              and not any(isinstance(each, torch.Tensor) for each in group.values())]
+    kernels = ["fused" if type(optimizer) in FUSED and all(map(torch.is_floating_point, group["params"])) else "foreach"
+               for group in groups]             # the fused ones take no complex numbers
+    for group, kernel in zip(groups, kernels, strict=True):
         group[kernel] = True
     try:
         optimizer.step()
     finally:
-        for group in groups:
+        for group, kernel in zip(groups, kernels, strict=True):
             group[kernel] = None
 
 

@@ -69,7 +69,9 @@ class Walker:
                 bucket.future.set_exception(error)
 
     def _play(self, vector: Tensor) -> Traffic:
-        """Sum a bucket in place."""
+        """Sum a bucket in place; complex numbers as pairs of real ones."""
+        if vector.is_complex():
+            vector = torch.view_as_real(vector).view(-1)
         if isinstance(self.algorithm, Native):
             return self._sum(self.algorithm, vector)
         on_host = vector.cpu()

@@ -1,7 +1,8 @@
 """From indices to tensors: samples of any shape, drawn by (seed, epoch, index), loaded here or by other processes.
 
 A sample is a pair (input, target) or a dict; inputs and targets may be nested (tuples, lists, dicts of tensors). A batch that
-is a dict is its own target: the model gets its entries by name, the loss the whole of it.
+is a dict is its own target: the model gets its entries by name, the loss the whole of it. A named tuple (a PackedSequence too)
+is one argument of the model.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from paragrad.errors import Refused
 
@@ -91,10 +93,15 @@ def drawn_in_collate(samples: Samples, indices: list[int]) -> bool:
 
 
 def refuse_loader(dataset: Any, what: str) -> None:
-    """Refuse a DataLoader where its dataset is wanted: a rank draws its own share of every batch."""
+    """Refuse a DataLoader or a stream where a dataset is wanted: a rank draws its own share of every batch."""
     if isinstance(dataset, DataLoader):
         raise Refused(f"{what} is a DataLoader, which makes batches of its own; give the dataset itself, the global batch size "
                       f"as batch={dataset.batch_size or '...'}, and what the loader has as collate_fn as collate=")
+    by_place = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not by_place):
+        raise Refused(f"{what} is a stream ({type(dataset).__name__}): no rank can take its share of a batch from the middle "
+                      "of it; give a map-style dataset, with __len__ and __getitem__(index). Where the samples fit into "
+                      "memory, list(stream) is one; otherwise let __getitem__ read sample `index` from where the stream reads")
 
 
 def loaded(samples: Samples, keys: list[Any], loaders: int = 0) -> Iterator[Any]:
@@ -120,14 +127,17 @@ def parted(batch: Any) -> tuple[Any, Any]:
 
 
 def called(model: Callable[..., Any], inputs: Any) -> Any:
-    """model(inputs): a dict by name, a tuple or list in its order."""
+    """model(inputs): a dict by name, a tuple or list in its order; a named tuple is one argument."""
     if isinstance(inputs, Mapping):
         return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+    return model(*inputs) if isinstance(inputs, tuple | list) and not hasattr(inputs, "_fields") else model(inputs)
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """value with function(leaf) for every leaf: a tensor, a sequence of plain values (such as texts), or any other value."""
+    """value with function(leaf) for every leaf: a tensor, a PackedSequence, a sequence of plain values (such as texts), or any
+    other value."""
+    if isinstance(value, PackedSequence):
+        return function(value)
     if isinstance(value, Mapping):
         return {name: mapped(function, each) for name, each in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -140,29 +150,56 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
 def tensors_of(value: Any) -> list[Tensor]:
     """The tensors of a batch."""
     found: list[Tensor] = []
-    mapped(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, value)
+
+    def note(leaf: Any) -> None:
+        leaf = leaf.data if isinstance(leaf, PackedSequence) else leaf
+        found.extend([leaf] if isinstance(leaf, Tensor) else [])
+    mapped(note, value)
     return found
 
 
 def copied(value: Any) -> Any:
-    """value with its tensors cloned: a model may change its inputs in place."""
-    return mapped(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
+    """value with its tensors cloned: a model may change its inputs in place. What it holds twice stays one tensor: a loss may
+    differentiate by an input that is also in its target."""
+    clones: dict[int, Tensor] = {}
+
+    def copy(leaf: Any) -> Any:
+        if isinstance(leaf, PackedSequence):
+            return leaf._replace(data=leaf.data.clone())
+        return clones.setdefault(id(leaf), leaf.clone()) if isinstance(leaf, Tensor) else leaf
+    return mapped(copy, value)
 
 
-def brought(value: Any, device: torch.device | None, dtype: torch.dtype) -> Any:
-    """value on a device (None: where it is), its floating point numbers in dtype."""
+def brought(value: Any, device: torch.device | None, dtype: torch.dtype | None) -> Any:
+    """value on a device (None: where it is), its floating point numbers in dtype, complex ones in its precision; dtype None: as
+    they are."""
     def bring(leaf: Any) -> Any:
-        return leaf.to(device, dtype if leaf.is_floating_point() else None) if isinstance(leaf, Tensor) else leaf
+        if isinstance(leaf, PackedSequence):
+            return leaf.to(device, in_type(leaf.data, dtype))
+        return leaf.to(device, in_type(leaf, dtype)) if isinstance(leaf, Tensor) else leaf
     return mapped(bring, value)
+
+
+def in_type(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """A tensor's type when real numbers are brought to dtype and complex ones to its precision; None: as it is."""
+    if dtype is None or not (tensor.is_complex() or tensor.is_floating_point()):
+        return tensor.dtype
+    return dtype.to_complex() if tensor.is_complex() else dtype
 
 
 def cut(value: Any, part: slice | list[int], samples: int) -> Any:
     """A part of a batch of so many samples, or what stands at some places of it: of every tensor, along its first dimension,
     and of sequences of plain values.
 
-    Raises ValueError where a tensor's first dimension is not the samples; one without dimensions is every sample's.
+    Raises ValueError where a tensor's first dimension is not the samples; one without dimensions is every sample's. What value
+    holds twice stays one tensor.
     """
+    pieces: dict[int, Tensor] = {}
+
     def cut_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, PackedSequence):
+            raise ValueError("a PackedSequence cannot be cut into micro-batches; let collate give padded sequences and their "
+                             "lengths, and the model pack them (pack_padded_sequence), or train with micro=1")
         if isinstance(leaf, tuple | list) and len(leaf) == samples:
             return leaf[part] if isinstance(part, slice) else type(leaf)([leaf[place] for place in part])
         if not isinstance(leaf, Tensor) or not leaf.dim():
@@ -170,7 +207,7 @@ def cut(value: Any, part: slice | list[int], samples: int) -> Any:
         if len(leaf) != samples:
             raise ValueError(f"a batch of {samples} samples holds a tensor of shape {tuple(leaf.shape)}, which cannot be cut "
                              "into micro-batches; let the samples be its first dimension, or train with micro=1")
-        return leaf[part]
+        return pieces.setdefault(id(leaf), leaf[part])
     return mapped(cut_leaf, value)
 
 

@@ -98,7 +98,8 @@ def profile(job: Job, data: Path | None = None) -> Profile:
         raise Refused(f"a job is a paragrad.Job; got {type(job).__name__}")
     job = _on_copies(job)
     with generators_kept():
-        order = examined(job, data).order
+        facts = examined(job, data)
+        job, order = facts.ready(job), facts.order
         places = next(order.batches())
         fetched = parted(job.samples(opened(job.train, data))[0, order.indices(0, places)])
         inputs, target = brought(copied(fetched), CPU, job.parameter_dtype)
