@@ -14,6 +14,7 @@ from paragrad.causes import by_layout
 from paragrad.errors import Refused
 from paragrad.job import Facts, Job, examined, uncut
 from paragrad.launched import cores
+from paragrad.launching import files
 from paragrad.players.proof import prove
 from paragrad.schedules.actions import ScheduleError
 from paragrad.schedules.sabotage import sabotaged
@@ -62,6 +63,9 @@ def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, 
     """Check job, strategy and settings at the door. Raises Refused with the repair."""
     if not isinstance(job, Job):
         raise Refused(f"a job is a paragrad.Job; got {type(job).__name__}")
+    if files.running:
+        raise Refused(f"{files.running[-1]} trains at its top level, which every rank runs too; put the call under "
+                      'if __name__ == "__main__":')
     settings = settings or Settings()
     asked = strategy(asked)
     refuse_unbuilt(asked)

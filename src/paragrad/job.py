@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy
 import torch
@@ -31,7 +32,7 @@ from paragrad.datasets.loading import (
 )
 from paragrad.datasets.order import Order
 from paragrad.draws import Draws
-from paragrad.errors import Refused
+from paragrad.errors import Refused, StepFailed
 from paragrad.evaluation import without_gradients
 from paragrad.lazy import Initialised, lazy_names
 from paragrad.loss import Loss, Summed, loss_in
@@ -39,6 +40,7 @@ from paragrad.probe import probed, untouched
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+TRAINED: WeakSet[nn.Module] = WeakSet()         # the models that trainings of this process have changed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,15 @@ class Job:
         if not isinstance(model, nn.Module):
             raise Refused(f"job {self.name}: model() returned {type(model).__name__}; return a torch.nn.Module")
         return in_precision(model, self.parameter_dtype)
+
+    def model_to_train(self) -> nn.Module:
+        """The same for a training in this process, which is to change it. Raises StepFailed where one did already."""
+        model = self.built_model()
+        if model in TRAINED:
+            raise StepFailed("model() returned a module that was trained before; every training builds its own: write "
+                             "model=lambda: Net()")
+        TRAINED.add(model)
+        return model
 
     def built_loss(self, device: torch.device = CPU) -> Loss:
         """The loss, its own tensors on a device and in the parameters' type."""
@@ -169,6 +180,10 @@ def examined(job: Job, data: Path | None = None) -> Facts:
         few = job.samples(train)[0, list(range(min(len(train), 2)))]
         lazy = brought(parted(few)[0], CPU, torch.get_default_dtype())
         model = _called(job, "model", job.replace(model=Initialised(job.model, lazy)).built_model)
+    if isinstance(job.loss, nn.Module) and any(parameter.requires_grad for parameter in job.loss.parameters()):
+        raise Refused(f"job {job.name}: the loss holds parameters with requires_grad, which no optimizer gets; put them into "
+                      "the model and let it return what its loss needs of them, such as (output, penalty), or freeze them "
+                      "(requires_grad_(False))")
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, scheduler = _check_optimizer(job, model)
     whole_batch, by_layout = _check_loss(job, model, train)

@@ -107,7 +107,7 @@ class Trainer:
     @classmethod
     def of_job(cls, world: World, job: Job, strategy: Strategy, **more: Any) -> Trainer:
         """The trainer of a job, whose model and optimizer every rank builds itself."""
-        model = job.built_model().to(world.device)
+        model = job.model_to_train().to(world.device)
         optimizer = job.optimizer(model.parameters())
         return cls(world, model, job.built_loss(world.device), optimizer, strategy, seed=job.seed, clip_norm=job.clip_norm,
                    examined=True, scheduler=job.scheduler(optimizer) if job.scheduler else None, autocast=job.autocast,

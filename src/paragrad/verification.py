@@ -83,6 +83,8 @@ def _lockstep(world: World, job: Job, strategy: Strategy, settings: Settings, st
     try:
         for fetched in trainer.batches_at(train, job.order(len(train)), places, settings.loaders):
             trainer.step(*parted(fetched))
+            if comparison is not None and comparison.reference.steps == 0:
+                _check_apart(comparison.reference)
             if replicas:
                 check_replicas(world, trainer)
             if comparison is not None and data is not None:
@@ -91,6 +93,14 @@ def _lockstep(world: World, job: Job, strategy: Strategy, settings: Settings, st
             world.barrier()                     # shared gradients are looked at until here
     finally:
         trainer.close()
+
+
+def _check_apart(reference: Trainer) -> None:
+    """The strategy's step left nothing in the reference's model. Raises StepFailed."""
+    if any(parameter.grad is not None for parameter in reference.model.parameters()):
+        raise StepFailed("the loss reads the model from outside, and of two models in one process it reads the one built "
+                         "last, so that nothing can be compared; let the model return what its loss needs of it, such as "
+                         "(output, penalty)")
 
 
 def first_batches(order: Order, steps: int) -> list[tuple[int, range]]:

@@ -338,3 +338,73 @@ def test_lazy_modules_in_a_loop_of_ones_own() -> None:
     with pytest.raises(pg.Refused, match=r"0.weight, .*have no shapes yet .*run one batch through the model before"), \
             pg.parallelize(model, functional.cross_entropy, optimizer):
         pass
+
+
+# ---- losses that know the model -------------------------------------------------------------------------------------------
+class Penalised(nn.Module):
+    """Returns its output and the sum of squares of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.net(x), sum(parameter.pow(2).sum() for parameter in self.parameters())      # type: ignore[return-value]
+
+
+def penalised(outputs: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs[0], target) + 0.01 * outputs[1]
+
+
+def test_a_weight_penalty_that_the_model_returns(tmp_path: Path) -> None:
+    same(tmp_path, job("penalised", Penalised, VECTORS, loss=penalised), *CUT)
+
+
+HELD: list[nn.Module] = []
+
+
+def holding() -> nn.Module:
+    HELD[:] = [nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4))]
+    return HELD[0]
+
+
+def of_held(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output, target) + 0.01 * sum(each.pow(2).sum() for each in HELD[0].parameters())
+
+
+def test_a_loss_that_holds_the_model_trains_and_cannot_be_verified(tmp_path: Path) -> None:
+    """verify builds two models in one process, of which such a loss reads the last: it said "NO" of the same training."""
+    checked, other = job("held", holding, VECTORS, loss=of_held), job("held", Penalised, VECTORS, loss=penalised)
+    expected = pg.train(other, "serial", runs=tmp_path).losses
+    for strategy in ("serial", *CUT):
+        assert pg.train(checked, strategy, runs=tmp_path).losses == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(pg.RankFailed, match=r"the loss reads the model from outside.*such as \(output, penalty\)"):
+        pg.verify(checked, "data(2)", runs=tmp_path)
+
+
+def test_a_model_that_is_built_once(tmp_path: Path) -> None:
+    """model=lambda: net gave trainer and reference one module, which both updated: verify said "NO"."""
+    net = nn.Linear(10, 4)
+    checked = job("once", lambda: net, VECTORS)
+    assert pg.train(checked, "data(2)", runs=tmp_path).losses == pytest.approx(
+        pg.train(checked, "serial", runs=tmp_path).losses, rel=1e-5)
+    with pytest.raises(pg.RankFailed, match=r"every training builds its own: write model=lambda: Net\(\)"):
+        pg.verify(checked, "data(2)", runs=tmp_path)
+
+
+class HoldsANet(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(output, target) + 0.01 * sum(each.pow(2).sum() for each in self.net.parameters())
+
+
+def test_a_loss_with_parameters_of_its_own(tmp_path: Path) -> None:
+    """A loss that is a module is copied, with what it holds: the penalty was that of a copy which nobody trained."""
+    net = nn.Linear(10, 4)
+    with pytest.raises(pg.Refused, match=r"the loss holds parameters.*such as \(output, penalty\), or freeze"):
+        pg.train(job("loss of a net", lambda: net, VECTORS, loss=HoldsANet(net)), runs=tmp_path)
+    frozen = HoldsANet(nn.Linear(10, 4).requires_grad_(False))
+    same(tmp_path, job("loss of a frozen net", lambda: nn.Linear(10, 4), VECTORS, loss=frozen), "data(2, micro=2)")

@@ -227,6 +227,14 @@ def generator_states() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
+def generators_seeded(text: str) -> Iterator[None]:
+    """The generators of torch, numpy and random begin as the text says; afterwards they are as they were."""
+    with generators_kept():
+        _seed_generators(text)
+        yield
+
+
+@contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
     """Afterwards the generators of torch, numpy and random are as they were."""
     states = torch.default_generator.get_state(), numpy.random.get_state(), random.getstate()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
@@ -12,13 +11,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import cloudpickle
-
 from paragrad.errors import Refused
 from paragrad.job import Job
 from paragrad.jobs.digits import digits
 from paragrad.jobs.mnist import mnist_cnn, mnist_mlp
 from paragrad.jobs.shakespeare import shakespeare_lstm
+from paragrad.launching import files
 from paragrad.notation import unknown
 
 JOBS: dict[str, Callable[..., Job]] = {"digits": digits, "mnist-mlp": mnist_mlp, "mnist-cnn": mnist_cnn,
@@ -57,16 +55,7 @@ def find(text: str, settings: Mapping[str, str] | None = None) -> Job:
 def _loaded(path: Path) -> ModuleType:
     if not path.is_file():
         raise Refused(f"there is no job file {path}; give the path of a Python file that holds a paragrad.Job")
-    folder = str(path.parent.resolve())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)              # as `python path/file.py` has it: its neighbours can be imported
-    spec = importlib.util.spec_from_file_location(f"paragrad_job_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module
-    _guarded(str(path), lambda: spec.loader.exec_module(module))        # type: ignore[union-attr]
-    cloudpickle.register_pickle_by_value(module)                        # no rank can import a file by path
+    module: ModuleType = _guarded(str(path), lambda: files.load(path))
     return module
 
 
@@ -75,7 +64,7 @@ def _imported(name: str, where: str) -> ModuleType:
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)                # as `python -m` has it: modules of the working directory can be imported
     importlib.invalidate_caches()
-    found: ModuleType = _guarded(where, lambda: importlib.import_module(name))
+    found: ModuleType = _guarded(where, lambda: files.load_named(name))
     return found
 
 

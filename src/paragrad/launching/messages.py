@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paragrad.errors import RankFailed
+from paragrad.launching.files import JobFile
 
 NUMBER = struct.Struct("q")             # what the server tells of a rank: its pid, and at its end its exit code
 
@@ -31,7 +32,8 @@ class Task:
     device: str
     threads: int
     timeout: float | None   # seconds a rank waits for another; None: the world's own
-    call: bytes             # (function, arguments), by cloudpickle
+    files: tuple[JobFile, ...]      # to be run before the call is unpickled
+    call: bytes             # (torch's default type, function, arguments), by cloudpickle
     reports: bool           # pass report=... to the function
 
 

@@ -22,6 +22,7 @@ import cloudpickle
 import torch
 
 from paragrad.errors import RankFailed, StepFailed
+from paragrad.launching import files
 from paragrad.launching.messages import Failure, Setup, Stop, Task
 from paragrad.signals import Request
 from paragrad.world import TIMEOUT, joined
@@ -75,7 +76,9 @@ def _listen(launcher: Connection, tasks: queue.SimpleQueue[Task], stop: Request)
 def _answer(task: Task, launcher: Connection, stop: Request) -> tuple[str, Any]:
     torch.set_num_threads(task.threads)
     try:
-        function, arguments = cloudpickle.loads(task.call)
+        files.run(task.files)
+        dtype, function, arguments = cloudpickle.loads(task.call)
+        torch.set_default_dtype(dtype)
         more = {"report": lambda value: launcher.send(("report", value))} if task.reports else {}
         with joined(task.rank, task.size, task.store, task.backend, task.timeout or TIMEOUT,
                     task.device, stop) as world:

@@ -20,7 +20,7 @@ import cloudpickle
 
 from paragrad.errors import RankFailed
 from paragrad.launched import cores
-from paragrad.launching import processes
+from paragrad.launching import files, processes
 from paragrad.launching.messages import Failure, Stop, Task
 from paragrad.launching.processes import Process, Server
 
@@ -55,7 +55,9 @@ class Ranks:
         seconds for everything; on_report: called with (rank, value) whenever the function calls report(value).
         """
         size = size or self.size
-        call = cloudpickle.dumps((function, arguments))
+        import torch  # here: the command imports this module to start its server, before torch itself
+
+        call, needed = files.dumps((torch.get_default_dtype(), function, arguments))
         self.sending = True
         self.tasks += 1
         each = threads or max(1, cores() // size)
@@ -63,7 +65,7 @@ class Ranks:
         try:
             store = self._start(size) / f"meeting-{self.tasks}"
             for rank, process in enumerate(self.processes[:size]):
-                task = Task(rank, size, store, backend, device, each, timeout, call, on_report is not None)
+                task = Task(rank, size, store, backend, device, each, timeout, needed, call, on_report is not None)
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):       # it died: collecting will say how
                     process.socket.send(task)
             self.sending = False
