@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from paragrad.additive import Part
 from paragrad.draws import Draws, keyed
 from paragrad.loss import Loss, Summed
+from paragrad.precision import in_precision
 from paragrad.world import World
 
 FLOOR = 8               # eps of the kind's largest: equal
@@ -72,9 +73,7 @@ def made_alone(module: Summed, parts: list[Part], draws: Draws, seed: int, step:
 def precise(model: nn.Module, module: Summed, parts: list[Part], draws: Draws, seed: int, step: int, loss: Loss,
             loss_alone: bool = False) -> Made:
     """The same in float64, by a copy of the model and the loss. Raises what they raise there."""
-    model._apply(lambda tensor: tensor.to(torch.complex128) if tensor.is_complex() else (
-        tensor.double() if tensor.is_floating_point() else tensor))
-    twin = Summed(model, loss)
+    twin = Summed(in_precision(model, torch.float64), loss)
     twin.traced = module.traced
     return made_alone(twin, [part.to(torch.float64) for part in parts], draws, seed, step, loss_alone)
 

@@ -26,7 +26,6 @@ from paragrad.datasets.loading import (
     copied,
     cut,
     drawn_in_collate,
-    in_type,
     parted,
     refuse_loader,
 )
@@ -36,6 +35,7 @@ from paragrad.errors import Refused, StepFailed
 from paragrad.evaluation import without_gradients
 from paragrad.lazy import Initialised, lazy_names
 from paragrad.loss import Loss, Summed, loss_in
+from paragrad.precision import in_precision
 from paragrad.probe import probed, untouched
 
 CPU = torch.device("cpu")
@@ -118,18 +118,6 @@ class Job:
 
     def order(self, samples: int) -> Order:
         return Order(samples, self.batch, self.seed)
-
-
-def in_precision(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The model with real numbers in dtype and complex ones in the complex type of its precision."""
-    # Module.to(dtype) would drop the imaginary parts of complex buffers
-    return model._apply(lambda tensor: tensor.to(in_type(tensor, dtype)))
-
-
-def shared_type(model: nn.Module) -> torch.dtype | None:
-    """The type of all real parameters of a model; None where they have several, or there are none."""
-    types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    return types.pop() if len(types) == 1 else None
 
 
 def seed_everything(seed: int) -> None:

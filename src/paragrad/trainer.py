@@ -33,11 +33,12 @@ from paragrad.draws import Draws, keyed
 from paragrad.errors import Refused, StepFailed
 from paragrad.evaluation import Metric, evaluated, evaluating
 from paragrad.first_step import Proof
-from paragrad.job import Job, seed_everything, shared_type
+from paragrad.job import Job, seed_everything
 from paragrad.log import Log
 from paragrad.loss import Loss, Summed
 from paragrad.planner.machine import Machine
 from paragrad.planner.price import computed_bytes
+from paragrad.precision import shared_type
 from paragrad.probe import first_not_finite, untouched
 from paragrad.record import Recorder
 from paragrad.schedules.sabotage import sabotaged

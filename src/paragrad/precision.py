@@ -1,0 +1,20 @@
+"""The type of a model's numbers: real ones, and complex ones of their precision."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from paragrad.datasets.loading import in_type
+
+
+def in_precision(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model with real numbers in dtype and complex ones in the complex type of its precision."""
+    # Module.to(dtype) would drop the imaginary parts of complex buffers
+    return model._apply(lambda tensor: tensor.to(in_type(tensor, dtype)))
+
+
+def shared_type(model: nn.Module) -> torch.dtype | None:
+    """The type of all real parameters of a model; None where they have several, or there are none."""
+    types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    return types.pop() if len(types) == 1 else None
