@@ -1,4 +1,4 @@
-"""verify: 20 steps of a strategy beside serial in float64, and a certificate that says what was seen."""
+"""verify: 20 steps of a strategy beside serial and its rounding twin, and a certificate that says what was seen."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from paragrad.launching import Ranks
 from paragrad.loop import Progress
 from paragrad.record import new_folder
 from paragrad.settings import Settings
-from paragrad.strategy import Strategy, share_weights
+from paragrad.strategy import Strategy
 from paragrad.training import folder_name
-from paragrad.verification import BOUND, STEPS, UNEQUAL, Difference, difference
+from paragrad.verification import STEPS, UNEQUAL, Difference, difference
 from paragrad.version import __version__
 from paragrad.world import launched_size
 
@@ -34,36 +34,42 @@ class Certificate:
     digest: str                     # of the job: its settings, initial parameters and first batch, in float64
     strategy: str
     resolved: str
-    reference: str                  # what it was compared with: serial with the same micro-batches
+    reference: str                  # what it was compared with: serial; with the same micro-batches where batch norm is
     device: str
     backend: str
     steps: int
-    bound: float
+    dtype: str                      # what was computed in
+    why: str | None                 # it is not float64
+    bound: float                    # of a tensor by its own size; above it, the twin is asked
+    allowed: float                  # then: 4 times the twin's, by the largest of the tensor's kind (`verification.Difference`)
     difference: float | None        # the largest; None where the ranks did not come to its end
     tensor: str | None              # where it is largest
-    first: tuple[str, int] | None   # (tensor, step) of the first difference above the bound
+    first: tuple[str, int] | None   # (tensor, step) of the first difference beyond both
     tensors: dict[str, float]       # the largest difference of every tensor
+    twin: float                     # the largest difference of the rounding twin from serial
+    twins: dict[str, float]         # of every tensor
+    chaotic: int | None             # the step from which the twin goes another way, so that nothing can be said
     failure: str | None             # what a rank said of replicas that are not equal
+    cause: str | None               # the likeliest, where it is not the same and one is known
     sabotage: str | None
     versions: dict[str, str]
     folder: Path
 
     @property
     def same(self) -> bool:
-        return self.failure is None and self.difference is not None and self.difference <= self.bound
+        return self.failure is None and self.difference is not None and self.first is None
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON: a difference that is not finite is null, and `tensor` says where."""
-        told = {"schema": 1, "dtype": "float64", **asdict(self), "same": self.same, "folder": str(self.folder)}
-        told["tensors"] = {name: value if math.isfinite(value) else None for name, value in self.tensors.items()}
-        told["difference"] = None if self.difference is None or not math.isfinite(self.difference) else self.difference
+        told = {"schema": 1, **asdict(self), "same": self.same, "folder": str(self.folder)}
+        told |= {name: _finite(told[name]) for name in ("difference", "twin", "allowed", "tensors", "twins")}
         return told
 
 
 def verify(job: Job, strategy: str | Strategy, *, runs: str | Path = "runs", data: str | Path | None = None,
            device: str = "cpu", backend: str = "auto", overlap: bool = True, loaders: int = 0,
            sabotage: str | None = None, progress: Progress | None = None) -> Certificate:
-    """Train 20 steps beside serial in float64 (`verification`), and write the certificate.json below runs.
+    """Train 20 steps beside serial (`verification`), in float64 where the job can, and write the certificate.json below runs.
 
     progress: told {"step", "steps", "difference"} after every step;  the others as in `paragrad.settings.Settings`. A planted
     bug is played, whatever the proof says of it. Raises Refused; and RankFailed where the run failed, so that there is
@@ -86,9 +92,10 @@ def verify(job: Job, strategy: str | Strategy, *, runs: str | Path = "runs", dat
             failure = str(error)
     folder = new_folder(Path(runs), f"{job.name}-verify-{folder_name(checked.asked)}")
     certificate = Certificate(
-        job.name, digest(checked), str(checked.asked), str(checked.resolved), reference(checked),
-        device, checked.backend if checked.size > 1 else "none", STEPS, BOUND,
-        None if failure else found.value, found.tensor, found.first, found.tensors, failure, checked.settings.sabotage,
+        job.name, digest(checked), str(checked.asked), str(checked.resolved), found.reference,
+        device, checked.backend if checked.size > 1 else "none", STEPS, str(found.dtype).removeprefix("torch."), found.why,
+        found.bound, found.allowed, None if failure else found.value, found.tensor, found.first, found.tensors, found.twin,
+        found.twins, found.chaotic, failure, None, checked.settings.sabotage,
         {"paragrad": __version__, "torch": torch.__version__, "python": platform.python_version()}, folder)
     partial = folder / "certificate.json.partial"
     partial.write_text(json.dumps(certificate.as_json(), indent=1, allow_nan=False) + "\n")
@@ -96,10 +103,10 @@ def verify(job: Job, strategy: str | Strategy, *, runs: str | Path = "runs", dat
     return certificate
 
 
-def reference(checked: Admitted) -> str:
-    """Serial with the same micro-batches, which is what batch norm sees."""
-    micro = share_weights(checked.resolved)[1]
-    return "serial" if micro == 1 else f"serial(micro={micro})"
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(each) for name, each in value.items()}
+    return value if value is not None and math.isfinite(value) else None
 
 
 def digest(checked: Admitted) -> str:

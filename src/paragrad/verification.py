@@ -1,94 +1,122 @@
-"""Is it the same training? A strategy's gradients and parameters beside serial's, step by step, from the same start.
+"""Is it the same training? A strategy's gradients, parameters and buffers beside serial's, step by step, from the same start.
 
-Difference of a tensor = max|a - b| / max(max|b|, 1e-6 x the largest of its kind (gradients, parameters) in that step);
-of a run: the largest over tensors and steps, with the tensor's name. Rank 0 runs the reference in lockstep: serial with the
-same micro-batches (each the union of all ranks' parts). The replicas must be equal to the bit, or that is the difference.
+Rank 0 runs the reference and its rounding twin in lockstep (`reference.py`), over the batches that tell most (`picking.py`).
+The difference of a run is the largest over tensors and steps, with the tensor's name (`differing.py`). A tensor is another
+one where it differs by more than the bound *and*, by the largest of its kind, by more than 4 times what the twin has shown
+until then: rounding that a model magnifies is no fault, and nobody can hide behind chaos that begins later. The replicas
+must be equal to the bit, or that is the difference.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paragrad.datasets.loading import parted
-from paragrad.datasets.order import Order
+from paragrad.datasets.loading import Dataset, parted
+from paragrad.differing import FLOOR, Apart, Tensors, apart, differences, each_apart, most
 from paragrad.errors import StepFailed
 from paragrad.job import Job, opened
+from paragrad.picking import first_batches, telling_batches
+from paragrad.reference import WHOLE, Reference, normed, precision
 from paragrad.settings import Settings
-from paragrad.strategy import Serial, Strategy
+from paragrad.strategy import Strategy, share_weights
 from paragrad.trainer import Trainer
 from paragrad.world import World
 
 STEPS = 20
-BOUND = 1e-10           # of an exact strategy in float64
+BOUND = 1e-10           # of an exact strategy in float64; in float32 it is FEW eps
+FEW = 8                 # eps: rounding that is never asked about
+TWINS = 4               # times the twin's: another way of rounding
 UNEQUAL = "are not equal bit for bit"       # said of replicas; by it a difference is told from a run that failed
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference, the tensor and the step where it is; the largest of every tensor; who left the bound first."""
+    """The largest difference, the tensor and the step where it is; the largest of every tensor; who left the bounds first.
+
+    The same of the rounding twin. allowed: 4 times the twin's by the largest of a kind, where `first` left it, or the
+    largest that was asked for;  chaotic: the step from which the twin went another way in some kind of tensors.
+    """
     value: float
     tensor: str | None = None
     step: int | None = None
     tensors: dict[str, float] = field(default_factory=dict, compare=False)
-    first: tuple[str, int] | None = None            # (tensor, step) of the first difference above BOUND
+    first: tuple[str, int] | None = None            # (tensor, step)
+    twin: float = 0.0
+    twins: dict[str, float] = field(default_factory=dict, compare=False)
+    bound: float = BOUND
+    allowed: float = 0.0
+    chaotic: int | None = None
+    dtype: torch.dtype = torch.float64
+    why: str | None = None                          # it is not float64
+    reference: str = "serial"
 
     def __str__(self) -> str:
         return f"{self.value:.1e}" + (f" at {self.tensor}, step {self.step}" if self.tensor else "")
 
 
 def difference(world: World, job: Job, strategy: Strategy, settings: Settings | None = None, *, steps: int = STEPS,
-               dtype: torch.dtype = torch.float64, report: Callable[[dict[str, Any]], None] | None = None) -> Difference:
-    """Train `steps` steps of a resolved strategy beside serial. Collective; every rank gets the answer.
+               report: Callable[[dict[str, Any]], None] | None = None) -> Difference:
+    """Train `steps` steps of a resolved strategy beside serial, in float64 where the job can. Collective; every rank gets
+    the answer.
 
     report: told {"step", "steps", "difference"} after every step, on rank 0.
     """
+    settings = settings or Settings()
+    train = opened(job.train, settings.folder)
+    order = job.order(len(train))
+    known = None
+    if world.rank == 0:
+        known = (telling_batches(job.samples(train), order, steps, *share_weights(strategy)),
+                 *precision(job, train, first_batches(order, 1)[0], world.device))
+    places, dtype, why = world.agreed(known)
     comparison = None
-    for comparison in _lockstep(world, job.replace(dtype=dtype), strategy, settings or Settings(), steps):
+    for comparison in _lockstep(world, job.replace(dtype=dtype), strategy, settings, train, places):
         comparison.take()
         if report is not None:
-            report({"step": comparison.reference.steps, "steps": steps, "difference": comparison.worst.value})
-    found: Difference = world.agreed(comparison and comparison.worst)
+            report({"step": comparison.reference.serial.steps, "steps": steps, "difference": comparison.worst.value})
+    found: Difference = world.agreed(comparison and replace(comparison.worst, why=why, reference=str(comparison.reference)))
     return found
 
 
 def distances(world: World, job: Job, strategy: Strategy, settings: Settings, steps: int) -> list[float]:
     """The difference of the parameters from serial's after every step, in the job's own type. Collective."""
     values: list[float] = []
-    for comparison in _lockstep(world, job, strategy, settings, steps, replicas=False):
-        ours, theirs = comparison.trainer.parameters, comparison.reference.parameters
-        values.append(max(differences(ours, theirs).values()))
+    train = opened(job.train, settings.folder)
+    places = first_batches(job.order(len(train)), steps)
+    for comparison in _lockstep(world, job, strategy, settings, train, places, same=False):
+        values.append(max(differences(comparison.trainer.parameters, comparison.reference.serial.parameters).values()))
     found: list[float] = world.agreed(values)
     return found
 
 
-def _lockstep(world: World, job: Job, strategy: Strategy, settings: Settings, steps: int,
-              replicas: bool = True) -> Iterator[Comparison]:
-    """Rank 0's comparison after every step that strategy and reference made; on the other ranks nothing."""
-    train = opened(job.train, settings.folder)
+def _lockstep(world: World, job: Job, strategy: Strategy, settings: Settings, train: Dataset,
+              places: list[tuple[int, range]], same: bool = True) -> Iterator[Comparison]:
+    """Rank 0's comparison after every step that strategy and reference made; on the other ranks nothing.
+
+    same: whether it is the same training is asked: with a rounding twin, and of all replicas.
+    """
     trainer = Trainer.of_job(world, job, strategy, overlap=settings.overlap, sabotage=settings.sabotage,
                              reverse=settings.reverse, machine=settings.known_machine, unchecked=True)
-    comparison, data = None, None
-    places = first_batches(job.order(len(train)), steps)
+    comparison = None
     if world.rank == 0:
-        alone = World(device=world.device)
-        comparison = Comparison(trainer, Trainer.of_job(alone, job, Serial(), like=strategy))
-        data = comparison.reference.batches_at(train, job.order(len(train)), places)
+        comparison = Comparison(trainer, Reference(world.device, job, strategy, train, places, twin=same))
     try:
         for fetched in trainer.batches_at(train, job.order(len(train)), places, settings.loaders):
             trainer.step(*parted(fetched))
-            if comparison is not None and comparison.reference.steps == 0:
-                _check_apart(comparison.reference)
-            if replicas:
+            if comparison is not None and comparison.reference.serial.steps == 0:
+                _check_apart(comparison.reference.serial)
+            if same:
                 check_replicas(world, trainer)
-            if comparison is not None and data is not None:
-                comparison.reference.step(*parted(next(data)))
+            if comparison is not None:
+                comparison.reference.step()
                 yield comparison
             world.barrier()                     # shared gradients are looked at until here
     finally:
@@ -103,93 +131,91 @@ def _check_apart(reference: Trainer) -> None:
                          "(output, penalty)")
 
 
-def first_batches(order: Order, steps: int) -> list[tuple[int, range]]:
-    """(epoch, batch) of the steps that are compared: the first ones, and for the last the epoch's last, short batch."""
-    per_epoch = list(order.batches())
-    chosen = [(step // len(per_epoch), per_epoch[step % len(per_epoch)]) for step in range(steps)]
-    if steps < len(per_epoch):
-        chosen[-1] = (0, per_epoch[-1])
-    return chosen
-
-
 class Comparison:
     """The largest difference so far of a trainer's gradients, parameters and buffers from the reference's.
 
     In a model with batch norm, a bias before it has a gradient of exactly zero, of which only rounding noise is computed:
     a gradient is noise where it is below 1e3 eps of the step's largest on both sides, and two such tensors are equal.
     Where the optimizer moreover divides by a gradient's own size, the noise is scaled up to whole updates (which reach
-    the running mean, not the loss), so parameters are compared only where gradients stayed above that, and no buffers.
+    the running statistics, not the loss): parameters are compared only where gradients stayed above that, and the running
+    statistics, known by name, not at all.
     """
 
-    def __init__(self, trainer: Trainer, reference: Trainer) -> None:
+    def __init__(self, trainer: Trainer, reference: Reference) -> None:
         self.trainer, self.reference = trainer, reference
-        self.worst = Difference(0.0)
-        self.noise = 0.0
+        serial = reference.serial
+        self.eps = torch.finfo(serial.dtype).eps
+        self.worst = Difference(0.0, dtype=serial.dtype,
+                                bound=BOUND if serial.dtype == torch.float64 else FEW * self.eps)
+        self.rounding: dict[str, float] = {}        # the twin's largest by kind, until now
+        self.normed = normed(serial.model)
+        self.noise = 1e3 * self.eps if self.normed else 0.0
         self.masks: dict[str, Tensor] | None = None
+        if self.noise and not isinstance(serial.optimizer, torch.optim.SGD):
+            self.masks = {name: torch.ones_like(tensor, dtype=torch.bool) for name, tensor in serial.parameters.items()}
 
     def take(self) -> None:
-        """Compare after both made the same step."""
-        reference = self.reference
-        if not self.noise and reference.batch_norm.computed:
-            self.noise = 1e3 * torch.finfo(reference.dtype).eps
-            if not isinstance(reference.optimizer, torch.optim.SGD):
-                self.masks = {name: torch.ones_like(tensor, dtype=torch.bool) for name, tensor in reference.parameters.items()}
-        gradients, expected = self.trainer.gradients(), self.reference.gradients()
-        self._kind("gradient of ", gradients, expected, self.noise)
+        """Compare after all made the same step."""
+        serial, twin = self.reference.serial, self.reference.twin
+        assert twin is not None
+        if self.reference.apart is not None:
+            self._note(WHOLE, Apart(self.reference.apart, self.reference.apart), self.noise)
+        expected = serial.gradients()
+        self._kind("gradient of ", apart(self.trainer.gradients(), expected, self.noise),
+                   apart(twin.gradients(), expected, self.noise))
         self._narrow(expected)
-        ours, theirs = self.trainer.state(), self.reference.state()
-        self._kind("", self._seen(ours), self._seen({name: theirs[name] for name in ours}))
+        ours, theirs, twins = self.trainer.state(), serial.state(), twin.state()
+        seen = self._seen(theirs)
+        self._kind("", apart(self._seen(ours), seen), apart(self._seen(twins), seen))
+        floor = FLOOR * most(serial.parameters)
+        buffers = {name: theirs[name] for name in ours if name not in serial.parameters and not self._excused(name)}
+        moved = each_apart(twins, buffers, floor)
+        for name, found in each_apart(ours, buffers, floor).items():
+            self._kind("", {name: found}, {name: moved[name]}, pool=name)
 
-    def _kind(self, kind: str, ours: Mapping[str, Tensor | None], theirs: Mapping[str, Tensor | None],
-              noise: float = 0.0) -> None:
-        step = self.reference.steps - 1
-        for name, value in differences(ours, theirs, noise).items():
-            tensors = {**self.worst.tensors, kind + name: max(value, self.worst.tensors.get(kind + name, 0.0))}
-            first = self.worst.first or ((kind + name, step) if value > BOUND else None)
-            place = (value, kind + name, step) if value > self.worst.value else (
-                self.worst.value, self.worst.tensor, self.worst.step)
-            self.worst = Difference(*place, tensors, first)
+    def _kind(self, prefix: str, found: Mapping[str, Apart], twins: Mapping[str, Apart], pool: str | None = None) -> None:
+        """One kind of tensors of this step, and the same of the twin. Buffers are pooled with none."""
+        pool = prefix if pool is None else pool
+        rounding = max([self.rounding.get(pool, 0.0), *(each.pooled for each in twins.values())])
+        self.rounding[pool] = rounding
+        for name, each in twins.items():
+            told = {**self.worst.twins, prefix + name: max(each.own, self.worst.twins.get(prefix + name, 0.0))}
+            self.worst = replace(self.worst, twins=told, twin=max(self.worst.twin, each.own))
+        allowed = max(FEW * self.eps, TWINS * rounding)
+        if allowed >= 1.0:                          # what is elsewhere altogether says no more
+            step = self.reference.serial.steps - 1
+            self.worst = replace(self.worst, chaotic=step if self.worst.chaotic is None else self.worst.chaotic)
+            allowed = rounding if math.isinf(rounding) else sys.float_info.max
+        for name, each in found.items():
+            self._note(prefix + name, each, allowed)
 
-    def _narrow(self, gradients: Mapping[str, Tensor | None]) -> None:
+    def _note(self, name: str, found: Apart, allowed: float) -> None:
+        worst, step = self.worst, self.reference.serial.steps - 1
+        tensors = {**worst.tensors, name: max(found.own, worst.tensors.get(name, 0.0))}
+        if found.own > worst.value:
+            worst = replace(worst, value=found.own, tensor=name, step=step)
+        if found.own > worst.bound and worst.first is None:
+            missed = found.pooled > allowed
+            worst = replace(worst, first=(name, step) if missed else None,
+                            allowed=allowed if missed else max(worst.allowed, allowed))
+        self.worst = replace(worst, tensors=tensors)
+
+    def _excused(self, name: str) -> bool:
+        return self.masks is not None and name in self.normed
+
+    def _narrow(self, gradients: Tensors) -> None:
         if self.masks is None:
             return
         present = {name: gradient for name, gradient in gradients.items() if gradient is not None}
-        largest = max(float(gradient.abs().max()) for gradient in present.values())
+        largest = most(present)
         for name, gradient in present.items():
             self.masks[name] &= gradient.abs() > self.noise * largest
 
-    def _seen(self, state: dict[str, Tensor]) -> dict[str, Tensor | None]:
+    def _seen(self, state: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+        """The parameters that can be compared."""
         if self.masks is None:
-            return dict(state)
+            return {name: state[name] for name in self.reference.serial.parameters}
         return {name: state[name][mask] for name, mask in self.masks.items() if mask.any()}
-
-
-def differences(ours: Mapping[str, Tensor | None], theirs: Mapping[str, Tensor | None],
-                noise: float = 0.0) -> dict[str, float]:
-    """The difference of every tensor of a kind; infinite where one side has none, or is not finite.
-
-    noise: the share of the largest of the kind below which both sides count as zero.
-    """
-    largest = max((_most(tensor) for tensor in theirs.values() if tensor is not None), default=0.0)
-    return {name: _difference(ours[name], reference, 1e-6 * largest, noise * largest)
-            for name, reference in theirs.items()}
-
-
-def _difference(ours: Tensor | None, reference: Tensor | None, floor: float, noise: float) -> float:
-    if ours is None or reference is None:
-        return 0.0 if ours is reference else math.inf
-    if torch.equal(ours, reference):
-        return 0.0
-    if not (torch.isfinite(ours).all() and torch.isfinite(reference).all()):
-        return math.inf
-    if max(_most(ours), _most(reference)) < noise:
-        return 0.0
-    scale = max(_most(reference), floor)
-    return _most(ours.detach() - reference.detach()) / scale if scale else math.inf
-
-
-def _most(tensor: Tensor) -> float:
-    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
 
 
 def check_replicas(world: World, trainer: Trainer) -> None:

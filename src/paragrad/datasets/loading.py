@@ -230,7 +230,7 @@ def generator_states() -> dict[str, Any]:
 def generators_seeded(text: str) -> Iterator[None]:
     """The generators of torch, numpy and random begin as the text says; afterwards they are as they were."""
     with generators_kept():
-        _seed_generators(text)
+        seed_generators(text)
         yield
 
 

@@ -82,14 +82,21 @@ def certificate(found: Certificate, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found.as_json(), indent=1))
         return
-    print_rows(("tensor", "difference"), [(name, f"{value:.1e}") for name, value in found.tensors.items()], False)
+    print_rows(("tensor", "difference", "rounding twin"), [
+        (name, f"{value:.1e}", f"{found.twins[name]:.1e}" if name in found.twins else "-")
+        for name, value in found.tensors.items()], False)
     facts: dict[str, Any] = {"job": f"{found.job} ({found.digest[:12]})", "strategy": found.resolved, "planted": found.sabotage,
                              "steps": found.steps, "failure": found.failure}
     if found.first:
         facts["first difference"] = f"tensor {found.first[0]}, step {found.first[1]}"
     if found.difference is not None:
         facts["largest difference"] = f"{found.difference:.1e}" + (f" at {found.tensor}" if found.tensor else "")
-    facts[f"same training as {found.reference}"] = f"{'yes' if found.same else 'NO'} (bound {found.bound:.0e}, float64)"
+        facts["of the rounding twin"] = f"{found.twin:.1e}"
+    facts["chaotic"] = found.chaotic and f"from step {found.chaotic} on rounding decides, and nothing is compared"
+    facts["not in float64"], facts["likely cause"] = found.why, found.cause
+    excused = found.same and found.difference is not None and found.difference > found.bound
+    by = f"beyond {found.bound:.0e}, within 4 times the rounding twin's" if excused else f"bound {found.bound:.0e}"
+    facts[f"same training as {found.reference}"] = f"{'yes' if found.same else 'NO'} ({by}, {found.dtype})"
     facts["certificate"] = found.folder / "certificate.json"
     print_facts((name, value) for name, value in facts.items() if value is not None)
 
