@@ -10,6 +10,7 @@ samples that would be another training, and a wrong strategy would hide behind i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,7 +61,9 @@ class Reference:
                 trainer.step(*parted(fetched))
 
     def __str__(self) -> str:
-        return "serial" if self.micro == 1 else f"serial(micro={self.micro})"
+        if self.micro == 1:
+            return "serial"
+        return f"serial(micro={self.micro})" + (" with weights that were not checked" if self.apart is None else "")
 
 
 def normed(model: nn.Module) -> set[str]:
@@ -94,9 +97,12 @@ def _apart_from_whole(trainer: Trainer, inputs: Any, target: Any) -> float | Non
     except (TypeError, AttributeError, KeyError, ValueError, RuntimeError):
         return None
     weight = sum(each[1] for each in parts)
-    mean = sum(each[0] for each in parts) / weight if weight else 0.0
-    scale = max(abs(whole[0] / whole[1]) if whole[1] else 0.0, sum(abs(each[0]) for each in parts) / weight if weight else 0.0)
-    return abs(mean - (whole[0] / whole[1] if whole[1] else 0.0)) / scale if scale else 0.0
+    if not weight or not whole[1]:
+        return 0.0 if weight == whole[1] else math.inf
+    mean, expected = sum(each[0] for each in parts) / weight, whole[0] / whole[1]
+    scale = max(abs(expected), sum(abs(each[0]) for each in parts) / weight)
+    found = abs(mean - expected) / scale if scale else 0.0
+    return math.inf if math.isnan(found) else found
 
 
 def _loss(trainer: Trainer, inputs: Any, target: Any, samples: int) -> tuple[float, float]:

@@ -34,6 +34,7 @@ STEPS = 20
 BOUND = 1e-10           # of an exact strategy in float64; in float32 it is FEW eps
 FEW = 8                 # eps: rounding that is never asked about
 TWINS = 4               # times the twin's: another way of rounding
+KINDS = GRADIENT, PARAMETER = "gradient of ", ""        # and how their tensors are named
 UNEQUAL = "are not equal bit for bit"       # said of replicas; by it a difference is told from a run that failed
 
 
@@ -161,12 +162,12 @@ class Comparison:
         if self.reference.apart is not None:
             self._note(WHOLE, Apart(self.reference.apart, self.reference.apart), self.noise)
         expected = serial.gradients()
-        self._kind("gradient of ", apart(self.trainer.gradients(), expected, self.noise),
+        self._kind(GRADIENT, apart(self.trainer.gradients(), expected, self.noise),
                    apart(twin.gradients(), expected, self.noise))
         self._narrow(expected)
         ours, theirs, twins = self.trainer.state(), serial.state(), twin.state()
         seen = self._seen(theirs)
-        self._kind("", apart(self._seen(ours), seen), apart(self._seen(twins), seen))
+        self._kind(PARAMETER, apart(self._seen(ours), seen), apart(self._seen(twins), seen))
         floor = FLOOR * most(serial.parameters)
         buffers = {name: theirs[name] for name in ours if name not in serial.parameters and not self._excused(name)}
         moved = each_apart(twins, buffers, floor)
@@ -174,20 +175,28 @@ class Comparison:
             self._kind("", {name: found}, {name: moved[name]}, pool=name)
 
     def _kind(self, prefix: str, found: Mapping[str, Apart], twins: Mapping[str, Apart], pool: str | None = None) -> None:
-        """One kind of tensors of this step, and the same of the twin. Buffers are pooled with none."""
+        """One kind of tensors of this step, and the same of the twin. Every buffer is a kind of its own, beside what rounding
+        does to gradients and parameters."""
         pool = prefix if pool is None else pool
-        rounding = max([self.rounding.get(pool, 0.0), *(each.pooled for each in twins.values())])
-        self.rounding[pool] = rounding
+        rounding = self.rounding[pool] = max([self.rounding.get(pool, 0.0), *(each.pooled for each in twins.values())])
+        if pool not in KINDS:
+            rounding = max(rounding, *(self.rounding[kind] for kind in KINDS))
         for name, each in twins.items():
             told = {**self.worst.twins, prefix + name: max(each.own, self.worst.twins.get(prefix + name, 0.0))}
             self.worst = replace(self.worst, twins=told, twin=max(self.worst.twin, each.own))
-        allowed = max(FEW * self.eps, TWINS * rounding)
-        if allowed >= 1.0:                          # what is elsewhere altogether says no more
-            step = self.reference.serial.steps - 1
-            self.worst = replace(self.worst, chaotic=step if self.worst.chaotic is None else self.worst.chaotic)
-            allowed = rounding if math.isinf(rounding) else sys.float_info.max
+        allowed = self._allowed(rounding)
         for name, each in found.items():
             self._note(prefix + name, each, allowed)
+
+    def _allowed(self, rounding: float) -> float:
+        """What rounding may do where it does so much to the twin. Both are magnified by a product over layers and steps of
+        which each sees factors of its own; so the larger it is, the more the two products scatter (seen: 98 times)."""
+        allowed = max(FEW * self.eps, TWINS * rounding * max(1.0, rounding / self.eps) ** 0.25)
+        if allowed < 1.0:
+            return allowed
+        if self.worst.chaotic is None:
+            self.worst = replace(self.worst, chaotic=self.reference.serial.steps - 1)
+        return rounding if math.isinf(rounding) else sys.float_info.max     # another way altogether: it says no more
 
     def _note(self, name: str, found: Apart, allowed: float) -> None:
         worst, step = self.worst, self.reference.serial.steps - 1

@@ -37,6 +37,9 @@ def test_the_certificate_of_the_same_training(tmp_path: Path) -> None:
     names = set(pg.job("digits").model().state_dict())
     assert set(told["tensors"]) == names | {f"gradient of {name}" for name in names}
     assert told["difference"] == max(told["tensors"].values()) <= 1e-10
+    assert set(told["twins"]) == set(told["tensors"])           # what rounding alone does
+    assert 0 < told["twin"] == max(told["twins"].values()) <= 1e-10
+    assert (told["dtype"], told["why"], told["cause"], told["chaotic"]) == ("float64", None, None, None)
     again = json.loads(verified("digits", "--strategy", "data(3, shares=[3, 1, 1])", "--runs", str(tmp_path), "--json"))
     assert again["digest"] == told["digest"]                    # of the job, whatever the strategy
     other = json.loads(verified("digits", "--strategy", "serial", "--seed", "1", "--runs", str(tmp_path), "--json"))
@@ -85,9 +88,11 @@ def test_progress_of_a_comparison_step_by_step(tmp_path: Path) -> None:
 
 
 def test_the_certificate_says_with_what_it_compared(tmp_path: Path) -> None:
-    """Batch norm sees micro-batches: data(2, micro=2) is serial(micro=2), not serial."""
+    """Micro-batches or not, it is serial's training; but batch norm sees micro-batches: there data(2, micro=2) is
+    serial(micro=2)."""
     text = verified("digits", "--strategy", "data(2, micro=2)", "--runs", str(tmp_path))
-    assert "same training as serial(micro=2): yes" in text
+    assert "same training as serial: yes" in text
+    assert pg.verify(JOBS["cnn with batch norm"], "data(2, micro=2)", runs=tmp_path).reference == "serial(micro=2)"
     job = pg.job("digits")
     digests = {pg.verify(changed, "serial", runs=tmp_path).digest for changed in (
         job, job.replace(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.7)), job.replace(clip_norm=1.0),

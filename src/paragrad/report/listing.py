@@ -95,7 +95,7 @@ def certificate(found: Certificate, as_json: bool) -> None:
     facts["chaotic"] = found.chaotic and f"from step {found.chaotic} on rounding decides, and nothing is compared"
     facts["not in float64"], facts["likely cause"] = found.why, found.cause
     excused = found.same and found.difference is not None and found.difference > found.bound
-    by = f"beyond {found.bound:.0e}, within 4 times the rounding twin's" if excused else f"bound {found.bound:.0e}"
+    by = f"beyond {found.bound:.0e}, by no more than rounding does" if excused else f"bound {found.bound:.0e}"
     facts[f"same training as {found.reference}"] = f"{'yes' if found.same else 'NO'} ({by}, {found.dtype})"
     facts["certificate"] = found.folder / "certificate.json"
     print_facts((name, value) for name, value in facts.items() if value is not None)
