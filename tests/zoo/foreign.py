@@ -1,0 +1,57 @@
+"""Libraries that are not paragrad's: imported where a model is built, in the launcher and in every rank, and only there."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+GROUP = ("transformers", "timm", "torchvision", "schedulefree", "lion_pytorch")
+_declared: list[torch.library.Library] = []         # an operator lives as long as the Library that declared it
+
+
+def missing(*names: str) -> list[str]:
+    """Which of these libraries are not installed here."""
+    return [name for name in names if importlib.util.find_spec(name) is None]
+
+
+def foreign(name: str) -> Any:
+    """A module of a library, such as "timm.models.vision_transformer". All of them import torchvision where it is installed."""
+    declare_operators()
+    module = importlib.import_module(name)
+    if name.split(".")[0] == "transformers":
+        _silence(importlib.import_module("transformers.utils.logging"))
+    return module
+
+
+def declare_operators() -> None:
+    """Declare the operators to which torchvision adds a fake kernel when it is imported.
+
+    They are in its compiled half, which does not load beside another build of torch (the CPU's, say): importing it then
+    fails with "operator torchvision::nms does not exist". No model here calls them.
+    """
+    spec = importlib.util.find_spec("torchvision")
+    if _declared or spec is None or spec.origin is None or _compiled_half(Path(spec.origin).parent):
+        return
+    library = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _declared.append(library)
+
+
+def _compiled_half(folder: Path) -> bool:
+    try:
+        for path in folder.glob("_C*.so"):
+            torch.ops.load_library(path)
+    except OSError:
+        return False
+    return hasattr(torch.ops.torchvision, "nms")
+
+
+def _silence(logging: ModuleType) -> None:
+    """Its notes on token ids beyond our tiny vocabularies go to standard error, not through warnings."""
+    logging.set_verbosity_error()
