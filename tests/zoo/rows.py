@@ -49,13 +49,14 @@ class Row:
     expected: Equal | Refused
     story: str
     needs: tuple[str, ...] = ()
+    under: tuple[str, ...] = STRATEGIES
 
 
 def row(name: str, model: Callable[[], nn.Module], data: Dataset, expected: Equal | Refused, story: str,
-        needs: tuple[str, ...] = (), **changes: object) -> Row:
+        needs: tuple[str, ...] = (), under: tuple[str, ...] = STRATEGIES, **changes: object) -> Row:
     """A row whose job is that model on that dataset; the rest as in the equality table but for gentler steps."""
     settings = {"optimizer": sgd, **changes}
-    return Row(name, lambda: make_job(name, model, data, **settings), expected, story, needs)
+    return Row(name, lambda: make_job(name, model, data, **settings), expected, story, needs, under)
 
 
 def sgd(parameters: object) -> torch.optim.Optimizer:
