@@ -168,7 +168,7 @@ def attention_recomputed(model: Any, h: Tensor) -> Tensor:
 
 
 def layer_dropped(model: Any, h: Tensor) -> Tensor:
-    return h if torch.rand([]) < 0.5 else model.second(h)
+    return h + (torch.rand([]) < 0.5) * model.second(h)
 
 
 def by_mask(draw: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
@@ -212,8 +212,8 @@ ROWS = (
     row("multinomial", by_mask(lambda h: functional.one_hot(torch.multinomial(h.detach().softmax(1), 1)[:, 0], 16)), VECTORS,
         Equal(), "samples an index for every sample"),
     row("rrelu", lambda: nn.Sequential(nn.Linear(10, 16), nn.RReLU(), nn.Linear(16, 4)), VECTORS, Equal(), OWN),
-    row("fractional max pool", lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.FractionalMaxPool2d(2, 3), nn.Flatten(),
-                                                     nn.Linear(36, 4)), SMALL_IMAGES, Equal(), "draws where it pools, per sample"),
+    row("fractional max pool", lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.FractionalMaxPool2d(2, 4), nn.Flatten(),
+                                                     nn.Linear(64, 4)), SMALL_IMAGES, Equal(), "draws where it pools, per sample"),
     vectors("layer drop", layer_dropped, "one number for the whole batch: every rank drew its own"),
     vectors("checkpoint, dropout by name", named, AGAIN),
     vectors("checkpoint, reentrant", reentrant, AGAIN),
