@@ -99,13 +99,13 @@ def recomputing(model: Any) -> nn.Module:
 
 
 DROPOUT = "dropout inside scaled_dot_product_attention was drawn by every rank for itself: 0.7 to 1.3 beside serial"
-UNLABELLED = "-100 in most labels: the mean of a share weighed as its samples, and NaN where it had no label (0.24 beside serial)"
+UNLABELLED = "-100 in most labels: a share's mean weighed as its samples (0.24 beside serial), and NaN without a label"
 ROWS = (
     language("gpt2", GPT2, DROPOUT, IN_FLOAT32),
     language("gpt2, few labels", GPT2, UNLABELLED, IN_FLOAT32, FEW),
     language("gpt2, loss as a pair by hand", GPT2, "our page's recipe: NaN x 0 on a share without labels", IN_FLOAT32,
              FEW, loss=by_hand),
-    language("gpt2, clipped, AdamW", GPT2, "a key's bias has a gradient of exactly zero: Adam scales its rounding up", IN_FLOAT32,
+    language("gpt2, clipped, AdamW", GPT2, "a key's bias has a gradient of zero: Adam scales rounding up", IN_FLOAT32,
              optimizer=adamw, clip_norm=1.0),
     language("gpt2, bfloat16 by autocast", GPT2, "verify compares in float64, where there is no autocast", IN_FLOAT32,
              dtype=torch.bfloat16),
@@ -130,7 +130,8 @@ ROWS = (
                            decoder_ffn_dim=32, max_position_embeddings=16, pad_token_id=0, bos_token_id=1, eos_token_id=2,
                            decoder_start_token_id=1), DROPOUT),
     language("mixtral", built("MixtralForCausalLM", "MixtralConfig", **SMALL, num_key_value_heads=1, num_local_experts=4,
-                              max_position_embeddings=16, experts_implementation="eager"), "experts that no token of a share goes to", IN_FLOAT32),
+                              max_position_embeddings=16, experts_implementation="eager"), "experts without a token in a share",
+             IN_FLOAT32),
     language("mixtral, grouped products", built("MixtralForCausalLM", "MixtralConfig", **SMALL, num_key_value_heads=1,
              num_local_experts=4, max_position_embeddings=16), "no comparison in float64: a traceback until it was asked for",
              "torch's grouped matrix product knows no float64"),

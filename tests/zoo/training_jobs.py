@@ -1,0 +1,199 @@
+"""Losses, collates, optimizers and schedulers of a user's kind, on the plainest of models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from equality import mlp
+from foreign import foreign
+from odd_models import NanoGpt
+from rows import IMAGES, SEQUENCES, VECTORS, Equal, Row, Sentences, numbers, padded, row, whole
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import lr_scheduler
+from torch.utils.data import TensorDataset, default_collate
+
+# two of 29 targets count for nothing: not seen in most batches
+RARE = TensorDataset(VECTORS.tensors[0], torch.where(torch.arange(29) % 17 == 5, -100, VECTORS.tensors[1]))
+MOSTLY_IGNORED = TensorDataset(VECTORS.tensors[0], torch.where(torch.arange(29) % 4 == 0, VECTORS.tensors[1], -100))
+WEIGHED = TensorDataset(numbers(29, 10, seed=1), torch.stack([whole(4, 29, seed=2).double(), numbers(29, seed=3).exp().double()], 1))
+LEVELS = TensorDataset(numbers(29, 10, seed=1), numbers(29, seed=9))
+SPELLED = TensorDataset(numbers(29, 12, 10, seed=1), torch.cat([1 + whole(5, 29, 4, seed=2), 1 + whole(4, 29, 1, seed=3)], 1))
+
+
+def own_mean(output: Tensor, target: Tensor) -> Tensor:
+    """A mean by a user's own arithmetic."""
+    return (output - functional.one_hot(target, 4)).square().sum(1).mean()
+
+
+def weighted(output: Tensor, target: Tensor) -> Tensor:
+    """Every sample has a weight of its own, and the mean is over samples."""
+    return (functional.cross_entropy(output, target[:, 0].long(), reduction="none") * target[:, 1]).mean()
+
+
+def weighted_mean(output: Tensor, target: Tensor) -> Tensor:
+    """The same divided by the sum of the weights: a mean's weight that is neither samples nor tokens."""
+    return (functional.cross_entropy(output, target[:, 0].long(), reduction="none") * target[:, 1]).sum() / target[:, 1].sum()
+
+
+def masked_mean(output: Tensor, target: Tensor) -> Tensor:
+    """-100 by hand."""
+    kept = target != -100
+    return (functional.cross_entropy(output, target, reduction="none") * kept).sum() / kept.sum()
+
+
+def spelled(output: Tensor, target: Tensor) -> Tensor:
+    """Connectionist temporal classification, whose inputs are sequence first and whose mean divides twice."""
+    steps, symbols = torch.full((len(output),), 12), torch.full((len(target),), 5)
+    return functional.ctc_loss(output.log_softmax(2).transpose(0, 1), target, steps, symbols)
+
+
+class Per(nn.Module):
+    """One linear layer for every time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(10, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x)
+
+
+def soft(output: Tensor, target: Tensor) -> Tensor:
+    return functional.kl_div(output.log_softmax(1), target, reduction="batchmean")
+
+
+def dropping(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """A collate that leaves samples out, as those with broken files are."""
+    kept = [sample for sample in samples if sample[0][0] < 0.7]
+    if not kept:
+        return samples[0][0].new_zeros(0, 10), torch.zeros(0, dtype=torch.long)
+    return default_collate(kept)                                                    # type: ignore[return-value]
+
+
+def mixed_up(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Mixup: every sample with another of its batch."""
+    x, target = default_collate(samples)
+    labels, order, part = functional.one_hot(target, 4).to(x.dtype), torch.randperm(len(x)), float(torch.rand(()))
+    return part * x + (1 - part) * x[order], part * labels + (1 - part) * labels[order]
+
+
+def cut_and_mixed(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """CutMix: a square of every image from another of its batch."""
+    x, target = default_collate(samples)
+    labels, order = functional.one_hot(target, 4).to(x.dtype), torch.randperm(len(x))
+    top, left = torch.randint(0, 16, (2,)).tolist()
+    x[:, :, top:top + 16, left:left + 16] = x[order][:, :, top:top + 16, left:left + 16]
+    return x, 0.75 * labels + 0.25 * labels[order]
+
+
+def half_hidden(samples: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
+    """A masking collator of one's own; padded to the length that the model has places for."""
+    tokens = functional.pad(padded(samples)["input_ids"], (0, 9))[:, :8] % 20
+    hidden = (torch.rand(tokens.shape) < 0.3) & (tokens > 0)
+    return tokens.masked_fill(hidden, 1), tokens.masked_fill(~hidden, -100)
+
+
+def centred(parameters: Any) -> torch.optim.Optimizer:
+    """A hook on the optimizer that looks at whole gradients: gradient centralisation."""
+    optimizer = torch.optim.SGD(parameters, lr=0.05)
+
+    def centre(_: Any, *__: Any) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            if parameter.grad is not None and parameter.grad.dim() > 1:
+                parameter.grad -= parameter.grad.mean(1, keepdim=True)
+    optimizer.register_step_pre_hook(centre)
+    return optimizer
+
+
+class EveryOther(torch.optim.SGD):
+    """Accumulation by hand: gradients add up, and every second call of step updates."""
+
+    def step(self, closure: Any = None) -> None:                                    # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                state["calls"] = state.get("calls", 0) + 1
+                state["sum"] = state["sum"] + parameter.grad if "sum" in state else parameter.grad.clone()
+                if state["calls"] % 2 == 0:
+                    with torch.no_grad():
+                        parameter -= group["lr"] * state.pop("sum")
+
+
+class Lars(torch.optim.Optimizer):
+    """Steps by the norm of a whole tensor, which a piece of it does not have."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:                                    # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter -= 0.05 * parameter.norm() / (parameter.grad.norm() + 1e-6) * parameter.grad
+
+
+def by(name: str, **settings: Any) -> Callable[[Any], torch.optim.Optimizer]:
+    """An optimizer of torch, or of a library: "schedulefree.AdamWScheduleFree"."""
+    def build(parameters: Any) -> torch.optim.Optimizer:
+        library, _, kind = name.rpartition(".")
+        return getattr(foreign(library) if library else torch.optim, kind)(parameters, **settings)
+    return build
+
+
+def one_thing(name: str, story: str, twin: str = "", needs: tuple[str, ...] = (), **changes: Any) -> Row:
+    return row(name, changes.pop("model", mlp), changes.pop("data", VECTORS), Equal(twin), story, needs, **changes)
+
+
+def trained_mode(parameters: Any) -> torch.optim.Optimizer:
+    """schedule-free wants its train mode before the first step."""
+    optimizer = by("schedulefree.AdamWScheduleFree", lr=0.01, warmup_steps=2)(parameters)
+    optimizer.train()                                                               # type: ignore[attr-defined]
+    return optimizer
+
+
+PIECES = "an optimizer that wants whole tensors was given pieces"
+ROWS: tuple[Row, ...] = (
+    one_thing("rare ignored targets in a function", "verify said yes, and the parameters were 22 % off", data=RARE,
+              loss=lambda output, target: functional.cross_entropy(output, target)),
+    one_thing("most targets ignored in a function", "shares without a label", data=MOSTLY_IGNORED,
+              loss=lambda output, target: functional.cross_entropy(output, target)),
+    one_thing("-100 by hand", "a sum divided by a tensor of this batch", data=MOSTLY_IGNORED, loss=masked_mean),
+    one_thing("weights of samples", "a mean over samples all the same", data=WEIGHED, loss=weighted),
+    one_thing("weighted mean", "a sum divided by a tensor of this batch", data=WEIGHED, loss=weighted_mean),
+    one_thing("own mean", "no loss of torch", loss=own_mean),
+    one_thing("own mean, dropped samples", "a share weighed as the samples that it was given: 7.8", loss=own_mean, collate=dropping),
+    one_thing("cross-entropy, dropped samples", "the same", collate=dropping),
+    one_thing("batchmean of a divergence", "divides by the batch, not by elements", collate=mixed_up, loss=soft),
+    one_thing("mixup", "every share mixed by itself, with a number of its own", collate=mixed_up),
+    one_thing("cutmix", "the same with squares", data=IMAGES, collate=cut_and_mixed,
+              model=lambda: nn.Sequential(nn.Conv2d(3, 4, 5, 4), nn.ReLU(), nn.Flatten(), nn.Linear(196, 4))),
+    one_thing("masking collator", "every share masked by its first sample", data=Sentences(), collate=half_hidden, model=NanoGpt,
+              loss=lambda output, target: functional.cross_entropy(output.transpose(1, 2), target)),
+    one_thing("ctc", "a mean that divides by lengths, then by samples", data=SPELLED, model=Per, loss=spelled),
+    one_thing("bfloat16 by autocast", "compared in float64, where there is no autocast", dtype=torch.bfloat16),
+    one_thing("warm restarts", "counts steps", scheduler=lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 5)),
+    one_thing("schedulers in turn", "counts steps", scheduler=lambda optimizer: lr_scheduler.SequentialLR(optimizer, [
+        lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4), lr_scheduler.ExponentialLR(optimizer, 0.9)], [4])),
+    one_thing("one cycle", "moves momentum, too", scheduler=lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, 40)),
+    one_thing("a hook on the optimizer", "got flat pieces of tensors: 1.4", optimizer=centred),
+    one_thing("accumulation by hand", "updates every second step", optimizer=lambda parameters: EveryOther(parameters, lr=0.05)),
+    one_thing("LARS", PIECES, optimizer=Lars),
+    one_thing("Muon", PIECES, model=lambda: nn.Sequential(nn.Linear(10, 16, bias=False), nn.Tanh(), nn.Linear(16, 4, bias=False)),
+              twin="five iterations in bfloat16 inside the update", optimizer=by("Muon", lr=0.01)),
+    one_thing("Adafactor", PIECES, optimizer=by("Adafactor", lr=0.01)),
+    one_thing("lr as a tensor", "was taken for another kind of optimizer", optimizer=by("Adam", lr=torch.tensor(0.001))),
+    one_thing("fused", "one kernel for all tensors", optimizer=by("AdamW", lr=0.001, fused=True)),
+    one_thing("foreach", "lists of tensors at once", optimizer=by("AdamW", lr=0.001, foreach=True)),
+    one_thing("lion", "the sign of a step: rounding near zero turns it", "a sign turns where rounding does", ("lion_pytorch",),
+              optimizer=by("lion_pytorch.Lion", lr=0.001)),
+    one_thing("schedule-free AdamW", "has a train mode and an eval mode", needs=("schedulefree",), optimizer=trained_mode),
+    one_thing("schedule-free SGD", "nobody called its train()", needs=("schedulefree",),
+              optimizer=by("schedulefree.SGDScheduleFree", lr=0.05)),
+    one_thing("sequences by a convolution", "channels first", data=SEQUENCES,
+              model=lambda: nn.Sequential(nn.Conv1d(6, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24, 4))),
+)
