@@ -6,10 +6,36 @@ from collections.abc import Callable
 
 import torch
 from equality import normed_cnn
-from odd_models import (Bags, ComplexFirst, Counting, Experts, Forces, FunctionalNorm, Graphs, HalfFirst, MeanOverPadding,
-                        Molecules, NanoGpt, NormRelu, OfReading, Packed, Penalised, Readings, Residual, Squeezed, Tied,
-                        WithConstants, end_to_end, of_energy_and_forces, of_kind, one_graph, packed, penalised, per_token)
-from rows import (POINTS, SEQUENCES, SMALL_IMAGES, STRATEGIES, VECTORS, Equal, Row, Sentences, adam, numbers, row, whole)
+from odd_models import (
+    Bags,
+    ComplexFirst,
+    Counting,
+    Experts,
+    Forces,
+    FunctionalNorm,
+    Graphs,
+    HalfFirst,
+    MeanOverPadding,
+    Molecules,
+    NanoGpt,
+    NormRelu,
+    OfReading,
+    Packed,
+    Penalised,
+    Readings,
+    Residual,
+    Squeezed,
+    Tied,
+    WithConstants,
+    end_to_end,
+    of_energy_and_forces,
+    of_kind,
+    one_graph,
+    packed,
+    penalised,
+    per_token,
+)
+from rows import POINTS, SEQUENCES, SMALL_IMAGES, STRATEGIES, VECTORS, Equal, Row, Sentences, adam, numbers, row, whole
 from torch import nn
 from torch.utils.data import TensorDataset
 

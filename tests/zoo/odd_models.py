@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
+
 class NanoGpt(nn.Module):
     """As nanoGPT: attention by sdpa with is_causal, dropout 0.1, the output layer tied to the embedding."""
 

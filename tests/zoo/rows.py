@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from equality import numbers, whole
 from equality import job as make_job
+from equality import numbers, whole
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 

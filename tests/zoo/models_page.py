@@ -1,0 +1,74 @@
+"""docs/models.md from what a run of the zoo saw: row, strategy, difference, twin, verdict."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+COMMAND = "make zoo"
+HEAD = """# Models from elsewhere
+
+Written by `{command}` (torch {torch}{libraries}): models and jobs that were not written for paragrad, each under four strategies
+beside one worker. *difference*: the largest of any gradient, parameter or buffer over the steps of [verify](verify.md), in float64;
+*twin*: the same of one worker that takes each batch in another order, where rounding alone is more than 1e-10. A job that no split
+trains as one worker does is refused by one message before the first update.
+
+{count} rows, {results} results, {unexpected} of them not as expected.
+
+| row | strategy | difference | twin | verdict |
+|---|---|---|---|---|
+"""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One result. verdict: "same", "refused: MESSAGE", or what was unexpected."""
+    row: str
+    strategy: str
+    difference: float | None
+    twin: float | None
+    verdict: str
+    expected: bool
+
+    def __str__(self) -> str:
+        def told(value: float | None) -> str:
+            return "" if value is None else f"{value:.1e}"
+        verdict = " ".join(self.verdict.replace("|", "/").split())
+        verdict = verdict if len(verdict) <= 160 else verdict[:157] + "..."
+        return (f"| {self.row} | `{self.strategy}` | {told(self.difference)} | {told(self.twin)} | "
+                f"{verdict if self.expected else '**unexpected** ' + verdict} |")
+
+
+@dataclass
+class Page:
+    """The results of a run. Written to the path in PARAGRAD_MODELS_PAGE, where that is set."""
+    strategies: tuple[str, ...]
+    lines: list[Line] = field(default_factory=list)
+
+    def note(self, line: Line) -> None:
+        self.lines.append(line)
+
+    def text(self) -> str:
+        lines = sorted(self.lines, key=lambda line: (line.row.lower(), self.strategies.index(line.strategy)))
+        head = HEAD.format(command=COMMAND, torch=torch.__version__.split("+")[0], libraries=_libraries(),
+                           count=len({line.row for line in lines}), results=len(lines),
+                           unexpected=sum(not line.expected for line in lines))
+        return head + "".join(f"{line}\n" for line in lines)
+
+    def write(self) -> None:
+        if (path := os.environ.get("PARAGRAD_MODELS_PAGE")) and self.lines:
+            Path(path).write_text(self.text())
+
+
+def _libraries() -> str:
+    from importlib import metadata
+    found = []
+    for name in ("transformers", "timm", "torchvision", "schedulefree", "lion-pytorch"):
+        try:
+            found.append(f", {name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return "".join(found)

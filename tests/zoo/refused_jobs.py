@@ -1,0 +1,206 @@
+"""Jobs that no split trains as one worker does, or that cannot be trained here at all: one message, before any harm."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from equality import mlp
+from foreign import foreign
+from rows import SMALL_IMAGES, VECTORS, Refused, Row, Sentences, adam, padded, row
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import lr_scheduler
+from torch.utils.data import Dataset, IterableDataset
+
+# what the messages are to say: a loss or a model that takes samples together is told as such
+MIXES = r"(?i)mix|no mean over samples|other samples|does not add up"
+BUFFER = r"(?i)buffer|seen|replicas"
+
+
+class Contrasting(nn.Module):
+    """Two views of every sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(5, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return functional.normalize(self.encoder(x[:, :5])), functional.normalize(self.encoder(x[:, 5:]))
+
+
+def contrastive(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    """InfoNCE: every other sample of the batch is a negative."""
+    left, right = output
+    return functional.cross_entropy(left @ right.t() / 0.1, torch.arange(len(left)))
+
+
+def with_batch_term(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output, target) + 2e-3 * output.mean(0).square().sum()
+
+
+def decorrelated(output: Tensor, target: Tensor) -> Tensor:
+    """A covariance over the batch, as VICReg and Barlow Twins have it."""
+    apart = output - output.mean(0)
+    return functional.cross_entropy(output, target) + 0.1 * (apart.t() @ apart / len(output)).square().mean()
+
+
+def root_mean_square(output: Tensor, target: Tensor) -> Tensor:
+    return (output - functional.one_hot(target, 4)).square().mean().sqrt()
+
+
+def overlap(output: Tensor, target: Tensor) -> Tensor:
+    """Dice over the whole batch: a quotient of sums."""
+    chances, truth = output.softmax(1), functional.one_hot(target, 4)
+    return 1 - 2 * (chances * truth).sum() / (chances.sum() + truth.sum())
+
+
+class Centred(nn.Module):
+    """Takes the mean over the batch away; with a buffer of -inf, which switched the comparison off."""
+
+    def __init__(self, buffer: bool = False) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(10, 16), nn.Linear(16, 4)
+        if buffer:
+            self.register_buffer("mask", torch.full((4, 4), float("-inf")).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        return self.out(hidden - hidden.mean(0))
+
+
+class AcrossSamples(nn.Module):
+    """Attention over the batch: nn.MultiheadAttention without batch_first, given the batch first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.out = nn.MultiheadAttention(10, 2), nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.attention(x[:, None], x[:, None], x[:, None], need_weights=False)[0][:, 0])
+
+
+class Mixing(nn.Module):
+    """Mixup inside forward: randperm over the share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(0.7 * x + 0.3 * x[torch.randperm(len(x))] if self.training else x)
+
+
+class CountsSamples(nn.Module):
+    """Counts its samples in a buffer, of which every rank sees a share; beside batch norm all buffers were excused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen += len(x)
+        return self.layers(x) / (1 + 0.01 * self.seen)
+
+
+class Codebook(nn.Module):
+    """The running mean of what it sees, kept in a buffer by its own arithmetic, as codebooks of VQ-VAEs are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(10, 8), nn.Linear(8, 4)
+        self.register_buffer("centre", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        if self.training:
+            self.centre.lerp_(hidden.detach().mean(0), 0.1)         # type: ignore[operator]
+        return self.out(hidden - self.centre)
+
+
+class ByPython(nn.Module):
+    """A layer is left out when Python's own generator says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.gain = mlp(), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) * (1 + self.gain * random.random())
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(VECTORS)
+
+
+class Captions(Dataset):
+    """Pairs of an image and its caption, for CLIP."""
+
+    def __len__(self) -> int:
+        return 29
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {**Sentences()[index], "image": torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(index))}
+
+
+def captioned(samples: list[dict[str, Tensor]]) -> dict[str, Any]:
+    batch = padded(samples)
+    return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "return_loss": True,
+            "pixel_values": torch.stack([sample["image"] for sample in samples])}
+
+
+def clip() -> nn.Module:
+    library = foreign("transformers")
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return library.CLIPModel(library.CLIPConfig(
+        text_config={**small, "vocab_size": 50, "max_position_embeddings": 16, "eos_token_id": 2, "projection_dim": 8},
+        vision_config={**small, "image_size": 16, "patch_size": 8, "projection_dim": 8}, projection_dim=8))
+
+
+def balanced_mixtral() -> nn.Module:
+    """With its term for balanced experts, a product of means over the batch."""
+    library = foreign("transformers")
+    return library.MixtralForCausalLM(library.MixtralConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, vocab_size=50,
+        num_local_experts=4, max_position_embeddings=16, experts_implementation="eager", output_router_logits=True))
+
+
+def refused(name: str, match: str, story: str, model: Callable[[], nn.Module] = mlp, data: Any = VECTORS,
+            needs: tuple[str, ...] = (), **changes: Any) -> Row:
+    return row(name, model, data, Refused(match), story, needs, **changes)
+
+
+ROWS: tuple[Row, ...] = (
+    refused("contrastive loss", MIXES, "a share has fewer negatives", Contrasting, loss=contrastive),
+    refused("clip", MIXES, "the same, inside the model", clip, Captions(), ("transformers",), collate=captioned,
+            loss=lambda output, batch: output.loss),
+    refused("mixtral, balanced experts", MIXES, "a product of two means over the batch", balanced_mixtral, Sentences(),
+            ("transformers",), collate=padded, loss=lambda output, batch: output.loss),
+    refused("batch term of 2e-3", MIXES, "below the door's bound of 1e-3 of the value", loss=with_batch_term),
+    refused("covariance over the batch", MIXES, "VICReg's, Barlow Twins'", loss=decorrelated),
+    refused("root of a mean", MIXES, "the mean of roots is not the root of the mean", loss=root_mean_square),
+    refused("dice over the batch", MIXES, "at the start all shares have about the same quotient", loss=overlap),
+    refused("mean over the batch in the model", MIXES, "the door cut the output, and did not ask the model again", Centred),
+    refused("mean over the batch, a buffer of -inf", MIXES, "verify said yes: the infinite buffer switched it off",
+            lambda: Centred(True)),
+    refused("attention over the batch", MIXES, "batch_first forgotten", AcrossSamples),
+    refused("mixup in forward", MIXES, "a permutation of the share", Mixing),
+    refused("batch norm, a buffer that counts its share", BUFFER, "verify said yes: beside batch norm and Adam no buffer counted",
+            CountsSamples, SMALL_IMAGES, optimizer=adam),
+    refused("a running mean of its share", BUFFER.replace("seen", "centre"), "a codebook's", Codebook),
+    refused("python's random in forward", r"(?i)random", "every rank drew its own, and nothing saw it", ByPython),
+    refused("LBFGS", "LBFGS wants a closure", "it runs the model inside the update",
+            optimizer=lambda parameters: torch.optim.LBFGS(parameters)),
+    refused("ReduceLROnPlateau", "ReduceLROnPlateau wants a metric", "it wants a number that the step does not have",
+            scheduler=lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer)),
+    refused("IterableDataset", r"map-style", "an order that is not ours to cut", data=Stream()),
+    refused("sparse embedding", "sparse gradients", "not exchanged",
+            lambda: nn.Sequential(nn.EmbeddingBag(20, 8, sparse=True), nn.Linear(8, 4))),
+    refused("bare sum", "a bare sum over the batch", "sums of shares are right, but the step is not divided",
+            loss=nn.CrossEntropyLoss(reduction="sum")),
+)

@@ -1,0 +1,97 @@
+"""Every row of the zoo under four strategies: the same training, or one message before any harm."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import odd_jobs
+import pytest
+import random_jobs
+import refused_jobs
+import timm_jobs
+import torchvision_jobs
+import training_jobs
+import transformers_jobs
+from foreign import missing
+from models_page import Line, Page
+from rows import BOUND, STRATEGIES, Equal, Refused, Row
+
+import paragrad as pg
+
+ROWS: tuple[Row, ...] = (*transformers_jobs.ROWS, *timm_jobs.ROWS, *torchvision_jobs.ROWS, *random_jobs.ROWS, *odd_jobs.ROWS,
+                         *training_jobs.ROWS, *refused_jobs.ROWS)
+CELLS = [(row, strategy) for row in ROWS for strategy in row.under]
+# what these libraries have to say of themselves is no matter of ours
+pytestmark = [pytest.mark.filterwarnings(f"ignore:::{library}.*") for library in (
+    "transformers", "timm", "torchvision", "huggingface_hub", "torch")]
+
+
+def covering() -> list[tuple[Row, str]]:
+    """Every row under one strategy, in turn; every strategy meets rows of every file."""
+    return [(row, row.under[place % len(row.under)]) for place, row in enumerate(ROWS)]
+
+
+def cells() -> list[object]:
+    """The whole product; what is not in the covering sample belongs to the table."""
+    sample = covering()
+    return [pytest.param(row, strategy, id=f"{row.name}-{strategy}", marks=[] if (row, strategy) in sample else pytest.mark.table)
+            for row, strategy in CELLS]
+
+
+def line(row: Row, strategy: str, expected: bool, verdict: str, certificate: object = None) -> Line:
+    return Line(row.name, strategy, getattr(certificate, "difference", None), getattr(certificate, "twin", None), verdict, expected)
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize(("row", "strategy"), cells())
+def test_as_expected(row: Row, strategy: str, page: Page, tmp_path: Path) -> None:
+    if absent := missing(*row.needs):
+        pytest.skip(f"{', '.join(absent)} is not installed (make zoo)")
+    found = equal(row, strategy, tmp_path) if isinstance(row.expected, Equal) else refused(row, strategy, tmp_path)
+    page.note(found)
+    assert found.expected, found.verdict
+
+
+def equal(row: Row, strategy: str, folder: Path) -> Line:
+    """What verify says of it."""
+    assert isinstance(row.expected, Equal)
+    try:
+        certificate = pg.verify(row.job(), strategy, runs=folder)
+    except (pg.Refused, pg.RankFailed) as error:
+        return line(row, strategy, False, f"{type(error).__name__}: {error}")
+    if not certificate.same:
+        where = certificate.failure or f"difference {certificate.difference} at {certificate.tensor}, first at {certificate.first}"
+        return line(row, strategy, False, f"not the same: {where}", certificate)
+    assert certificate.difference is not None
+    if certificate.difference > BOUND and not row.expected.twin:
+        return line(row, strategy, False, f"same by the twin's bound {certificate.bound:.1e}, and 1e-10 was expected", certificate)
+    return line(row, strategy, True, "same" if certificate.difference <= BOUND else f"same ({row.expected.twin})", certificate)
+
+
+def refused(row: Row, strategy: str, folder: Path) -> Line:
+    """What train says of it: one message, and no step in its record."""
+    assert isinstance(row.expected, Refused)
+    try:
+        pg.train(row.job(), strategy, runs=folder)
+    except (pg.Refused, pg.RankFailed) as error:
+        said = str(error)
+    else:
+        return line(row, strategy, False, "trained without a word")
+    assert "Traceback" not in said
+    lines = [json.loads(text) for record in folder.rglob("*.jsonl") for text in record.read_text().splitlines()]
+    trained = any(told["kind"] == "step" for told in lines)
+    right = re.search(row.expected.match, said.replace(row.name, "")) is not None and not trained
+    return line(row, strategy, right, ("trained, then " if trained else "") + f"refused: {said}")
+
+
+def test_the_zoo_is_large_and_its_rows_have_names_of_their_own() -> None:
+    assert len(ROWS) >= 60
+    assert len({row.name for row in ROWS}) == len(ROWS)
+    assert all(row.story for row in ROWS)
+
+
+def test_the_covering_sample_covers() -> None:
+    assert {row.name for row, _ in covering()} == {row.name for row in ROWS}
+    assert {strategy for _, strategy in covering()} == set(STRATEGIES)
