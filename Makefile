@@ -1,11 +1,12 @@
 # make demo    set everything up and run the main job          make check   style, types and pure tests, under a minute
 # make test    set everything up and pass all tests            make table   all tables: sizes, equality, resume, verify
 # make system  Debian packages that some tests use             make clean   remove what make made
+# make zoo     models from elsewhere, all of them: writes docs/models.md
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check table system clean
+.PHONY: demo test check table zoo system clean
 .DEFAULT_GOAL := test
 
 demo: .venv/ready
@@ -25,6 +26,10 @@ table: .venv/ready
 	$(BIN)/pytest tests/pure tests/processes/test_equality.py tests/processes/test_checkpoint.py tests/processes/test_verify.py \
 	    tests/processes/test_environment.py tests/processes/test_own_loop.py tests/network --timeout 300
 
+# the page is written also where rows are not as expected, and says which
+zoo: .venv/zoo
+	PARAGRAD_MODELS_PAGE=docs/models.md $(BIN)/pytest tests/zoo --timeout 300
+
 # mpirun for the tests of joining a world, a browser for those of the page, ip and tc for several hosts; tests that miss them
 # skip and say so
 system:
@@ -37,6 +42,10 @@ system:
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+.venv/zoo: .venv/ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,zoo]'
 	touch $@
 
 clean:

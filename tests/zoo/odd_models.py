@@ -27,9 +27,9 @@ class NanoGpt(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.drop(self.tokens(tokens) + self.places(torch.arange(tokens.shape[1])))
-        queries, keys, values = (each.view(*tokens.shape, 2, 8).transpose(1, 2) for each in self.attention(self.norm(x)).split(16, 2))
+        heads = (each.view(*tokens.shape, 2, 8).transpose(1, 2) for each in self.attention(self.norm(x)).split(16, 2))
         mask = getattr(self, "mask", None)
-        mixed = functional.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, is_causal=mask is None,
+        mixed = functional.scaled_dot_product_attention(*heads, attn_mask=mask, is_causal=mask is None,
                                                         dropout_p=0.1 if self.training and mask is None else 0.0)
         x = x + self.drop(self.project(mixed.transpose(1, 2).reshape(x.shape)))
         return self.head(self.last(x + self.drop(self.narrow(functional.gelu(self.wide(x))))))
@@ -250,25 +250,6 @@ class WithConstants(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(x @ (torch.eye(10) + 0.1 * torch.ones(10, 10)))
-
-
-class NormRelu(nn.BatchNorm2d):
-    """A batch norm with a forward of its own, which was replaced together with its activation."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.relu(super().forward(x))
-
-
-class FunctionalNorm(nn.Module):
-    """F.batch_norm by hand, with buffers of other names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(4))
-        self.register_buffer("variance", torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.batch_norm(x, self.mean, self.variance, training=self.training)       # type: ignore[arg-type]
 
 
 class Counting(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -175,4 +176,4 @@ NEEDS = {"bert": ("transformers",), "bert, few labels": ("transformers",), "t5, 
 if __name__ == "__main__":
     name, path = sys.argv[1:]
     torch.set_num_threads(1)
-    torch.save(LOOPS[name](), f"{path}-{torch.distributed.get_rank() if torch.distributed.is_initialized() else 0}")
+    torch.save(LOOPS[name](), f"{path}-{os.environ.get('RANK', 0)}")

@@ -149,7 +149,8 @@ def named(model: Any, h: Tensor) -> Tensor:
 
 
 def reentrant(model: Any, h: Tensor) -> Tensor:
-    return checkpoint(lambda each: functional.dropout(torch.tanh(model.second(each)), 0.5, model.training), h, use_reentrant=True)
+    return checkpoint(lambda each: functional.dropout(torch.tanh(model.second(each)), 0.5, model.training), h,
+                      use_reentrant=True)
 
 
 def nested(model: Any, h: Tensor) -> Tensor:
@@ -187,12 +188,12 @@ OWN = "every rank drew from its own generator"
 AGAIN = "the mask drawn again in backward was another one: wrong gradients, under serial too"
 ROWS = (
     sequences("TransformerEncoder, batch first", lambda: Encoder(True), "dropout in scaled_dot_product_attention: " + OWN),
-    sequences("TransformerEncoder, sequence first", lambda: Encoder(False), "the sample is a draw's second dimension, or a block"),
+    sequences("TransformerEncoder, sequence first", lambda: Encoder(False), "a draw's second dimension is the sample"),
     sequences("TransformerEncoder, its batches sequence first", lambda: SequenceFirst(False), "was refused for its dropout",
               collate=sequence_first, under=STRATEGIES[:3]),
     sequences("MultiheadAttention, batch first", lambda: Attention(True, False), OWN),
     sequences("MultiheadAttention, sequence first", lambda: Attention(False, False), OWN),
-    sequences("MultiheadAttention, with weights", lambda: Attention(True, True), "dropout of (samples x heads) weights at once"),
+    sequences("MultiheadAttention, with weights", lambda: Attention(True, True), "dropout of samples x heads"),
     sequences("LSTM with dropout", lambda: Recurrent("LSTM", True), OWN),
     sequences("GRU with dropout, sequence first", lambda: Recurrent("GRU", False), OWN),
     row("dropout on padded sequences", lambda: nn.Sequential(nn.Dropout(0.3), Recurrent("LSTM", True)), Time(), Equal(),
@@ -213,7 +214,7 @@ ROWS = (
         Equal(), "samples an index for every sample"),
     row("rrelu", lambda: nn.Sequential(nn.Linear(10, 16), nn.RReLU(), nn.Linear(16, 4)), VECTORS, Equal(), OWN),
     row("fractional max pool", lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.FractionalMaxPool2d(2, 4), nn.Flatten(),
-                                                     nn.Linear(64, 4)), SMALL_IMAGES, Equal(), "draws where it pools, per sample"),
+                                                     nn.Linear(64, 4)), SMALL_IMAGES, Equal(), "draws where it pools"),
     vectors("layer drop", layer_dropped, "one number for the whole batch: every rank drew its own"),
     vectors("checkpoint, dropout by name", named, AGAIN),
     vectors("checkpoint, reentrant", reentrant, AGAIN),

@@ -190,7 +190,7 @@ ROWS: tuple[Row, ...] = (
             lambda: Centred(True)),
     refused("attention over the batch", MIXES, "batch_first forgotten", AcrossSamples),
     refused("mixup in forward", MIXES, "a permutation of the share", Mixing),
-    refused("batch norm, a buffer that counts its share", BUFFER, "verify said yes: beside batch norm and Adam no buffer counted",
+    refused("batch norm, a buffer that counts its share", BUFFER, "verify said yes, beside Adam",
             CountsSamples, SMALL_IMAGES, optimizer=adam),
     refused("a running mean of its share", BUFFER.replace("seen", "centre"), "a codebook's", Codebook),
     refused("python's random in forward", r"(?i)random", "every rank drew its own, and nothing saw it", ByPython),
