@@ -15,8 +15,8 @@ Written by `{command}` (torch {torch}{libraries}).
 
 Models and jobs that were not written for paragrad, each under four strategies beside one worker. *difference*: the largest of
 any gradient, parameter or buffer over the steps of [verify](verify.md), in float64; *twin*: the same of one worker that takes
-each batch in another order, where rounding alone is more than 1e-10. A job that no split trains as one worker does is refused by one
-message before the first update.
+each batch in another order, where rounding alone is more than 1e-10. A job that no split trains as one worker does is refused
+by one message before the first update.
 
 {count} rows, {results} results, {unexpected} of them not as expected.
 

@@ -160,7 +160,7 @@ LOOPS: dict[str, Callable[[], State]] = {
     "checkpoint, dropout by name": of_row(random_jobs.ROWS, "checkpoint, dropout by name"),
     "vae": of_row(random_jobs.ROWS, "vae"),
     "mixture of experts": of_row(odd_jobs.ROWS, "mixture of experts"),
-    "rare ignored targets in a function": of_row(training_jobs.ROWS, "rare ignored targets in a function"),
+    "ignored targets that come late": of_row(training_jobs.ROWS, "ignored targets that come late"),
     "mixup": of_row(training_jobs.ROWS, "mixup"),
     "accumulation by hand": of_row(training_jobs.ROWS, "accumulation by hand"),
     "batch norm": by_batch_norm,
