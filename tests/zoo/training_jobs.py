@@ -9,7 +9,7 @@ import torch
 from equality import mlp
 from foreign import foreign
 from odd_models import NanoGpt
-from rows import IMAGES, SEQUENCES, VECTORS, Equal, Row, Sentences, numbers, padded, row, whole
+from rows import IMAGES, SEQUENCES, STRATEGIES, VECTORS, Equal, Row, Sentences, numbers, padded, row, whole
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import lr_scheduler
@@ -178,8 +178,9 @@ ROWS: tuple[Row, ...] = (
     one_thing("weights of samples", "a mean over samples all the same", data=WEIGHED, loss=weighted),
     one_thing("weighted mean", "a sum divided by a tensor of this batch", data=WEIGHED, loss=weighted_mean),
     one_thing("own mean", "no loss of torch", loss=own_mean),
-    one_thing("own mean, dropped samples", "a share weighed as what it was given: 7.8", loss=own_mean, collate=dropping),
-    one_thing("cross-entropy, dropped samples", "the same", collate=dropping),
+    one_thing("own mean, dropped samples", "a share weighed as what it was given: 7.8", loss=own_mean,
+              collate=dropping, under=STRATEGIES[:3]),
+    one_thing("cross-entropy, dropped samples", "the same; its batches cannot be cut", collate=dropping, under=STRATEGIES[:3]),
     one_thing("batchmean of a divergence", "divides by the batch, not by elements", collate=mixed_up, loss=soft),
     one_thing("mixup", "every share mixed by itself, with a number of its own", collate=mixed_up),
     one_thing("cutmix", "the same with squares", data=IMAGES, collate=cut_and_mixed,
