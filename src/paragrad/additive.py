@@ -34,12 +34,13 @@ class Part:
 
     def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Part:
         """device: otherwise where it is."""
-        return Part(*brought((self.inputs, self.target), device, dtype), self.positions)
+        inputs, target = brought((self.inputs, self.target), device, dtype)
+        return Part(inputs, target, self.positions)
 
     def cut(self, places: list[int]) -> Part:
         """What stands at some places of it. Raises ValueError where it cannot be cut."""
-        pair = cut((self.inputs, self.target), places, len(self.positions))
-        return Part(*pair, [self.positions[place] for place in places])
+        inputs, target = cut((self.inputs, self.target), places, len(self.positions))
+        return Part(inputs, target, [self.positions[place] for place in places])
 
     def copied(self) -> tuple[Any, Any]:
         """(inputs, target) for a model that may change them; what is in both stays one tensor."""

@@ -10,8 +10,10 @@ What is rounding is measured, not assumed. With d the difference from serial and
     otherwise, against a reference one precision higher:        a miss where the strategy's error is more than 4 times the
                                                                 larger of serial's and the twin's
 
-(1.5 t never exceeds three times the larger of the two errors, so the first line implies the second.) Where there is no higher
-precision, or the model cannot run in it, further twins stand in: a miss is more than 4 times the largest difference among them.
+(1.5 t never exceeds three times the larger of the two errors, so the first line implies the second.) A twin of another rank is
+believed while it shows rounding and not a fault of that rank; otherwise, and for the second line, rank 0 runs one of its own.
+Where there is no higher precision, or the model cannot run in it, further twins stand in: a miss is more than 4 times the
+largest difference among them.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from paragrad.precision import in_precision
 from paragrad.world import World
 
 FLOOR = 8               # eps of the kind's largest: equal
+BELIEVED = 1000         # eps up to which another rank's twin is believed
 TWINS = 3               # orders of the samples, where there is no reference
 
 
@@ -177,15 +180,16 @@ class Proof:
     def _doubtful(self, told: list[tuple[dict[str, Gap], list[dict[str, Gap]]]]) -> list[str]:
         """The kinds that are neither below the floor nor within what the twin explains (asked on rank 0)."""
         twins = [twin for _, some in told for twin in some]
-        return [kind for kind in KINDS for mine, _ in told
-                if mine[kind].value > self.floor(kind, mine[kind]) and not any(
-                    mine[kind].value <= 1.5 * twin[kind].value < math.inf for twin in twins)]
+        believed = {kind: max((twin[kind].value for twin in twins
+                               if twin[kind].value <= BELIEVED * self.eps * twin[kind].largest), default=0.0) for kind in KINDS}
+        return [kind for kind in KINDS if any(
+            mine[kind].value > max(self.floor(mine[kind]), 1.5 * believed[kind]) for mine, _ in told)]
 
-    def floor(self, kind: str, gap: Gap) -> float:
+    def floor(self, gap: Gap) -> float:
         return FLOOR * self.eps * gap.largest
 
     def _judged(self, ours: Made, serial: Made, doubtful: list[str]) -> list[Miss]:
-        """Against a reference one precision higher, or more twins."""
+        """Against a reference one precision higher, or more twins, all on rank 0."""
         better: Made | None = None
         if self.reference and self.world.rank == 0 and self.eps > torch.finfo(torch.float64).eps:
             try:
@@ -195,20 +199,19 @@ class Proof:
         exact = self.world.agreed(better is not None)
         if exact:
             better = spread(self.world, better)
-            own = gaps(ours, better)
-            rounding = [gaps(made, better) for made in (self.serial, self.twin) if made is not None]
-        else:
-            own = gaps(ours, serial)
-            rounding = [gaps(self.twin, serial)] if self.twin is not None else []
-            if self.world.rank == 0 and self.again:
-                rounding += [gaps(self.again(number), serial) for number in range(TWINS)]
-        told = self.world.collected((own, rounding))
+        told = self.world.collected(gaps(ours, better or serial))
         misses = []
-        for kind in dict.fromkeys(doubtful) if self.world.rank == 0 else ():
-            bound = 4 * max((each[kind].value for _, some in told for each in some), default=0.0)
-            rank, gap = max(((rank, each[kind]) for rank, (each, _) in enumerate(told)), key=lambda pair: pair[1].value)
-            if gap.value > max(bound, self.floor(kind, gap)):
-                misses.append(Miss(kind, rank, gap, bound / 4))
+        if self.world.rank == 0:
+            assert self.again is not None
+            if better is not None:
+                rounding = [gaps(serial, better), gaps(self.again(0), better)]
+            else:
+                rounding = [gaps(self.again(number), serial) for number in range(TWINS)]
+            for kind in doubtful:
+                bound = max(each[kind].value for each in rounding)
+                rank, gap = max(((rank, each[kind]) for rank, each in enumerate(told)), key=lambda pair: pair[1].value)
+                if gap.value > max(4 * bound, self.floor(gap)):
+                    misses.append(Miss(kind, rank, gap, bound))
         return self.world.agreed(misses)        # type: ignore[no-any-return]
 
 

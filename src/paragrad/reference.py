@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from paragrad.data_parallel.batch_norm import batch_norms
 from paragrad.datasets.loading import Dataset, called, copied, cut, generators_kept, parted
 from paragrad.evaluation import evaluating
 from paragrad.job import Job, seed_everything
@@ -29,14 +28,18 @@ WHOLE = "loss of the whole batch"       # beside the weighted mean of its micro-
 
 
 class Reference:
-    """Serial and, with twin=True, its rounding twin, over the same batches of a job. micro: its micro-batches."""
+    """Serial and, with twin=True, its rounding twin, over the same batches of a job.
+
+    micro: its micro-batches;  normed: the names of running statistics where a batch norm is computed in training, else None.
+    """
 
     def __init__(self, device: torch.device, job: Job, strategy: Strategy, train: Dataset, places: list[tuple[int, range]],
                  twin: bool) -> None:
-        serial = Trainer.of_job(World(device=device), job, Serial())
-        self.micro = share_weights(strategy)[1] if normed(serial.model) else 1
+        tried = _tried(job, train, places[0], device)
+        self.normed = None if isinstance(tried, str) or not tried.batch_norm.computed else tried.normed
+        self.micro = 1 if self.normed is None else share_weights(strategy)[1]
         like = strategy if self.micro > 1 else None
-        self.serial = Trainer.of_job(World(device=device), job, Serial(), like=like) if like else serial
+        self.serial = Trainer.of_job(World(device=device), job, Serial(), like=like)
         self.twin = Trainer.of_job(World(device=device), job, Serial(), like=like) if twin else None
         self.running = {trainer: trainer.batches_at(train, job.order(len(train)), places) for trainer in self.trainers}
         self.signs = torch.Generator().manual_seed(job.seed)
@@ -66,13 +69,6 @@ class Reference:
         return f"serial(micro={self.micro})" + (" with weights that were not checked" if self.apart is None else "")
 
 
-def normed(model: nn.Module) -> set[str]:
-    """The names of the running statistics of batch norm."""
-    found = {id(norm) for norm in batch_norms(model)}
-    return {f"{name}.{statistic}".lstrip(".") for name, module in model.named_modules() if id(module) in found
-            for statistic in ("running_mean", "running_var")}
-
-
 @torch.no_grad()
 def move(model: nn.Module, signs: torch.Generator) -> None:
     """Every parameter up or down by about one unit in its last place."""
@@ -82,7 +78,6 @@ def move(model: nn.Module, signs: torch.Generator) -> None:
             parameter.mul_(1.0 + (2.0 * up - 1.0) * torch.finfo(parameter.dtype).eps)
 
 
-@torch.no_grad()
 def _apart_from_whole(trainer: Trainer, inputs: Any, target: Any) -> float | None:
     """How far the weighted mean over micro-batches is from the loss of one call over the whole batch; None where the model
     in eval mode, which mixes no samples, gives the loss nothing to go by."""
@@ -90,7 +85,7 @@ def _apart_from_whole(trainer: Trainer, inputs: Any, target: Any) -> float | Non
     assert batch is not None
     samples = len(batch.indices)
     try:
-        with evaluating(trainer.model), trainer.casting(), generators_kept():
+        with evaluating(trainer.model), trainer.casting(), generators_kept(), torch.set_grad_enabled(trainer.module.by_graph):
             whole = _loss(trainer, copied(inputs), target, samples)
             parts = [_loss(trainer, cut(copied(inputs), part, samples), cut(target, part, samples), len(piece.positions))
                      for piece, part in batch.cuts()]
@@ -107,23 +102,23 @@ def _apart_from_whole(trainer: Trainer, inputs: Any, target: Any) -> float | Non
 
 def _loss(trainer: Trainer, inputs: Any, target: Any, samples: int) -> tuple[float, float]:
     total, weight = trainer.module.pair(called(trainer.model, inputs), target, samples)
-    return float(total), weight
+    return float(total.detach()), weight
 
 
 def precision(job: Job, train: Dataset, place: tuple[int, range], device: torch.device) -> tuple[torch.dtype, str | None]:
     """(float64, None); or, where a step of serial fails in float64 and none in float32 does, (float32, why)."""
-    why = _failure(job.replace(dtype=torch.float64), train, place, device)
-    if why is None or _failure(job.replace(dtype=torch.float32), train, place, device):
+    why = _tried(job.replace(dtype=torch.float64), train, place, device)
+    if not isinstance(why, str) or isinstance(_tried(job.replace(dtype=torch.float32), train, place, device), str):
         return torch.float64, None              # where it fails in both, the run itself will say so
     return torch.float32, f"a step in float64 fails: {why}"
 
 
-def _failure(job: Job, train: Dataset, place: tuple[int, range], device: torch.device) -> str | None:
-    """The message of a first step of serial that fails."""
+def _tried(job: Job, train: Dataset, place: tuple[int, range], device: torch.device) -> Trainer | str:
+    """A serial trainer after its first step, or the message of its failure."""
     try:
         trainer = Trainer.of_job(World(device=device), job, Serial())
         for fetched in trainer.batches_at(train, job.order(len(train)), [place]):
             trainer.step(*parted(fetched))
     except Exception as error:
         return str(error).splitlines()[0] if str(error) else type(error).__name__
-    return None
+    return trainer

@@ -89,6 +89,8 @@ class Beside:
     def made(self, order: Order = list) -> tuple[Made, Left]:
         trainer, parts = self.trainer, self.batch(order)
         with untouched(trainer.model) as left, trainer.batch_norm.looking():
+            for name, buffer in trainer.model.named_buffers():
+                buffer.data.copy_(self.buffers[name])           # the strategy's own step may have been made since
             found = made_alone(trainer.module, parts, trainer.draws, trainer.seed, trainer.steps, self.loss_alone)
         return found, left
 
@@ -124,7 +126,7 @@ def proof(trainer: Trainer, batch: Batch, inputs: Any, target: Any, activations:
                             {name: buffer.clone() for name, buffer in trainer.model.named_buffers()})
             if world.rank == 0:
                 serial, left = beside.made()
-                because = left.changed and f"the forward changes {', '.join(left.changed[:3])}"
+                because = f"the forward changes {', '.join(left.changed[:3])}" if left.changed else None
             else:
                 twin, _ = beside.made(ORDERS[0])
         except Exception as error:
@@ -195,8 +197,9 @@ def _no_room(trainer: Trainer, batch: Batch, activations: int) -> str | None:
     wanted = activations * len(batch.indices) // here + 2 * sum(
         parameter.numel() * parameter.element_size() for parameter in trainer.parameters.values())
     left = memory_left()
-    lacking = left is not None and wanted > left and trainer.world.rank < 2
-    return f"the whole batch wants about {wanted >> 20} MiB on one rank, and {left >> 20} MiB are left" if lacking else None
+    if left is None or wanted <= left or trainer.world.rank > 1:
+        return None
+    return f"the whole batch wants about {wanted >> 20} MiB on one rank, and {left >> 20} MiB are left"
 
 
 def prove(trainer: Trainer, proof: Proof, loss: float, weight: float, gradients: dict[str, Any]) -> None:

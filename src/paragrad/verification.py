@@ -24,7 +24,7 @@ from paragrad.differing import FLOOR, Apart, Tensors, apart, differences, each_a
 from paragrad.errors import StepFailed
 from paragrad.job import Job, opened
 from paragrad.picking import first_batches, telling_batches
-from paragrad.reference import WHOLE, Reference, normed, precision
+from paragrad.reference import WHOLE, Reference, precision
 from paragrad.settings import Settings
 from paragrad.strategy import Strategy, share_weights
 from paragrad.trainer import Trainer
@@ -149,8 +149,7 @@ class Comparison:
         self.worst = Difference(0.0, dtype=serial.dtype,
                                 bound=BOUND if serial.dtype == torch.float64 else FEW * self.eps)
         self.rounding: dict[str, float] = {}        # the twin's largest by kind, until now
-        self.normed = normed(serial.model)
-        self.noise = 1e3 * self.eps if self.normed else 0.0
+        self.noise = 0.0 if reference.normed is None else 1e3 * self.eps
         self.masks: dict[str, Tensor] | None = None
         if self.noise and not isinstance(serial.optimizer, torch.optim.SGD):
             self.masks = {name: torch.ones_like(tensor, dtype=torch.bool) for name, tensor in serial.parameters.items()}
@@ -210,7 +209,7 @@ class Comparison:
         self.worst = replace(worst, tensors=tensors)
 
     def _excused(self, name: str) -> bool:
-        return self.masks is not None and name in self.normed
+        return self.masks is not None and name in (self.reference.normed or ())
 
     def _narrow(self, gradients: Tensors) -> None:
         if self.masks is None:

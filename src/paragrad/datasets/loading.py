@@ -222,8 +222,8 @@ def seed_generators(text: str) -> None:
 def generator_states() -> dict[str, Any]:
     """The states of torch's, numpy's and random's generators, which can be compared."""
     kind, keys, *place = numpy.random.get_state()
-    return {"torch": torch.default_generator.get_state().numpy().tobytes(), "numpy": (kind, keys.tobytes(), *place),
-            "random": random.getstate()}
+    return {"torch": torch.default_generator.get_state().numpy().tobytes(),
+            "numpy": (kind, numpy.asarray(keys).tobytes(), *place), "random": random.getstate()}
 
 
 @contextlib.contextmanager

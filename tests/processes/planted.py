@@ -1,0 +1,183 @@
+"""Wrongs planted in ranks: what the library, a model or a job could get wrong, by their names.
+
+A job's model() is built in every rank, and plants the wrong there: it changes the library in that process, for as long as the
+rank lives. One worker's step beside (`made_alone`) stays right, and so does whatever only looks at a model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from equality import job, momentum, numbers, whole
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from paragrad import Job, batches, first_step, loss, start, trainer
+from paragrad.data_parallel import alone as by_itself
+from paragrad.data_parallel import batch_norm, shared_memory
+
+IMAGES = TensorDataset(numbers(30, 2, 8, 8, seed=3), whole(4, 30, 2, seed=4).masked_fill(whole(3, 30, 2, seed=8) == 0, -100))
+
+
+class Working:
+    """In a strategy's own step, and not where something only looks?"""
+    looking = 0
+
+    @classmethod
+    @contextlib.contextmanager
+    def look(cls) -> Iterator[None]:
+        cls.looking += 1
+        try:
+            yield
+        finally:
+            cls.looking -= 1
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+class Net(nn.Module):
+    """Convolution, batch norm, dropout, two targets an image of which some do not count."""
+    forgetful = False           # one activation is lost
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.out = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Linear(36, 8)
+        self.register_buffer("seen", torch.zeros(()))
+        self.counts = False     # a buffer counts its share
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.conv(x))
+        hidden = hidden if self.forgetful and not Working.looking else torch.relu(hidden)
+        hidden = functional.dropout(functional.max_pool2d(hidden, 2).flatten(1), 0.2, self.training)
+        if self.counts:
+            self.seen += len(x)
+        return self.out(hidden).view(-1, 4, 2)
+
+
+def later(of: Any, name: str, change: Callable[[Any], Any]) -> None:
+    """Replace a function of a class or module, for the life of this process, by one that changes what it gives."""
+    original = getattr(of, name)
+
+    def changed(*arguments: Any, **more: Any) -> Any:
+        found = original(*arguments, **more)
+        return found if Working.looking else change(found)
+    mock.patch.object(of, name, changed).start()
+
+
+def weight_off_by_one(net: Net) -> None:
+    later(loss.Summed, "forward", lambda pair: (pair[0], pair[1] + 1))
+
+
+def mean_of_means(net: Net) -> None:
+    later(loss.Summed, "forward", lambda pair: (pair[0] / pair[1], 1.0))
+
+
+def mask_by_rank(net: Net) -> None:
+    original = trainer.keyed
+    mock.patch.object(trainer, "keyed", lambda draws, seed, *more, **others: original(draws, seed + 1 + rank(), *more, **others)
+                      ).start()
+
+
+def lost_activation(net: Net) -> None:
+    net.forgetful = True
+
+
+def buffer_by_share(net: Net) -> None:
+    net.counts = True
+
+
+def stale_gradient(net: Net) -> None:
+    """The last layer's bias keeps what it had before: nothing."""
+    def forget(exchange: Any) -> None:
+        gradient = exchange.averaged()["out.bias"]
+        gradient.zero_()
+        if isinstance(exchange, shared_memory.SharedMemory):
+            exchange.mean[exchange.names.index("out.bias")].zero_()
+    _after_average(forget)
+
+
+def noise_by_rank(net: Net) -> None:
+    def disturb(exchange: Any) -> None:
+        if isinstance(exchange, shared_memory.SharedMemory):
+            exchange.averaged()
+            exchange.mean[0].add_(1e-3 * (1 + rank()))
+        else:
+            exchange.averaged()["conv.weight"].add_(1e-3 * (1 + rank()))
+    _after_average(disturb)
+
+
+def _after_average(change: Callable[[Any], None]) -> None:
+    for kind in (by_itself.Alone, shared_memory.SharedMemory):
+        original = kind.average
+
+        def changed(self: Any, weight: float, original: Any = original) -> None:
+            original(self, weight)
+            change(self)
+        mock.patch.object(kind, "average", changed).start()
+
+
+def sample_twice(net: Net) -> None:
+    original = batches.batch_of
+
+    def changed(*arguments: Any, **more: Any) -> Any:
+        batch = original(*arguments, **more)
+        first = batch.pieces[0]
+        return replace(batch, pieces=[replace(first, places=[*first.places[:-1], first.places[0]]), *batch.pieces[1:]])
+    mock.patch.object(trainer, "batch_of", changed).start()
+
+
+def statistics_of_a_share(net: Net) -> None:
+    original = batch_norm.BatchNorm.__init__
+
+    def changed(self: Any, *arguments: Any, **more: Any) -> None:
+        original(self, *arguments, **more)
+        self.alone = True
+    mock.patch.object(batch_norm.BatchNorm, "__init__", changed).start()
+
+
+def running_statistics_of_a_share(net: Net) -> None:
+    later(batch_norm, "merged", lambda found: (found[0], found[1], found[2]))
+    original = batch_norm.BatchNorm._whole
+
+    def changed(self: Any, x: Tensor, weight: Any, bias: Any, mean: Any, *more: Any) -> Tensor:
+        result = original(self, x, weight, bias, mean, *more)
+        mean.add_(0.1 * x.mean((0, 2, 3)).detach())
+        return result
+    mock.patch.object(batch_norm.BatchNorm, "_whole", changed).start()
+
+
+# what is planted -> kinds of which one is named
+WRONGS: dict[Callable[[Net], None], tuple[str, ...]] = {
+    weight_off_by_one: ("weight", "loss", "gradient"), mean_of_means: ("loss", "weight", "gradient"),
+    mask_by_rank: ("loss", "gradient"), lost_activation: ("loss", "gradient"), buffer_by_share: ("buffer",),
+    stale_gradient: ("gradient",), noise_by_rank: ("gradient",), sample_twice: ("loss", "gradient", "buffer"),
+    statistics_of_a_share: ("loss", "gradient", "buffer"), running_statistics_of_a_share: ("buffer",)}
+
+
+def planted(wrong: Callable[[Net], None], alone: int | None = None) -> Job:
+    """A job with a wrong in every rank, or in one alone."""
+    def build() -> Net:
+        net = Net()
+        if dist.is_initialized() and alone in (None, rank()):       # not where the door builds it, or another rank
+            for of, name in ((start, "made_alone"), (first_step, "made_alone"), (start, "probed")):
+                original = getattr(of, name)
+                mock.patch.object(of, name, _looking(original)).start()
+            wrong(net)
+        return net
+    return job(f"planted {wrong.__name__}", build, IMAGES, optimizer=momentum, seed=7)
+
+
+def _looking(original: Callable[..., Any]) -> Callable[..., Any]:
+    def looking(*arguments: Any, **more: Any) -> Any:
+        with Working.look():
+            return original(*arguments, **more)
+    return looking
