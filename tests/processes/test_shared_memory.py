@@ -10,6 +10,7 @@ import torch
 from equality import VECTORS, job, mlp
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import TensorDataset
 
 from paragrad import Job, Refused, parallelize, train, verify
 from paragrad.admission import admitted, backend_of
@@ -358,6 +359,32 @@ def test_an_optimizer_that_keeps_parameters_elsewhere_is_not_cut() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3, 3))], lr=0.1)
     optimizer.inner = torch.optim.SGD(optimizer.param_groups[0]["params"], lr=0.1)          # type: ignore[attr-defined]
     assert updates_by(optimizer) == "all"
+
+
+class Late(nn.Module):
+    """Its second layer is used where a batch has a sample above 5, which the first batch has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(10, 4), nn.Linear(10, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        large = (x[:, :1] > 5).to(x.dtype)
+        return self.first(x) + (large * self.second(x) if large.any() else 0)
+
+
+def test_a_parameter_that_is_first_used_in_a_later_step(tmp_path: Path) -> None:
+    """A mixture of experts, one of which had no sample in step 0, ended in step 1: torch's fused SGD does not take momentum that
+    some parameters have and others not yet."""
+    late = job("late", Late, VECTORS)
+    order = late.order(len(VECTORS)).indices(0, range(len(VECTORS)))
+    x, targets = VECTORS.tensors[0].clone(), VECTORS.tensors[1]
+    x[order[14]] = 6.0
+    for chosen in ("data(2)", "data(3, shares=[1, 2, 1])"):
+        certificate = verify(late.replace(train=TensorDataset(x, targets)), chosen, runs=tmp_path)
+        assert certificate.same
+        assert certificate.difference is not None
+        assert certificate.difference <= 1e-10
 
 
 def test_resumed_state_is_tried_too() -> None:

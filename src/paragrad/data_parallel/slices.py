@@ -49,8 +49,7 @@ def updated(optimizer: torch.optim.Optimizer) -> None:
     groups = [group for group in optimizer.param_groups if type(optimizer) in FOREACH and group["foreach"] is None
               and group.get("fused") is None and not group["differentiable"]
               and not any(isinstance(each, torch.Tensor) for each in group.values())]
-    kernels = ["fused" if type(optimizer) in FUSED and all(map(torch.is_floating_point, group["params"])) else "foreach"
-               for group in groups]             # the fused ones take no complex numbers
+    kernels = ["fused" if type(optimizer) in FUSED and _fusible(optimizer, group["params"]) else "foreach" for group in groups]
     for group, kernel in zip(groups, kernels, strict=True):
         group[kernel] = True
     try:
@@ -58,6 +57,12 @@ def updated(optimizer: torch.optim.Optimizer) -> None:
     finally:
         for group, kernel in zip(groups, kernels, strict=True):
             group[kernel] = None
+
+
+def _fusible(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> bool:
+    """The fused kernels take no complex numbers, and not at once what had a gradient before and what has its first."""
+    met = {bool(optimizer.state.get(parameter)) for parameter in parameters if parameter.grad is not None}
+    return len(met) <= 1 and all(map(torch.is_floating_point, parameters))
 
 
 def _even(lengths: list[int], ranks: int) -> list[list[Piece]]:
