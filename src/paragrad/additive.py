@@ -101,7 +101,7 @@ def wrong_with(module: Summed, parts: list[Part], draws: Draws, tight: bool) -> 
 
 
 def _asked(module: Summed, part: Part, draws: Draws) -> Answer:
-    with untouched(module.model), _statistics_apart(), keyed(draws, 0, 0, part.positions):
+    with untouched(module.model), statistics_apart(), keyed(draws, 0, 0, part.positions):
         inputs, target = part.copied()
         output = called(module.model, inputs)
         value = module.loss(output, target)
@@ -110,18 +110,20 @@ def _asked(module: Summed, part: Part, draws: Draws) -> Answer:
 
 
 def _rounding(module: Summed, whole: Part, draws: Draws, mean: float) -> float:
-    """How far, relatively, another order of the samples is from this one: four times that, and 64 eps at least."""
+    """How far, relatively, another order of the samples is from this one: four times that, and some eps at least."""
     places = list(range(len(whole.positions)))[::-1]
     try:
         twin = _asked(module, whole.cut(places), draws)
     except ValueError:
         return 1e-4
     apart = 4 * abs(twin.total / (twin.weight or 1.0) - mean) / max(abs(mean), 1e-6)
-    return max(64 * torch.finfo(torch.float32).eps, min(apart, 1e-3))
+    coarsest = max([torch.finfo(twin.value_dtype).eps, *(
+        torch.finfo(parameter.dtype).eps for parameter in module.model.parameters() if parameter.is_floating_point())])
+    return max(64 * torch.finfo(torch.float32).eps, 8 * coarsest, min(apart, 1e-3))
 
 
 @contextlib.contextmanager
-def _statistics_apart() -> Iterator[None]:
+def statistics_apart() -> Iterator[None]:
     """Batch norm in training takes no statistics: those are the one thing that may mix samples, and strategies see to it."""
     original = torch.batch_norm
 

@@ -11,8 +11,9 @@ import torch
 from paragrad import checkpoint
 from paragrad.backends.shm.region import unavailable
 from paragrad.causes import by_layout
+from paragrad.door import Facts, examined, uncut
 from paragrad.errors import Refused
-from paragrad.job import Facts, Job, examined, uncut
+from paragrad.job import Job
 from paragrad.launched import cores
 from paragrad.launching import files
 from paragrad.players.proof import prove

@@ -28,8 +28,9 @@ from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor
 
 from paragrad.data_parallel.alone import OptimizerState
+from paragrad.door import Facts
 from paragrad.errors import Refused, StepFailed
-from paragrad.job import Facts, Job
+from paragrad.job import Job
 from paragrad.record import lines_of
 from paragrad.world import World
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paragrad.admission import Admitted, admitted
+from paragrad.door import examined
 from paragrad.errors import RankFailed, Refused
-from paragrad.job import Job, examined
+from paragrad.job import Job
 from paragrad.launching import Ranks
 from paragrad.loop import Progress
 from paragrad.record import Recorder, new_folder

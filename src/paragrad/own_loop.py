@@ -11,8 +11,8 @@ from torch import nn
 
 from paragrad.admission import backend_of, check_schedule, threads_of
 from paragrad.datasets.loading import Collate
+from paragrad.door import unfit
 from paragrad.errors import Refused
-from paragrad.job import unfit
 from paragrad.launched import cores
 from paragrad.lazy import lazy_names
 from paragrad.loss import Loss

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from paragrad.datasets.loading import called, copied, generator_states, generators_kept
-from paragrad.draws import Draws, Recording, drawing, seen
+from paragrad.draws import Draws, Recording, seen
+from paragrad.kernels import drawing
 from paragrad.loss import Summed
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paragrad.additive import statistics_apart
 from paragrad.datasets.loading import Dataset, called, copied, cut, generators_kept, parted
 from paragrad.evaluation import evaluating
 from paragrad.job import Job, seed_everything
@@ -85,7 +86,8 @@ def _apart_from_whole(trainer: Trainer, inputs: Any, target: Any) -> float | Non
     assert batch is not None
     samples = len(batch.indices)
     try:
-        with evaluating(trainer.model), trainer.casting(), generators_kept(), torch.set_grad_enabled(trainer.module.by_graph):
+        with evaluating(trainer.model), trainer.casting(), generators_kept(), statistics_apart(), torch.set_grad_enabled(
+                trainer.module.by_graph):
             whole = _loss(trainer, copied(inputs), target, samples)
             parts = [_loss(trainer, cut(copied(inputs), part, samples), cut(target, part, samples), len(piece.positions))
                      for piece, part in batch.cuts()]

@@ -14,8 +14,11 @@ import torch
 
 from paragrad.additive import ASKED, Part, wrong_with
 from paragrad.batches import Batch
-from paragrad.causes import not_the_same
+from paragrad.causes import by_layout, not_the_same
+from paragrad.data_parallel.all_reduce import Exchange
+from paragrad.data_parallel.alone import Alone
 from paragrad.data_parallel.batch_norm import BatchNorm
+from paragrad.data_parallel.shared_memory import SharedMemory
 from paragrad.datasets.loading import brought, cut, parted, tensors_of
 from paragrad.draws import Draws
 from paragrad.errors import Refused, StepFailed
@@ -23,10 +26,65 @@ from paragrad.first_step import Made, Proof, made_alone, precise
 from paragrad.launched import memory_left
 from paragrad.loss import loss_in
 from paragrad.probe import Left, Probe, probed, untouched
+from paragrad.schedules.sabotage import sabotaged
 from paragrad.shares import micro_batches
+from paragrad.strategy import Data
 
 if TYPE_CHECKING:
     from paragrad.trainer import Trainer
+
+
+def before(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> None:
+    """Look at the model and wire up; make one worker's step beside, where this one has to show that it is the same.
+
+    That is the first one, and, where the weight of the loss is not known, of later ones the loss: rare targets that do not
+    count come late. Collective.
+    """
+    if trainer.exchange is not None:
+        power = (trainer.taken + 1).bit_count() == 1            # the 2nd, 4th, 8th, ...
+        if trainer.splits and trainer.module.traced is False and power:
+            trainer.proof = proof(trainer, batch, inputs, target, trainer.activations, loss_alone=True)
+        return
+    found = looked_at(trainer, batch, inputs, target)
+    trainer.draws, trainer.activations, trainer.module.traced = found.draws, found.activations, found.known
+    if found.draws.by_layout and (trainer.splits or trainer.unchecked):
+        trainer.log.choice("random", "by layout", found.draws.by_layout)
+        if trainer.splits:
+            raise StepFailed(by_layout(found.draws.by_layout))
+    if trainer.splits:
+        trainer.proof = proof(trainer, batch, inputs, target, found.activations)
+    elif trainer.unchecked:
+        trainer.log.choice("first step", "not checked", "asked for")
+    trainer.exchange = wired(trainer, found.some_unused)
+    if trainer.proof is not None and trainer.autocast is not None:
+        rehearse(trainer, batch, inputs, target)
+
+
+def wired(trainer: Trainer, some_unused: bool) -> Alone:
+    """The exchange of the trainer's strategy."""
+    world, strategy, log = trainer.world, trainer.strategy, trainer.log
+    if world.size == 1:
+        return Alone(trainer.module, trainer.optimizer, trainer.clip_norm)
+    assert isinstance(strategy, Data)
+    if strategy.state == "shared_memory":
+        shared = SharedMemory(trainer.module, world, trainer.optimizer, trainer.clip_norm, log.now, log.add_span)
+        log.choice("slices", type(trainer.optimizer).__name__, shared.because)
+        return shared
+    return Exchange(trainer.module, world, trainer.optimizer, trainer.clip_norm, sabotaged(strategy.reduce, trainer.sabotage),
+                    some_unused=some_unused, overlap=trainer.overlap, log=log, machine=trainer.machine)
+
+
+def rehearse(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> None:
+    """The first step without autocast, in which a reversed batch hardly differs and a right split does; and no update."""
+    assert trainer.exchange is not None
+    trainer.rehearsing = True
+    with untouched(trainer.model):
+        trainer.gradients_of(batch, inputs, target)
+        weight, loss, _ = trainer.exchange.counted()
+        trainer.exchange.average(weight)
+        prove(trainer, loss / weight, weight)
+    trainer.rehearsing = False
+    trainer.log.spans.clear()
 
 
 def looked_at(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> Probe:
@@ -202,12 +260,15 @@ def _no_room(trainer: Trainer, batch: Batch, activations: int) -> str | None:
     return f"the whole batch wants about {wanted >> 20} MiB on one rank, and {left >> 20} MiB are left"
 
 
-def prove(trainer: Trainer, proof: Proof, loss: float, weight: float, gradients: dict[str, Any]) -> None:
+def prove(trainer: Trainer, loss: float, weight: float) -> None:
     """Compare; raises StepFailed before the update where the step is not one worker's. Collective."""
-    alone = proof.loss_alone
-    buffers = {} if alone else {name: buffer.detach() for name, buffer in trainer.model.named_buffers()}
-    misses = proof.missed(Made(loss, weight, {} if alone else gradients, buffers))
+    proof, trainer.proof = trainer.proof, None
+    assert proof is not None
+    assert trainer.exchange is not None
+    gradients = trainer.exchange.averaged()
+    buffers = {name: buffer.detach() for name, buffer in trainer.model.named_buffers()}
+    misses = proof.missed(Made(loss, weight, {} if proof.loss_alone else gradients, {} if proof.loss_alone else buffers))
     if misses:
         raise StepFailed(not_the_same(trainer, misses), tensor=misses[0].gap.tensor)
-    what = "the loss" if alone else f"loss, weight, {len(gradients)} gradients, {len(buffers)} buffers"
+    what = "the loss" if proof.loss_alone else f"loss, weight, {len(gradients)} gradients, {len(buffers)} buffers"
     trainer.log.event("checked", f"{what} of this step are one worker's", step=trainer.steps)

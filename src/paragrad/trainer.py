@@ -21,11 +21,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from paragrad import checkpoint
 from paragrad.batches import Batch, Piece, batch_of
-from paragrad.causes import by_layout
-from paragrad.data_parallel.all_reduce import Exchange
 from paragrad.data_parallel.alone import Alone, OptimizerState
 from paragrad.data_parallel.batch_norm import BatchNorm, Part
-from paragrad.data_parallel.shared_memory import SharedMemory
 from paragrad.data_parallel.updating import in_eval_mode
 from paragrad.datasets.loading import Collate, Dataset, Samples, brought, cut, loaded, refuse_loader, tensors_of
 from paragrad.datasets.order import Order
@@ -39,10 +36,9 @@ from paragrad.loss import Loss, Summed
 from paragrad.planner.machine import Machine
 from paragrad.planner.price import computed_bytes
 from paragrad.precision import shared_type
-from paragrad.probe import first_not_finite, untouched
+from paragrad.probe import first_not_finite
 from paragrad.record import Recorder
-from paragrad.schedules.sabotage import sabotaged
-from paragrad.start import looked_at, proof, prove
+from paragrad.start import before, prove
 from paragrad.strategy import Data, Strategy, share_weights
 from paragrad.world import World
 
@@ -161,8 +157,8 @@ class Trainer:
                 raise StepFailed("step got an earlier batch than the one trainer.batches gave last: something looks ahead, "
                                  "which would mix shares; loop over trainer.batches itself (loaders=1 loads ahead)")
             target = inputs if target is None else target
-            self._before(batch, inputs, target)
-            loss, weight = self._gradients(batch, inputs, target)
+            before(self, batch, inputs, target)
+            loss, weight = self.gradients_of(batch, inputs, target)
             result, rate = self._update()
         except Exception as error:
             raise self._failed(error) from error
@@ -173,7 +169,7 @@ class Trainer:
         self.taken += 1
         return result
 
-    def _gradients(self, batch: Batch, inputs: Any, target: Any) -> tuple[float, float]:
+    def gradients_of(self, batch: Batch, inputs: Any, target: Any) -> tuple[float, float]:
         """Summed over micro-batches and ranks; this rank's own sum of losses, and its weight."""
         loss, weight = 0.0, 0.0
         whole = len(batch.pieces) == 1
@@ -222,7 +218,7 @@ class Trainer:
             rate = float(self.optimizer.param_groups[0]["lr"])
             self.exchange.average(weight)
             if self.proof is not None:
-                self._prove(loss / weight, weight)
+                prove(self, loss / weight, weight)
             self.exchange.update()
             if self.scheduler is not None:
                 self.scheduler.step()
@@ -237,60 +233,6 @@ class Trainer:
         if self.autocast is None or self.rehearsing:
             return contextlib.nullcontext()
         return torch.autocast(self.world.device.type, self.autocast)
-
-    # ---- before the first step -----------------------------------------------------------------------------------------
-    def _before(self, batch: Batch, inputs: Any, target: Any) -> None:
-        """Look at the model and wire up; make one worker's step beside, where this one has to show that it is the same.
-
-        That is the first one, and, where the weight of the loss is not known, of later ones the loss: rare targets that do not
-        count come late.
-        """
-        if self.exchange is not None:
-            if self.splits and self.module.traced is False and (self.taken + 1).bit_count() == 1:       # the 2nd, 4th, 8th, ...
-                self.proof = proof(self, batch, inputs, target, self.activations, loss_alone=True)
-            return
-        found = looked_at(self, batch, inputs, target)
-        self.draws, self.activations, self.module.traced = found.draws, found.activations, found.known
-        if found.draws.by_layout and (self.splits or self.unchecked):
-            self.log.choice("random", "by layout", found.draws.by_layout)
-            if self.splits:
-                raise StepFailed(by_layout(found.draws.by_layout))
-        if self.splits:
-            self.proof = proof(self, batch, inputs, target, found.activations)
-        elif self.unchecked:
-            self.log.choice("first step", "not checked", "asked for")
-        self.exchange = self._wired(found.some_unused)
-        if self.proof is not None and self.autocast is not None:
-            self._rehearse(batch, inputs, target)
-
-    def _wired(self, some_unused: bool) -> Alone:
-        if self.world.size == 1:
-            return Alone(self.module, self.optimizer, self.clip_norm)
-        assert isinstance(self.strategy, Data)
-        if self.strategy.state == "shared_memory":
-            shared = SharedMemory(self.module, self.world, self.optimizer, self.clip_norm, self.log.now, self.log.add_span)
-            self.log.choice("slices", type(self.optimizer).__name__, shared.because)
-            return shared
-        return Exchange(self.module, self.world, self.optimizer, self.clip_norm, sabotaged(self.strategy.reduce, self.sabotage),
-                        some_unused=some_unused, overlap=self.overlap, log=self.log, machine=self.machine)
-
-    def _rehearse(self, batch: Batch, inputs: Any, target: Any) -> None:
-        """The first step without autocast, in which a reversed batch hardly differs and a right split does; and no update."""
-        assert self.exchange is not None
-        self.rehearsing = True
-        with untouched(self.model):
-            self._gradients(batch, inputs, target)
-            weight, loss, _ = self.exchange.counted()
-            self.exchange.average(weight)
-            self._prove(loss / weight, weight)
-        self.rehearsing = False
-        self.log.spans.clear()
-
-    def _prove(self, loss: float, weight: float) -> None:
-        assert self.exchange is not None
-        assert self.proof is not None
-        first, self.proof = self.proof, None
-        prove(self, first, loss, weight, self.exchange.averaged())
 
     # ---- what others look at -------------------------------------------------------------------------------------------
     def evaluate(self, dataset: Dataset, metric: Metric | None = None, loaders: int = 0) -> float:

@@ -113,7 +113,7 @@ def _lockstep(world: World, job: Job, strategy: Strategy, settings: Settings, tr
         for fetched in trainer.batches_at(train, job.order(len(train)), places, settings.loaders):
             trainer.step(*parted(fetched))
             if comparison is not None and comparison.reference.serial.steps == 0:
-                _check_apart(comparison.reference.serial)
+                _check_apart(comparison.reference)
             if same:
                 check_replicas(world, trainer)
             if comparison is not None:
@@ -124,9 +124,9 @@ def _lockstep(world: World, job: Job, strategy: Strategy, settings: Settings, tr
         trainer.close()
 
 
-def _check_apart(reference: Trainer) -> None:
-    """The strategy's step left nothing in the reference's model. Raises StepFailed."""
-    if any(parameter.grad is not None for parameter in reference.model.parameters()):
+def _check_apart(reference: Reference) -> None:
+    """The strategy's step left nothing in the reference's models. Raises StepFailed."""
+    if any(parameter.grad is not None for trainer in reference.trainers for parameter in trainer.model.parameters()):
         raise StepFailed("the loss reads the model from outside, and of two models in one process it reads the one built "
                          "last, so that nothing can be compared; let the model return what its loss needs of it, such as "
                          "(output, penalty)")

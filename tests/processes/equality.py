@@ -215,6 +215,26 @@ def token_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return functional.cross_entropy(output, target, reduction="sum"), (target != -100).sum()
 
 
+class Untraced(torch.autograd.Function):
+    """A mean that no graph tells: of what is not ignored."""
+
+    @staticmethod
+    def forward(ctx: object, output: Tensor, target: Tensor) -> Tensor:
+        kept = target != -100
+        ctx.save_for_backward(output, target, kept)                     # type: ignore[attr-defined]
+        return functional.cross_entropy(output, target) if kept.any() else output.sum() * 0
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, None]:
+        output, target, kept = ctx.saved_tensors                        # type: ignore[attr-defined]
+        chances = output.softmax(1) - functional.one_hot(target.clamp(min=0), 4)
+        return gradients[0] * chances * kept.unsqueeze(1) / max(int(kept.sum()), 1), None
+
+
+def untraced(output: Tensor, target: Tensor) -> Tensor:
+    return Untraced.apply(output, target)
+
+
 JOBS: dict[str, Job] = {each.name: each for each in (
     job("mlp", mlp, VECTORS),
     job("mlp, adam, clipped, scheduled", mlp, VECTORS, optimizer=adam, clip_norm=0.05, scheduler=stepped),

@@ -24,8 +24,9 @@ from paragrad import checkpoint
 from paragrad.admission import admitted
 from paragrad.checkpoint import FILES, newest
 from paragrad.datasets.loading import parted
+from paragrad.door import examined
 from paragrad.errors import StepFailed
-from paragrad.job import Job, examined
+from paragrad.job import Job
 from paragrad.launching import Ranks
 from paragrad.record import Record
 from paragrad.report import listing

@@ -75,7 +75,7 @@ def test_compare_in_a_pipe_is_one_line_a_row_and_a_failure_is_a_row(tmp_path: Pa
 
 def test_a_planted_bug_in_a_comparison_is_a_failed_row_and_an_accuracy(tmp_path: Path) -> None:
     text = paragrad("compare", "digits", "--strategies", "data(2, reduce=ring)", "--sabotage", "skip_chunk", "--unproved",
-                    "--epochs", "1", "--twin", "--runs", str(tmp_path), code=1)
+                    "--unchecked", "--epochs", "1", "--twin", "--runs", str(tmp_path), code=1)
     row = text.splitlines()[1].split("\t")
     assert float(row[1]) > 0
     assert "not equal bit for bit" in row[6]

@@ -32,8 +32,9 @@ from paragrad.datasets.idx import labelled, read
 from paragrad.datasets.loading import Samples
 from paragrad.datasets.mnist import DEVIATION, MEAN, mnist
 from paragrad.datasets.text import CHARACTERS, NUMBERS, Speeches, pad, speeches
+from paragrad.door import examined
 from paragrad.errors import Refused
-from paragrad.job import Job, accuracy, examined
+from paragrad.job import Job, accuracy
 from paragrad.jobs.mnist import mnist_cnn, mnist_mlp
 from paragrad.jobs.shakespeare import shakespeare_lstm
 from paragrad.loss import Summed

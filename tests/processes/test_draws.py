@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from paragrad.draws import KERNELS, Keyed, Recording, drawing, elements, mixed, rows, seen, uniform
+from paragrad.draws import Keyed, Recording, seen
 from paragrad.errors import StepFailed
+from paragrad.hashing import elements, mixed, rows, uniform
+from paragrad.kernels import KERNELS, drawing
 from paragrad.strategy import Serial
 from paragrad.trainer import Trainer
 from paragrad.world import World

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from equality import JOBS, NOT_EXACT, ROWS, VECTORS, job, mlp, numbers, whole
+from equality import JOBS, NOT_EXACT, ROWS, VECTORS, job, mlp, numbers, untraced, whole
 from planted import WRONGS, Net, planted
 from torch import Tensor, nn
 from torch.nn import functional
@@ -68,26 +68,6 @@ def test_the_record_says_what_was_checked(tmp_path: Path) -> None:
     assert event["name"] == "checked"
     assert event["numbers"] == {"step": 0}
     assert "loss, weight, 8 gradients, 6 buffers" in event["message"]
-
-
-class Untraced(torch.autograd.Function):
-    """A mean that no graph tells: of what is not ignored."""
-
-    @staticmethod
-    def forward(ctx: object, output: Tensor, target: Tensor) -> Tensor:
-        kept = target != -100
-        ctx.save_for_backward(output, target, kept)                     # type: ignore[attr-defined]
-        return functional.cross_entropy(output, target) if kept.any() else output.sum() * 0
-
-    @staticmethod
-    def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, None]:
-        output, target, kept = ctx.saved_tensors                        # type: ignore[attr-defined]
-        chances = output.softmax(1) - functional.one_hot(target.clamp(min=0), 4)
-        return gradients[0] * chances * kept.unsqueeze(1) / max(int(kept.sum()), 1), None
-
-
-def untraced(output: Tensor, target: Tensor) -> Tensor:
-    return Untraced.apply(output, target)
 
 
 def late(first: int) -> TensorDataset:

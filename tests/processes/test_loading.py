@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 import paragrad as pg
 from paragrad.admission import admitted
 from paragrad.datasets.loading import Samples, brought, called, cut, loaded, mapped, parted
-from paragrad.job import CPU, examined
+from paragrad.door import examined
+from paragrad.job import CPU
 from paragrad.launching import Ranks
 from paragrad.settings import Settings
 from paragrad.training import run

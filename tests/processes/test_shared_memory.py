@@ -374,8 +374,8 @@ class Late(nn.Module):
 
 
 def test_a_parameter_that_is_first_used_in_a_later_step(tmp_path: Path) -> None:
-    """A mixture of experts, one of which had no sample in step 0, ended in step 1: torch's fused SGD does not take momentum that
-    some parameters have and others not yet."""
+    """A mixture of experts, one of which had no sample in step 0, ended in step 1: torch's fused SGD takes no momentum
+    that some parameters have and others not yet."""
     late = job("late", Late, VECTORS)
     order = late.order(len(VECTORS)).indices(0, range(len(VECTORS)))
     x, targets = VECTORS.tensors[0].clone(), VECTORS.tensors[1]

@@ -21,6 +21,7 @@ import paragrad as pg
 from paragrad.admission import admitted
 from paragrad.data_parallel.walker import Walker
 from paragrad.datasets.loading import parted
+from paragrad.errors import Refused
 from paragrad.launching import Ranks
 from paragrad.record import Record, lines_of
 from paragrad.settings import Settings
@@ -231,19 +232,25 @@ def test_targets_to_ignore_weigh_nothing_wherever_they_fall(pool: Ranks, tmp_pat
     assert losses["serial"] == pytest.approx(losses["data(4, reduce=ring)"], rel=1e-12)
 
 
-def test_random_draws_that_depend_on_the_layout_are_recorded(pool: Ranks, tmp_path: Path) -> None:
+def test_random_draws_that_depend_on_the_layout_are_refused(pool: Ranks, tmp_path: Path) -> None:
+    """They were recorded, and trained all the same."""
     class Noisy(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.out = nn.Linear(10, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.out(x + torch.randn_like(x) * 0.01)
+            return self.out(x + torch.poisson(torch.ones_like(x)) * 0.01)
 
-    trained(pool, tmp_path, make_job("noisy", Noisy, VECTORS), "data(2)")
+    noisy = make_job("noisy", Noisy, VECTORS)
+    with pytest.raises(Refused, match="draws from torch, which differ with the number of samples"):
+        admitted(noisy, "data(2)")
+    assert admitted(noisy, "serial").facts.by_layout
+    checked = admitted(noisy, "data(2)", Settings(unchecked=True))
+    run(pool, checked, tmp_path)
     random = [line for line in Record(tmp_path).of("choice") if line["what"] == "random"]
     assert len(random) == 1
-    assert "randn_like" in random[0]["because"]
+    assert "draws from torch" in random[0]["because"]
 
 
 def test_train_from_python_checks_and_compares(tmp_path: Path) -> None:

@@ -400,7 +400,7 @@ def test_refused_with_the_repair() -> None:
                 raise RuntimeError("not today")
             return self.linear(inputs)
 
-    with pytest.raises(Refused, match="one step of its model raised RuntimeError: not today; mend the model"):
+    with pytest.raises(Refused, match="job mine: one batch through the model raised RuntimeError: not today"):
         profile(mine(Sometimes))
     with pytest.raises(Refused, match=r"a job is a paragrad.Job; got str"):
         profile("digits")           # type: ignore[arg-type]

@@ -24,8 +24,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode, conv_backward_flop
 
 from paragrad.datasets.loading import brought, copied, generators_kept, parted, tensors_of
+from paragrad.door import examined
 from paragrad.errors import Refused
-from paragrad.job import CPU, Job, examined, opened
+from paragrad.job import CPU, Job, opened
 from paragrad.loss import Summed
 from paragrad.planner.calls import COUNTED, MOVES, wanted
 from paragrad.planner.layers import NOTHING, Layer, Pass, after, brent

@@ -1,0 +1,99 @@
+"""Random numbers as a hash of coordinates: (key, sample, block, element) -> a number, whoever asks.
+
+The hash is MurmurHash3's 32-bit finaliser (Appleby 2011, public domain), in wrapping int32 arithmetic.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 16                 # numbers hashed at a time: they stay in the cache
+KEPT = 1 << 22                  # elements of a sample up to which their hashes are kept for the next call
+BITS = {torch.bfloat16: 8, torch.float16: 11}       # of a uniform number, so that rounding never makes it 1; otherwise 24
+
+Distribution = Callable[[Tensor, torch.dtype], Tensor]          # hashes (int32), type of the result -> numbers
+
+
+def mixed(h: Tensor) -> Tensor:
+    """The finaliser, in place."""
+    shifted = h >> 16
+    h ^= shifted.bitwise_and_(0xFFFF)
+    h *= -2048144789            # 0x85ebca6b
+    torch.bitwise_right_shift(h, 13, out=shifted)
+    h ^= shifted.bitwise_and_(0x7FFFF)
+    h *= -1028477387            # 0xc2b2ae35
+    torch.bitwise_right_shift(h, 16, out=shifted)
+    h ^= shifted.bitwise_and_(0xFFFF)
+    return h
+
+
+def elements(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """A hash of every place in a sample's part of a drawn tensor, by its coordinates: padding moves none."""
+    kept = math.prod(shape) <= KEPT
+    return (_elements if kept else _elements.__wrapped__)(shape, device)
+
+
+@functools.lru_cache(maxsize=16)
+def _elements(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    h = torch.zeros(1, dtype=torch.int32, device=device)
+    for length in shape:
+        place = torch.arange(length, dtype=torch.int32, device=device) * -1640531527 + 0x5BD1E995       # 2^32 / golden ratio
+        h = mixed((h.unsqueeze(-1) ^ place).view(-1))
+    return h
+
+
+def rows(key: int, positions: list[int], blocks: int, device: torch.device) -> Tensor:
+    """(samples * blocks,): a hash of every sample and block of a draw."""
+    h = mixed(torch.tensor(positions, dtype=torch.int32, device=device) * -1640531527 + key)
+    if blocks == 1:
+        return h
+    return mixed((h.view(-1, 1) ^ (torch.arange(blocks, dtype=torch.int32, device=device) * -2048144789 + 1)).view(-1))
+
+
+def uniform(h: Tensor, dtype: torch.dtype) -> Tensor:
+    """[0, 1), the same numbers in float32 and float64."""
+    bits = BITS.get(dtype, 24)
+    return (h >> (32 - bits)).bitwise_and_((1 << bits) - 1).to(dtype if dtype.is_floating_point else torch.float32) * 2.0**-bits
+
+
+def inside(h: Tensor) -> Tensor:
+    """(0, 1) in float64, for distributions that are turned from it."""
+    return (h.double() + (2.0**31 + 0.5)) * 2.0**-32
+
+
+def below(p: float) -> Distribution:
+    """True with probability p."""
+    if p >= 1.0:
+        return lambda h, dtype: torch.ones_like(h, dtype=torch.bool)
+    return lambda h, dtype: h < round(p * 2**32) - 2**31
+
+
+def between(low: int, high: int) -> Distribution:
+    """Whole numbers from low, below high."""
+    width = high - low
+    if width <= 2**31:
+        return lambda h, dtype: ((h.long() + 2**31) * width >> 32) + low
+    return lambda h, dtype: ((h.long() + 2**31 << 31) + (mixed(h ^ 0x3C6EF372).long() + 2**31)) % width + low
+
+
+def filled(tensor: Tensor, dim: int | None, row: Tensor, distribution: Distribution) -> None:
+    """Numbers by the hashes of (row, element), chunk by chunk."""
+    shape = tuple(tensor.shape)
+    element = elements(shape if dim is None else without(shape, dim), tensor.device)
+    into = tensor if tensor.is_contiguous() and not dim else torch.empty(
+        len(row), *without(shape, dim or 0), dtype=tensor.dtype, device=tensor.device) if dim is not None else torch.empty(
+        shape, dtype=tensor.dtype, device=tensor.device)
+    at_once = max(1, CHUNK // element.numel())
+    for some, out in zip(row.view(-1, 1).split(at_once), into.view(len(row), -1).split(at_once), strict=True):
+        out.copy_(distribution(mixed(some ^ element), tensor.dtype))
+    if into is not tensor:
+        tensor.copy_(into.movedim(0, dim) if dim else into)
+
+
+def without(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return shape[:dim] + shape[dim + 1:]
