@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from foreign import foreign
-from rows import IMAGES, Equal, Row, row
+from rows import IMAGES, WHOLE_BATCHES, Equal, Row, row, sgd, slow
 from torch import nn
 
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 4}
@@ -42,8 +42,9 @@ def resnet_with_norm_act(**settings: Any) -> Callable[[], nn.Module]:
     return build
 
 
-def pictures(name: str, model: Callable[[], nn.Module], story: str, twin: str = "", **changes: Any) -> Row:
-    return row(name, model, IMAGES, Equal(twin), story, ("timm", "torchvision"), **changes)
+def pictures(name: str, model: Callable[[], nn.Module], story: str, twin: str = "", data: Any = IMAGES, **changes: Any) -> Row:
+    return row(name, model, data, Equal(twin), story, ("timm", "torchvision"),
+               **{"optimizer": slow if twin else sgd, **changes})
 
 
 ROWS = (
@@ -57,12 +58,12 @@ ROWS = (
     pictures("timm BatchNormAct2d", resnet_with_norm_act(),
              "a batch norm with a forward of its own lost its activation: 2.5 at step 0"),
     pictures("timm BatchNormAct2d, SiLU", resnet_with_norm_act(act_layer="silu"), "the same with another activation"),
-    pictures("timm resnet", resnet(), "plain BatchNorm2d", CHAOTIC),
+    pictures("timm resnet", resnet(), "plain BatchNorm2d", CHAOTIC, WHOLE_BATCHES),
     pictures("timm resnet, DropPath and DropBlock", resnet(drop_path_rate=0.2, drop_block_rate=0.2),
-             "DropBlock draws a mask of the whole feature map", CHAOTIC),
-    pictures("timm efficientnet", created("test_efficientnet"), "BatchNormAct2d, SiLU, DropPath", CHAOTIC),
+             "DropBlock draws a mask of the whole feature map", CHAOTIC, WHOLE_BATCHES),
+    pictures("timm efficientnet", created("test_efficientnet"), "BatchNormAct2d, SiLU, DropPath", CHAOTIC, WHOLE_BATCHES),
     pictures("timm efficientnet, DropPath", created("test_efficientnet", drop_rate=0.2, drop_path_rate=0.2), "all of it",
-             CHAOTIC),
+             CHAOTIC, WHOLE_BATCHES),
     pictures("timm convnext, DropPath", built("convnext.ConvNeXt", depths=(1, 1, 1, 1), dims=(8, 8, 16, 16), num_classes=4,
              drop_path_rate=0.2), "layer scale of 1e-6: gradients of very different sizes"),
     pictures("timm mixer", built("mlp_mixer.MlpMixer", num_classes=4, img_size=32, patch_size=8, num_blocks=2, embed_dim=16),

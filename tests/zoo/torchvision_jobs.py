@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from foreign import foreign
-from rows import IMAGES, STRATEGIES, Equal, Row, numbers, row, whole
+from rows import IMAGES, STRATEGIES, WHOLE_BATCHES, Equal, Row, numbers, row, sgd, slow, whole
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Subset, TensorDataset
@@ -150,23 +150,24 @@ def of_both(output: dict[str, Tensor], target: Tensor) -> Tensor:
 
 
 def pictures(name: str, model: Callable[[], nn.Module], story: str, twin: str = "", data: Any = IMAGES, **changes: Any) -> Row:
-    return row(name, model, data, Equal(twin), story, ("torchvision",), **changes)
+    return row(name, model, data, Equal(twin), story, ("torchvision",),
+               **{"optimizer": slow if twin else sgd, **changes})
 
 
 ROWS = (
     pictures("resnet of two stages", resnet_of_two_stages, "batch norm", CHAOTIC),
-    pictures("resnet18", resnet18, "features of 1 x 1", CHAOTIC),
+    pictures("resnet18", resnet18, "features of 1 x 1", CHAOTIC, WHOLE_BATCHES),
     pictures("resnet18, last batch of 2", resnet18, "22 where plain torch against itself reversed has 2.6", CHAOTIC,
-             data=Subset(IMAGES, range(26)), under=STRATEGIES[:3]),
+             data=Subset(IMAGES, range(26)), optimizer=sgd, under=STRATEGIES[:3]),
     pictures("vgg with batch norm", vgg, "dropout 0.5 twice", CHAOTIC),
     pictures("mobilenet", mobilenet, "depthwise convolutions", CHAOTIC),
-    pictures("shufflenet", shufflenet, "shuffles channels", CHAOTIC),
+    pictures("shufflenet", shufflenet, "shuffles channels", CHAOTIC, WHOLE_BATCHES),
     pictures("densenet", densenet, "dropout, batch norm before convolution", CHAOTIC),
     pictures("densenet, recomputed", recomputing_densenet, "checkpoint by its own option", CHAOTIC),
     pictures("swin", swin, "StochasticDepth draws per sample by bernoulli_"),
     pictures("vit of torchvision", vit, "nn.MultiheadAttention's dropout"),
     pictures("googlenet", googlenet, "auxiliary heads in training: the door asked in eval mode alone, and crashed", CHAOTIC,
-             loss=with_heads),
+             WHOLE_BATCHES, loss=with_heads),
     pictures("small inception", SmallInception, "a named tuple in training, a tensor in eval mode", CHAOTIC, loss=with_heads),
     pictures("small inception, its loss for training", SmallInception, "the door tried the loss in eval mode: AttributeError",
              CHAOTIC, loss=in_training),
