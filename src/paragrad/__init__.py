@@ -13,6 +13,7 @@ if typing.TYPE_CHECKING:
     from paragrad.certificate import Certificate, verify
     from paragrad.comparison import compare
     from paragrad.data_parallel.hook import hook
+    from paragrad.datasets.loading import WholeBatch
     from paragrad.errors import RankFailed, Refused
     from paragrad.job import Job, accuracy
     from paragrad.jobs import job
@@ -31,12 +32,13 @@ if typing.TYPE_CHECKING:
     from paragrad.version import __version__ as __version__
 
 __all__ = ["Butterfly", "Certificate", "Data", "Direct", "DoubleTree", "Halving", "Job", "Native", "RankFailed", "Refused",
-           "Ring", "RingAsync", "Run", "Serial", "Star", "Table", "Tree", "TwoLevel", "accuracy", "compare", "hook", "job",
-           "parallelize", "strategy", "train", "verify"]
+           "Ring", "RingAsync", "Run", "Serial", "Star", "Table", "Tree", "TwoLevel", "WholeBatch", "accuracy", "compare", "hook",
+           "job", "parallelize", "strategy", "train", "verify"]
 
 # where each public name is; tests/test_structure.py compares it with what type checkers are told above
 _HOMES = {name: home for home, names in {
-    "certificate": "Certificate verify", "comparison": "compare", "data_parallel.hook": "hook", "errors": "RankFailed Refused",
+    "certificate": "Certificate verify", "comparison": "compare", "data_parallel.hook": "hook",
+    "datasets.loading": "WholeBatch", "errors": "RankFailed Refused",
     "job": "Job accuracy", "jobs": "job", "own_loop": "parallelize", "results": "Table", "schedules.butterfly": "Butterfly",
     "schedules.direct": "Direct", "schedules.double_tree": "DoubleTree", "schedules.halving": "Halving",
     "schedules.ring": "Ring RingAsync", "schedules.star": "Star", "schedules.tree": "Tree", "schedules.two_level": "TwoLevel",

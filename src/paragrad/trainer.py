@@ -24,7 +24,18 @@ from paragrad.batches import Batch, Piece, batch_of
 from paragrad.data_parallel.alone import Alone, OptimizerState
 from paragrad.data_parallel.batch_norm import BatchNorm, Part
 from paragrad.data_parallel.updating import in_eval_mode
-from paragrad.datasets.loading import Collate, Dataset, Samples, brought, cut, loaded, refuse_loader, tensors_of
+from paragrad.datasets.loading import (
+    Collate,
+    Dataset,
+    Samples,
+    WholeBatch,
+    brought,
+    cut,
+    drawn_in_collate,
+    loaded,
+    refuse_loader,
+    tensors_of,
+)
 from paragrad.datasets.order import Order
 from paragrad.draws import Draws, keyed
 from paragrad.errors import Refused, StepFailed
@@ -133,6 +144,10 @@ class Trainer:
                    loaders: int = 0) -> Iterator[Any]:
         """The same for chosen (epoch, positions of a global batch); places of one epoch follow each other."""
         samples = self.samples = Samples(dataset, self.seed, self.collate)
+        if not self.examined and self.splits and drawn_in_collate(samples, list(range(min(len(dataset), 2)))):
+            assert self.collate is not None
+            samples = self.samples = Samples(dataset, self.seed, WholeBatch(self.collate))
+            self.log.choice("collate", "whole batches on every rank", "it draws at random")
         for epoch, group in itertools.groupby(places, key=lambda place: place[0]):
             batches = [batch_of(order, epoch, whole, self.shares, self.micro, self.parts, self.reverse) for _, whole in group]
             data = loaded(samples, [(epoch, batch.indices, batch.places) for batch in batches], loaders)

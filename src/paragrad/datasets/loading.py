@@ -83,7 +83,7 @@ class Samples:
 
 def drawn_in_collate(samples: Samples, indices: list[int]) -> bool:
     """Does collate move a generator, beside what the samples draw?"""
-    if samples.collate is None:
+    if samples.collate is None or isinstance(samples.collate, WholeBatch):
         return False
     with generators_kept():
         drawn = [samples.dataset[index] for index in indices]
