@@ -32,8 +32,8 @@ if typing.TYPE_CHECKING:
     from paragrad.version import __version__ as __version__
 
 __all__ = ["Butterfly", "Certificate", "Data", "Direct", "DoubleTree", "Halving", "Job", "Native", "RankFailed", "Refused",
-           "Ring", "RingAsync", "Run", "Serial", "Star", "Table", "Tree", "TwoLevel", "WholeBatch", "accuracy", "compare", "hook",
-           "job", "parallelize", "strategy", "train", "verify"]
+           "Ring", "RingAsync", "Run", "Serial", "Star", "Table", "Tree", "TwoLevel", "WholeBatch", "accuracy", "compare",
+           "hook", "job", "parallelize", "strategy", "train", "verify"]
 
 # where each public name is; tests/test_structure.py compares it with what type checkers are told above
 _HOMES = {name: home for home, names in {

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import odd_models as odd
 import torch
-from equality import normed_cnn
-from rows import POINTS, SEQUENCES, SMALL_IMAGES, STRATEGIES, VECTORS, Equal, Row, Sentences, adam, numbers, row, whole
+from equality import mlp, normed_cnn
+from rows import POINTS, SEQUENCES, SMALL_IMAGES, STRATEGIES, VECTORS, Equal, Refused, Row, Sentences, adam, numbers, row, whole
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -62,7 +62,12 @@ ROWS: tuple[Row, ...] = (
     row("graph network", odd.Graphs, odd.Molecules(), Equal(), "one graph of all samples", collate=odd.one_graph,
         under=STRATEGIES[:3]),
     row("mixture of experts", odd.Experts, VECTORS, Equal(), "experts without a sample"),
-    row("weights tied by a function", odd.Tied, VECTORS, Equal(), "one weight used twice; weight and spectral norm"),
+    row("weights tied by a function", odd.Tied, VECTORS, Equal(), "one weight used twice; weight and spectral norm",
+        under=STRATEGIES[:3]),
+    row("spectral norm in micro-batches", odd.Tied, VECTORS, Refused("not one worker's training"),
+        "every forward makes a step of its power iteration", under=STRATEGIES[3:]),
+    row("python's random in forward", odd.ByPython, VECTORS, Equal(), "every rank drew its own, and nothing saw it"),
+    row("dice over the batch", mlp, VECTORS, Equal(), "of one class a sample it is a mean", loss=odd.overlap),
     row("forces", odd.Forces, LEVELS, Equal(), "autograd inside forward: crashed at the door, under no_grad",
         loss=odd.of_energy_and_forces),
     row("pinn", odd.Residual, LEVELS, Equal(), "second derivatives",

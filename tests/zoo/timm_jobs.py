@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from foreign import foreign
-from rows import IMAGES, WHOLE_BATCHES, Equal, Row, row, sgd, slow
+from rows import IMAGES, WHOLE_BATCHES, Equal, Refused, Row, row, sgd, slow
 from torch import nn
 
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 4}
@@ -59,8 +59,9 @@ ROWS = (
              "a batch norm with a forward of its own lost its activation: 2.5 at step 0"),
     pictures("timm BatchNormAct2d, SiLU", resnet_with_norm_act(act_layer="silu"), "the same with another activation"),
     pictures("timm resnet", resnet(), "plain BatchNorm2d", CHAOTIC, WHOLE_BATCHES),
-    pictures("timm resnet, DropPath and DropBlock", resnet(drop_path_rate=0.2, drop_block_rate=0.2),
-             "DropBlock draws a mask of the whole feature map", CHAOTIC, WHOLE_BATCHES),
+    pictures("timm resnet, DropPath", resnet(drop_path_rate=0.2), "a mask of whole samples", CHAOTIC, WHOLE_BATCHES),
+    row("timm resnet, DropBlock", resnet(drop_block_rate=0.2), WHOLE_BATCHES, Refused("not one worker's training"),
+        "its mask is divided by what is left of it over the whole batch", ("timm",)),
     pictures("timm efficientnet", created("test_efficientnet"), "BatchNormAct2d, SiLU, DropPath", CHAOTIC, WHOLE_BATCHES),
     pictures("timm efficientnet, DropPath", created("test_efficientnet", drop_rate=0.2, drop_path_rate=0.2), "all of it",
              CHAOTIC, WHOLE_BATCHES),
