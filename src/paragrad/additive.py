@@ -11,10 +11,10 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from paragrad.datasets.loading import Samples, brought, called, copied, cut, parted, tensors_of
 from paragrad.draws import Draws, keyed
@@ -125,15 +125,18 @@ def _rounding(module: Summed, whole: Part, draws: Draws, mean: float) -> float:
 @contextlib.contextmanager
 def statistics_apart() -> Iterator[None]:
     """Batch norm in training takes no statistics: those are the one thing that may mix samples, and strategies see to it."""
-    original = torch.batch_norm
+    original, verify = torch.batch_norm, functional._verify_batch_size         # type: ignore[attr-defined]
 
     def apart(x: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *more: Any) -> Tensor:
         if training:
             mean, variance = x.new_zeros(x.shape[1]), x.new_ones(x.shape[1])
         return original(x, weight, bias, mean, variance, False, *more)      # type: ignore[no-any-return]
 
-    with mock.patch("torch.batch_norm", apart), mock.patch("torch.nn.functional._verify_batch_size"):
+    torch.batch_norm, functional._verify_batch_size = apart, lambda size: None             # type: ignore[attr-defined]
+    try:
         yield
+    finally:
+        torch.batch_norm, functional._verify_batch_size = original, verify                 # type: ignore[attr-defined]
 
 
 def misshapen(value: Any) -> str | None:

@@ -14,9 +14,10 @@ layout, and a strategy with such a model is not exact.
 from __future__ import annotations
 
 import contextlib
-import random
+import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -46,6 +47,7 @@ class Draws:
     calls: tuple[Draw, ...] = ()
     by_layout: str | None = None
     others: tuple[str, ...] = ()
+    places: dict[Any, tuple[int | None, int]] = field(default_factory=dict, compare=False, repr=False)    # found in steps
 
     def __bool__(self) -> bool:
         return bool(self.calls or self.others or self.by_layout)
@@ -65,7 +67,7 @@ class Recording(Drawing):
 
     def numbers(self, name: str, tensor: Tensor, distribution: Distribution) -> Tensor:
         self.calls.append((name, tuple(tensor.shape)))
-        filled(tensor, None, rows(len(self.calls), [0], 1, tensor.device), distribution)
+        filled(tensor, None, rows(len(self.calls), (0,), 1, tensor.device), distribution)
         return tensor
 
     def own(self, name: str) -> None:
@@ -81,16 +83,20 @@ class Keyed(Drawing):
     """
 
     def __init__(self, draws: Draws, seed: int, step: int, positions: list[int], strict: bool = True) -> None:
-        self.draws, self.seed, self.step, self.positions, self.strict = draws, seed, step, positions or [0], strict
+        self.draws, self.seed, self.step, self.positions, self.strict = draws, seed, step, tuple(positions) or (0,), strict
         self.calls: dict[int, int] = {}         # number drawn -> which call it is
 
     def numbers(self, name: str, tensor: Tensor, distribution: Distribution) -> Tensor:
         if not tensor.numel():
             return tensor
         call = self.calls.setdefault(drawn(), len(self.calls))
-        key = random.Random(f"{self.seed} {self.step} {call}").getrandbits(31)
-        dim, blocks = self._place(name, tuple(tensor.shape), call)
-        positions = [0] if dim is None else self.positions
+        key = int.from_bytes(hashlib.blake2b(f"{self.seed} {self.step} {call}".encode(), digest_size=4).digest()) >> 1
+        shape = tuple(tensor.shape)
+        known = name, shape, len(self.positions), call
+        if known not in self.draws.places:
+            self.draws.places[known] = self._place(name, shape, call)
+        dim, blocks = self.draws.places[known]
+        positions = (0,) if dim is None else self.positions
         filled(tensor, dim, rows(key, positions, blocks, tensor.device), distribution)
         return tensor
 

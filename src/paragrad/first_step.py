@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from paragrad.additive import Part
+from paragrad.datasets.loading import in_type
 from paragrad.draws import Draws, keyed
 from paragrad.loss import Loss, Summed
 from paragrad.precision import in_precision
@@ -157,38 +158,35 @@ class Miss:
 
 @dataclass
 class Proof:
-    """What rank 0 and rank 1 made before the exchange was wired; `missed` compares. Collective.
+    """What one worker made, on every rank, and on rank 1 its twin; `missed` compares. Collective.
 
-    alone: what one worker makes of the batch in another order, for twins that only some need;  reference: in float64.
+    again: on rank 0, what one worker makes of the batch in one of several orders;  reference: there, in float64.
     """
     world: World
-    serial: Made | None             # on rank 0
-    twin: Made | None               # on rank 1
-    again: Callable[[int], Made] | None             # on rank 0
-    reference: Callable[[], Made] | None            # on rank 0
+    serial: Made
+    twin: Made | None
+    again: Callable[[int], Made] | None
+    reference: Callable[[], Made] | None
     eps: float
     loss_alone: bool = False
 
     def missed(self, ours: Made) -> list[Miss]:
         """The kinds that are not one worker's; on every rank."""
-        serial = spread(self.world, self.serial)
-        mine = gaps(ours, serial)
-        twins = [gaps(self.twin, serial)] if self.twin is not None else []
-        doubtful = self.world.agreed(self._doubtful(self.world.collected((mine, twins))))
-        return self._judged(ours, serial, doubtful) if doubtful else []
-
-    def _doubtful(self, told: list[tuple[dict[str, Gap], list[dict[str, Gap]]]]) -> list[str]:
-        """The kinds that are neither below the floor nor within what the twin explains (asked on rank 0)."""
-        twins = [twin for _, some in told for twin in some]
-        believed = {kind: max((twin[kind].value for twin in twins
-                               if twin[kind].value <= BELIEVED * self.eps * twin[kind].largest), default=0.0) for kind in KINDS}
-        return [kind for kind in KINDS if any(
-            mine[kind].value > max(self.floor(mine[kind]), 1.5 * believed[kind]) for mine, _ in told)]
+        mine, twin = gaps(ours, self.serial), None if self.twin is None else gaps(self.twin, self.serial)
+        rounding = {kind: twin[kind].value if twin and self.believed(twin[kind]) else 0.0 for kind in KINDS}
+        told = torch.tensor([[mine[kind].value, rounding[kind]] for kind in KINDS], dtype=torch.float64)
+        worst = self.world.all_reduced(told.nan_to_num(nan=math.inf), "MAX").tolist()
+        doubtful = [kind for kind, (value, twins) in zip(KINDS, worst, strict=True)
+                    if value > max(self.floor(mine[kind]), 1.5 * twins)]
+        return self._judged(ours, doubtful) if doubtful else []
 
     def floor(self, gap: Gap) -> float:
         return FLOOR * self.eps * gap.largest
 
-    def _judged(self, ours: Made, serial: Made, doubtful: list[str]) -> list[Miss]:
+    def believed(self, twin: Gap) -> bool:
+        return twin.value <= BELIEVED * self.eps * twin.largest
+
+    def _judged(self, ours: Made, doubtful: list[str]) -> list[Miss]:
         """Against a reference one precision higher, or more twins, all on rank 0."""
         better: Made | None = None
         if self.reference and self.world.rank == 0 and self.eps > torch.finfo(torch.float64).eps:
@@ -196,17 +194,15 @@ class Proof:
                 better = self.reference()
             except Exception:               # it cannot run in float64
                 better = None
-        exact = self.world.agreed(better is not None)
-        if exact:
-            better = spread(self.world, better)
-        told = self.world.collected(gaps(ours, better or serial))
+        better, _ = spread(self.world, better, self.serial, torch.float64)
+        told = self.world.collected(gaps(ours, better or self.serial))
         misses = []
         if self.world.rank == 0:
             assert self.again is not None
             if better is not None:
-                rounding = [gaps(serial, better), gaps(self.again(0), better)]
+                rounding = [gaps(self.serial, better), gaps(self.again(0), better)]
             else:
-                rounding = [gaps(self.again(number), serial) for number in range(TWINS)]
+                rounding = [gaps(self.again(number), self.serial) for number in range(TWINS)]
             for kind in doubtful:
                 bound = max(each[kind].value for each in rounding)
                 rank, gap = max(((rank, each[kind]) for rank, each in enumerate(told)), key=lambda pair: pair[1].value)
@@ -215,22 +211,33 @@ class Proof:
         return self.world.agreed(misses)        # type: ignore[no-any-return]
 
 
-def spread(world: World, made: Made | None) -> Made:
-    """What rank 0 made, on every rank."""
+def spread(world: World, made: Made | None, like: Made, dtype: torch.dtype | None = None,
+           because: str | None = None) -> tuple[Made | None, str | None]:
+    """What rank 0 made, on every rank; or None, and why. like: tensors of its shapes;  dtype: of its real numbers."""
     if world.size == 1:
-        assert made is not None
-        return made
-    told = world.agreed(made and (made.loss, made.weight, made.changed, *(
-        [(name, None if tensor is None else (tensor.shape, tensor.dtype)) for name, tensor in tensors.items()]
-        for tensors in (made.gradients, made.buffers))))
-    loss, weight, changed, *kinds = told
-    found: list[dict[str, Tensor | None]] = []
-    for number, listed in enumerate(kinds):
-        tensors = (made.gradients, made.buffers)[number] if made else {}
-        own = {name: tensors[name] if made else kind and torch.empty(kind[0], dtype=kind[1], device=world.device)
-               for name, kind in listed}
-        for tensor in own.values():
-            if tensor is not None:
-                world.copy_from_first(tensor)
-        found.append(own)
-    return made or Made(loss, weight, found[0], found[1], changed)      # type: ignore[arg-type]
+        return made, because
+    told = world.agreed((None, because) if made is None else (
+        (made.loss, made.weight, made.changed, [gradient is not None for gradient in made.gradients.values()]), because))
+    if told[0] is None:
+        return None, told[1]
+    loss, weight, changed, present = told[0]
+    kinds: list[dict[str, Tensor | None]] = []
+    for number, shapes in enumerate((like.gradients, like.buffers)):
+        here = (made.gradients, made.buffers)[number] if made else shapes
+        given = present if number == 0 else [True] * len(shapes)
+        named = [name for name, there in zip(shapes, given, strict=True) if there]
+        wanted = [here[name] if made else torch.empty_like(shapes[name], dtype=in_type(shapes[name], dtype)) for name in named]
+        _copy_from_first(world, wanted)
+        kinds.append({**dict.fromkeys(shapes), **dict(zip(named, wanted, strict=True))})
+    return Made(loss, weight, kinds[0], kinds[1], changed), None           # type: ignore[arg-type]
+
+
+def _copy_from_first(world: World, tensors: list[Tensor]) -> None:
+    """Overwrite tensors with rank 0's: those of a type in one message."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        some = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in some])
+        world.copy_from_first(flat)
+        if world.rank:
+            for tensor, part in zip(some, flat.split([each.numel() for each in some]), strict=True):
+                tensor.copy_(part.view(tensor.shape))

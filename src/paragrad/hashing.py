@@ -19,14 +19,16 @@ BITS = {torch.bfloat16: 8, torch.float16: 11}       # of a uniform number, so th
 Distribution = Callable[[Tensor, torch.dtype], Tensor]          # hashes (int32), type of the result -> numbers
 
 
-def mixed(h: Tensor) -> Tensor:
-    """The finaliser, in place."""
+def mixed(h: Tensor, whole: bool = True) -> Tensor:
+    """The finaliser, in place; not whole: without its last line, which would mix the upper half of a number into the lower."""
     shifted = h >> 16
     h ^= shifted.bitwise_and_(0xFFFF)
     h *= -2048144789            # 0x85ebca6b
     torch.bitwise_right_shift(h, 13, out=shifted)
     h ^= shifted.bitwise_and_(0x7FFFF)
     h *= -1028477387            # 0xc2b2ae35
+    if not whole:
+        return h
     torch.bitwise_right_shift(h, 16, out=shifted)
     h ^= shifted.bitwise_and_(0xFFFF)
     return h
@@ -47,9 +49,14 @@ def _elements(shape: tuple[int, ...], device: torch.device) -> Tensor:
     return h
 
 
-def rows(key: int, positions: list[int], blocks: int, device: torch.device) -> Tensor:
+@functools.lru_cache(maxsize=16)
+def _spaced(positions: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(positions, dtype=torch.int32, device=device) * -1640531527
+
+
+def rows(key: int, positions: tuple[int, ...], blocks: int, device: torch.device) -> Tensor:
     """(samples * blocks,): a hash of every sample and block of a draw."""
-    h = mixed(torch.tensor(positions, dtype=torch.int32, device=device) * -1640531527 + key)
+    h = mixed(_spaced(positions, device) + key)
     if blocks == 1:
         return h
     return mixed((h.view(-1, 1) ^ (torch.arange(blocks, dtype=torch.int32, device=device) * -2048144789 + 1)).view(-1))
@@ -90,7 +97,7 @@ def filled(tensor: Tensor, dim: int | None, row: Tensor, distribution: Distribut
         shape, dtype=tensor.dtype, device=tensor.device)
     at_once = max(1, CHUNK // element.numel())
     for some, out in zip(row.view(-1, 1).split(at_once), into.view(len(row), -1).split(at_once), strict=True):
-        out.copy_(distribution(mixed(some ^ element), tensor.dtype))
+        out.copy_(distribution(mixed(some ^ element, whole=False), tensor.dtype))
     if into is not tensor:
         tensor.copy_(into.movedim(0, dim) if dim else into)
 

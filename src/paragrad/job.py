@@ -107,7 +107,9 @@ class Job:
 
 def seed_everything(seed: int) -> None:
     """Seed torch, numpy and random."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)           # torch.manual_seed notes a traceback for absent devices
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
     numpy.random.seed(seed % 2**32)
     random.seed(seed)
 

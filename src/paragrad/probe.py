@@ -28,6 +28,11 @@ class Probe:
     known: bool                     # the weight of the loss is more than the number of samples
     draws: Draws
 
+    def __or__(self, other: Probe) -> Probe:
+        """What two ranks' looks show together."""
+        return Probe(self.some_unused or other.some_unused, max(self.activations, other.activations),
+                     self.known and other.known, self.draws | other.draws)
+
 
 def probed(module: Summed, inputs: Any, target: Any, samples: int, repeated: Callable[[int], tuple[Any, Any]]) -> Probe:
     """One forward and backward of the module on copies of its inputs; what it leaves behind is the caller's (`untouched`).

@@ -22,7 +22,7 @@ from paragrad.data_parallel.shared_memory import SharedMemory
 from paragrad.datasets.loading import brought, cut, parted, tensors_of
 from paragrad.draws import Draws
 from paragrad.errors import Refused, StepFailed
-from paragrad.first_step import Made, Proof, made_alone, precise
+from paragrad.first_step import Made, Proof, made_alone, precise, spread
 from paragrad.launched import memory_left
 from paragrad.loss import loss_in
 from paragrad.probe import Left, Probe, probed, untouched
@@ -43,16 +43,18 @@ def before(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> None:
     if trainer.exchange is not None:
         power = (trainer.taken + 1).bit_count() == 1            # the 2nd, 4th, 8th, ...
         if trainer.splits and trainer.module.traced is False and power:
-            trainer.proof = proof(trainer, batch, inputs, target, trainer.activations, loss_alone=True)
+            here = torch.tensor([float(_given_as_loaded(trainer, inputs, target))])
+            as_loaded = bool(trainer.world.all_reduced(here, "MIN"))
+            trainer.proof = proof(trainer, batch, inputs, target, trainer.activations, as_loaded, loss_alone=True)
         return
-    found = looked_at(trainer, batch, inputs, target)
+    found, as_loaded = looked_at(trainer, batch, inputs, target)
     trainer.draws, trainer.activations, trainer.module.traced = found.draws, found.activations, found.known
     if found.draws.by_layout and (trainer.splits or trainer.unchecked):
         trainer.log.choice("random", "by layout", found.draws.by_layout)
         if trainer.splits:
             raise StepFailed(by_layout(found.draws.by_layout))
     if trainer.splits:
-        trainer.proof = proof(trainer, batch, inputs, target, found.activations)
+        trainer.proof = proof(trainer, batch, inputs, target, found.activations, as_loaded)
     elif trainer.unchecked:
         trainer.log.choice("first step", "not checked", "asked for")
     trainer.exchange = wired(trainer, found.some_unused)
@@ -87,8 +89,10 @@ def rehearse(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> None:
     trainer.log.spans.clear()
 
 
-def looked_at(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> Probe:
-    """What one forward and backward of this rank's first micro-batch shows, agreed by all ranks. Collective."""
+def looked_at(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> tuple[Probe, bool]:
+    """What one forward and backward of this rank's first micro-batch shows, and whether step got what batches gave; agreed by
+    all ranks. Collective."""
+    world, as_loaded = trainer.world, _given_as_loaded(trainer, inputs, target)
     piece, part = next(batch.cuts())
     if len(batch.pieces) > 1:
         inputs, target = cut((inputs, target), part, len(batch.places))
@@ -98,17 +102,20 @@ def looked_at(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> Probe
             _examine(trainer, inputs, target, samples)
         with trainer.casting():
             found = probed(trainer.module, inputs, target, samples, lambda count: _repeated(
-                trainer, batch, inputs, target, max(samples, 1), count))
-    trainer.batch_norm.agree()
-    everyone = trainer.world.collected(found)
-    return trainer.world.agreed(everyone and Probe(        # type: ignore[no-any-return]
-        any(each.some_unused for each in everyone), max(each.activations for each in everyone),
-        all(each.known for each in everyone), functools.reduce(operator.or_, (each.draws for each in everyone))))
+                trainer, batch, inputs, target, max(samples, 1), count, as_loaded))
+    told = world.collected((found, as_loaded, trainer.batch_norm.inside))
+    probe, as_loaded, inside = world.agreed(told and (
+        functools.reduce(operator.or_, (each for each, *_ in told)), all(loaded for _, loaded, _ in told),
+        set().union(*(inside for *_, inside in told))))
+    trainer.batch_norm.agree(inside)
+    return probe, as_loaded
 
 
-def _repeated(trainer: Trainer, batch: Batch, inputs: Any, target: Any, samples: int, count: int) -> tuple[Any, Any]:
+def _repeated(trainer: Trainer, batch: Batch, inputs: Any, target: Any, samples: int, count: int,
+              as_loaded: bool) -> tuple[Any, Any]:
     """A batch of one sample so many times: loaded anew, or, where step was given something else, cut out of that."""
-    if trainer.samples is not None and _given_as_loaded(trainer, inputs, target):
+    if as_loaded:
+        assert trainer.samples is not None
         return parted(brought(trainer.samples[batch.epoch, batch.indices[:1] * count], trainer.world.device, trainer.dtype))
     return cut((inputs, target), [0] * count, samples)      # type: ignore[no-any-return]
 
@@ -167,16 +174,17 @@ class Beside:
                            loss_in(trainer.module.loss, trainer.world.device, torch.float64), self.loss_alone)
 
 
-def proof(trainer: Trainer, batch: Batch, inputs: Any, target: Any, activations: int,
+def proof(trainer: Trainer, batch: Batch, inputs: Any, target: Any, activations: int, as_loaded: bool,
           loss_alone: bool = False) -> Proof | None:
     """Make one worker's step on rank 0 and its rounding twin on rank 1; None, and the record says why, where that cannot be.
 
-    Collective.
+    as_loaded: `step` got, on every rank, what `batches` gave. Collective.
     """
     world = trainer.world
     because, serial, twin, beside = _no_room(trainer, batch, activations), None, None, None
-    as_loaded = world.all_reduced(torch.tensor([float(_given_as_loaded(trainer, inputs, target))]), "MIN")
     given = None if as_loaded else world.agreed(world.collected((batch, inputs, target)))
+    like = Made(0.0, 0.0, {} if loss_alone else {name: each.detach() for name, each in trainer.parameters.items()},
+                {} if loss_alone else {name: each.detach() for name, each in trainer.model.named_buffers()})
     if not because and world.rank < 2:
         try:
             parts = functools.partial(_loaded, trainer, batch) if given is None else functools.partial(_joined, trainer, given)
@@ -185,15 +193,16 @@ def proof(trainer: Trainer, batch: Batch, inputs: Any, target: Any, activations:
             if world.rank == 0:
                 serial, left = beside.made()
                 because = f"the forward changes {', '.join(left.changed[:3])}" if left.changed else None
+                serial = None if because else serial
             else:
                 twin, _ = beside.made(ORDERS[0])
-        except Exception as error:
+        except Exception as error:              # on rank 1: then there is no twin
             because = f"one worker's step ended with {type(error).__name__}: {error}"
-    because = next((each for each in world.agreed(world.collected(because)) if each), None)
-    if because:
-        trainer.log.choice("first step", "not checked", because)
+    everywhere, because = spread(world, serial, like, because=because)
+    if everywhere is None:
+        trainer.log.choice("first step", "not checked", because or "rank 1 has no room for a second step")
         return None
-    return Proof(world, serial, twin, beside.another if beside else None, beside.precise if beside else None,
+    return Proof(world, everywhere, twin, beside.another if beside else None, beside.precise if beside else None,
                  torch.finfo(trainer.precision).eps, loss_alone)
 
 

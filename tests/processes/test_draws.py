@@ -131,7 +131,7 @@ def test_padding_moves_no_number() -> None:
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 def test_the_mask_is_random_with_the_right_share(p: float) -> None:
-    row, element = rows(12345, list(range(200)), 1, CPU), elements((5000,), CPU)
+    row, element = rows(12345, tuple(range(200)), 1, CPU), elements((5000,), CPU)
     kept = (uniform(mixed(row.view(-1, 1) ^ element), torch.float64) >= p).double()
     noise = (p * (1 - p)) ** 0.5
     assert abs(float(kept.mean()) - (1 - p)) < 5 * noise / 1000                 # 10^6 draws

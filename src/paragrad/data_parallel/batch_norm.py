@@ -78,13 +78,12 @@ class BatchNorm:
         finally:
             self.looks = before
 
-    def agree(self) -> None:
-        """After a look: which calls ask no other rank. Collective. Raises StepFailed where a compiler would bake them in."""
+    def agree(self, inside: set[int]) -> None:
+        """After a look: the calls that ask no other rank, as all saw. Raises StepFailed where a compiler would bake them in."""
         if not self.alone and (self.compiled or _compiled_before(self.model)):
             raise StepFailed("batch norm in a compiled model would take each rank's own statistics; train the model without "
                              "torch.compile, or compile parts of it that have no batch norm")
-        if self.world.size > 1:
-            self.inside = self.world.agreed(set().union(*self.world.collected(self.inside)))
+        self.inside = inside
 
     @property
     def normed(self) -> set[str]:

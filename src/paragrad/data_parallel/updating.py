@@ -15,6 +15,7 @@ from torch.optim import optimizer as of_torch
 
 ELEMENT, TENSOR, ALL = "element", "tensor", "all"
 SIZE = 160              # a dimension of the copy at most; above 128, from which known optimizers factor a matrix
+FEW, BRIEF = 8, 2       # the same, and steps, of classes known to treat every element alike, which are tried all the same
 SCALES = (1.0, 1e3, 1e-3, 1.0, 1.0, 1.0, 1.0)     # of the gradients of each step: so that clipping inside of an optimizer shows
 Groups = list[list[Tensor]]
 
@@ -32,23 +33,24 @@ class Held:
         return Held(_half(self.values, which), state)
 
 
-def updates_by(optimizer: torch.optim.Optimizer) -> str:
+def updates_by(optimizer: torch.optim.Optimizer, known: bool = False) -> str:
     """ELEMENT: any piece of a parameter will do;  TENSOR: each parameter by itself;  ALL: neither, or it cannot be tried.
 
-    Hooks and a step that was put on the object may hold the real parameters, so nothing is tried with them.
+    Hooks and a step that was put on the object may hold the real parameters, so nothing is tried with them. known: of a class
+    that is known to go element by element, so that a brief trial will do.
     """
     if hooked(optimizer):
         return ALL
-    generator = torch.Generator().manual_seed(0)
+    generator, size, scales = torch.Generator().manual_seed(0), FEW if known else SIZE, SCALES[:BRIEF] if known else SCALES
 
     def drawn(shape: torch.Size) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     with torch.random.fork_rng(devices=[]):
-        groups = [[Held(drawn(_small(parameter).shape), {what: _small(value) for what, value in
-                                                         optimizer.state.get(parameter, {}).items()})
+        groups = [[Held(drawn(_small(parameter, size).shape), {what: _small(value, size) for what, value in
+                                                               optimizer.state.get(parameter, {}).items()})
                    for parameter in _chosen(group["params"])] for group in optimizer.param_groups]
-        gradients = [[[scale * drawn(each.values.shape) for each in group] for group in groups] for scale in SCALES]
+        gradients = [[[scale * drawn(each.values.shape) for each in group] for group in groups] for scale in scales]
         for kind, tried in ((ELEMENT, _by_element), (TENSOR, _by_tensor)):
             try:
                 if tried(optimizer, groups, gradients):
@@ -76,11 +78,11 @@ def _chosen(parameters: list[Tensor]) -> list[Tensor]:
     return [parameter for each in found.values() for parameter in each]
 
 
-def _small(value: Any) -> Any:
+def _small(value: Any, size: int) -> Any:
     """The corner of a tensor, in float64; anything else as it is."""
     if not isinstance(value, Tensor) or not value.dim():
         return copy.deepcopy(value)
-    corner = value.detach()[tuple(slice(SIZE) for _ in value.shape)].cpu().clone()
+    corner = value.detach()[tuple(slice(size) for _ in value.shape)].cpu().clone()
     return corner.double() if corner.is_floating_point() else corner
 
 
