@@ -46,12 +46,14 @@ from paragrad.world import World
 JOBS = ("digits", "mnist-mlp", "mnist-cnn", "gpt2 of 4 layers")
 REPEATS = 5             # first steps in one process, of which the median counts
 STEPS = 60              # of a training whose steps are timed
+ZOO = Path(__file__).parent.parent / "tests" / "zoo"          # GPT-2 is transformers', of the group `zoo`
 STRATEGIES = ("serial(threads=1)", "data(2)")
 
 
 def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-    return GPT2LMHeadModel(GPT2Config(vocab_size=1000, n_positions=64, n_embd=128, n_layer=4, n_head=4))
+    from foreign import foreign
+    library = foreign("transformers")
+    return library.GPT2LMHeadModel(library.GPT2Config(vocab_size=1000, n_positions=64, n_embd=128, n_layer=4, n_head=4))
 
 
 def job(name: str) -> pg.Job:
@@ -101,7 +103,7 @@ def measured(data: str | None, quick: bool) -> dict[str, Any]:
 def asked(source: Path, data: str | None, quick: bool) -> dict[str, Any]:
     """The same in a process of its own, by the code of a checkout."""
     words = [sys.executable, __file__, "--one", *(["--data", data] if data else []), *(["--quick"] if quick else [])]
-    result = subprocess.run(words, env={**os.environ, "PYTHONPATH": str(source / "src")}, capture_output=True, text=True,
+    result = subprocess.run(words, env={**os.environ, "PYTHONPATH": f"{source / 'src'}:{ZOO}"}, capture_output=True, text=True,
                             check=False)
     if result.returncode:
         raise SystemExit(result.stderr)

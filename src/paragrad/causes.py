@@ -31,21 +31,32 @@ def not_the_same(trainer: Trainer, misses: list[Miss]) -> str:
 def likely(trainer: Trainer, misses: list[Miss]) -> str:
     """The likeliest cause of a step that differs, with the repair."""
     kinds = {miss.kind for miss in misses}
-    random = ", ".join(dict.fromkeys(call.name for call in trainer.draws.calls))
     if trainer.sabotage:
         return f"Cause: the planted bug {trainer.sabotage}"
     if "weight" in kinds:
-        return ("Likely cause: the loss divides by something that does not add up over shares (padding that differs by "
-                "share, a constant); return the pair (sum, weight) from it, or collate whole batches: "
-                "collate=paragrad.WholeBatch(collate)")
+        return WEIGHT
     if "loss" in kinds and trainer.module.traced is False:
-        return ("Likely cause: the mean in the loss is over something else than samples, and what it divides by cannot be read "
-                "off; return the pair (sum, weight)")
+        return UNTRACED
     if "loss" in kinds or kinds == {"gradient"}:
-        drawn = f", or draws ({random}) that are not a sample's own" if random else ""
-        return ("Likely cause: the model or the loss mixes samples (a mean over the batch, a comparison of samples)" + drawn
-                + ", so that a share gives another result than its part of the batch")
-    if "buffer" in kinds:
-        return ("Likely cause: the buffer counts what a share has, not what the batch has; make what it holds a function of "
-                "the step, or let it go without (register_buffer is for what is equal on all workers)")
-    return "Likely cause: not known"
+        drawn = ", ".join(dict.fromkeys(call.name for call in trainer.draws.calls))
+        return MIXES + (f"; or what {drawn} draws is not each sample's own" if drawn else "")
+    return BUFFER
+
+
+def of_difference(tensor: str, is_buffer: bool, sabotage: str | None) -> str:
+    """The likeliest cause of a training that differs first in a tensor (`verification`), with the repair."""
+    if sabotage:
+        return f"Cause: the planted bug {sabotage}"
+    if tensor == "loss of the whole batch":
+        return UNTRACED
+    return BUFFER if is_buffer else MIXES + "; or the loss weighs targets in a way that cannot be seen: return (sum, weight)"
+
+
+WEIGHT = ("Likely cause: the loss divides by something that does not add up over shares (padding that differs by share, a "
+          "constant); return the pair (sum, weight) from it, or collate whole batches: collate=paragrad.WholeBatch(collate)")
+UNTRACED = ("Likely cause: the mean in the loss is over something else than samples, and what it divides by cannot be read "
+            "off; return the pair (sum, weight)")
+MIXES = ("Likely cause: the model or the loss mixes samples (a mean over the batch, a comparison of samples), so that a share "
+         "gives another result than its part of the batch")
+BUFFER = ("Likely cause: the buffer counts what a share has, not what the batch has; make what it holds a function of the "
+          "step, or go without (register_buffer is for what is equal on all workers)")

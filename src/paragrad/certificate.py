@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from paragrad.admission import Admitted, admitted
+from paragrad.causes import of_difference
 from paragrad.datasets.loading import mapped
 from paragrad.errors import RankFailed, Refused
 from paragrad.job import Job, opened
@@ -90,12 +91,15 @@ def verify(job: Job, strategy: str | Strategy, *, runs: str | Path = "runs", dat
                 raise RankFailed(f"{error.message} (the run failed, so whether it is the same training is not known)",
                                  rank=error.rank, step=error.step, tensor=error.tensor, traceback=error.traceback) from error
             failure = str(error)
+    tensor = found.first[0] if found.first else None
+    cause = None if tensor is None else of_difference(tensor, tensor in checked.facts.shapes and (
+        f"gradient of {tensor}" not in found.tensors), sabotage)
     folder = new_folder(Path(runs), f"{job.name}-verify-{folder_name(checked.asked)}")
     certificate = Certificate(
         job.name, digest(checked), str(checked.asked), str(checked.resolved), found.reference,
         device, checked.backend if checked.size > 1 else "none", STEPS, str(found.dtype).removeprefix("torch."), found.why,
         found.bound, found.allowed, None if failure else found.value, found.tensor, found.first, found.tensors, found.twin,
-        found.twins, found.chaotic, failure, None, checked.settings.sabotage,
+        found.twins, found.chaotic, failure, cause, checked.settings.sabotage,
         {"paragrad": __version__, "torch": torch.__version__, "python": platform.python_version()}, folder)
     partial = folder / "certificate.json.partial"
     partial.write_text(json.dumps(certificate.as_json(), indent=1, allow_nan=False) + "\n")

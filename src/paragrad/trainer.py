@@ -28,13 +28,12 @@ from paragrad.datasets.loading import (
     Collate,
     Dataset,
     Samples,
-    WholeBatch,
     brought,
     cut,
-    drawn_in_collate,
     loaded,
     refuse_loader,
     tensors_of,
+    whole_where_drawn,
 )
 from paragrad.datasets.order import Order
 from paragrad.draws import Draws, keyed
@@ -143,11 +142,8 @@ class Trainer:
     def batches_at(self, dataset: Dataset, order: Order, places: Iterable[tuple[int, range]],
                    loaders: int = 0) -> Iterator[Any]:
         """The same for chosen (epoch, positions of a global batch); places of one epoch follow each other."""
-        samples = self.samples = Samples(dataset, self.seed, self.collate)
-        if not self.examined and self.splits and drawn_in_collate(samples, list(range(min(len(dataset), 2)))):
-            assert self.collate is not None
-            samples = self.samples = Samples(dataset, self.seed, WholeBatch(self.collate))
-            self.log.choice("collate", "whole batches on every rank", "it draws at random")
+        samples = Samples(dataset, self.seed, self.collate)
+        samples = self.samples = samples if self.examined or not self.splits else whole_where_drawn(samples)
         for epoch, group in itertools.groupby(places, key=lambda place: place[0]):
             batches = [batch_of(order, epoch, whole, self.shares, self.micro, self.parts, self.reverse) for _, whole in group]
             data = loaded(samples, [(epoch, batch.indices, batch.places) for batch in batches], loaders)
@@ -241,6 +237,8 @@ class Trainer:
 
     def _keyed(self, batch: Batch, piece: Piece) -> contextlib.AbstractContextManager[Any]:
         """Around forward and backward: what is drawn is keyed by each sample's place in the global batch, if anything is."""
+        if not self.draws:
+            return contextlib.nullcontext()
         return keyed(self.draws, self.seed, self.steps, [position - batch.whole.start for position in piece.positions],
                      strict=self.splits)
 

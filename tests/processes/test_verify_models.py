@@ -92,6 +92,7 @@ def test_a_buffer_that_counts_a_share_beside_a_causal_mask(mask: float | None, t
     counting = job("counting", lambda: Counting(mlp, mask), PLAIN)
     found = verified(counting, "data(2)", tmp_path)
     assert found.first == ("seen", 0)
+    assert "the buffer counts what a share has" in (found.cause or "")
     assert verified(counting, "serial", tmp_path).same
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -90,6 +90,12 @@ def drawn_in_collate(samples: Samples, indices: list[int]) -> bool:
         before = generator_states()
         samples.collate(drawn)
         return generator_states() != before
+
+
+def whole_where_drawn(samples: Samples) -> Samples:
+    """The same; where its collate draws, with one that is given whole batches."""
+    few = list(range(min(len(samples), 2)))
+    return replace(samples, collate=WholeBatch(samples.collate)) if samples.collate and drawn_in_collate(samples, few) else samples
 
 
 def refuse_loader(dataset: Any, what: str) -> None:
