@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paragrad.additive import ASKED, Part, wrong_with
+from paragrad.additive import ASKED, Part, misshapen, wrong_with
 from paragrad.batches import Batch
 from paragrad.causes import by_layout, not_the_same
 from paragrad.data_parallel.all_reduce import Exchange
 from paragrad.data_parallel.alone import Alone
 from paragrad.data_parallel.batch_norm import BatchNorm
 from paragrad.data_parallel.shared_memory import SharedMemory
-from paragrad.datasets.loading import brought, cut, parted, tensors_of
+from paragrad.datasets.loading import brought, called, copied, cut, parted, tensors_of
 from paragrad.draws import Draws
 from paragrad.errors import Refused, StepFailed
 from paragrad.first_step import Made, Proof, made_alone, precise, spread
@@ -98,11 +98,13 @@ def looked_at(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> tuple
         inputs, target = cut((inputs, target), part, len(batch.places))
     trainer.part.samples = samples = len(piece.positions)
     with untouched(trainer.model), trainer.batch_norm.looking():
-        if not trainer.examined:
-            _examine(trainer, inputs, target, samples)
         with trainer.casting():
+            if not trainer.examined:
+                _check_shape(trainer, inputs, target)
             found = probed(trainer.module, inputs, target, samples, lambda count: _repeated(
                 trainer, batch, inputs, target, max(samples, 1), count, as_loaded))
+        if not trainer.examined and not found.draws.by_layout:
+            _examine(trainer, inputs, target, samples, found.draws)
     told = world.collected((found, as_loaded, trainer.batch_norm.inside))
     probe, as_loaded, inside = world.agreed(told and (
         functools.reduce(operator.or_, (each for each, *_ in told)), all(loaded for _, loaded, _ in told),
@@ -120,7 +122,14 @@ def _repeated(trainer: Trainer, batch: Batch, inputs: Any, target: Any, samples:
     return cut((inputs, target), [0] * count, samples)      # type: ignore[no-any-return]
 
 
-def _examine(trainer: Trainer, inputs: Any, target: Any, samples: int) -> None:
+def _check_shape(trainer: Trainer, inputs: Any, target: Any) -> None:
+    """Does the loss return one number, or a pair?"""
+    inputs, target = copied((inputs, target))
+    if wrong := misshapen(trainer.module.loss(called(trainer.model, inputs), target)):
+        raise StepFailed(wrong)
+
+
+def _examine(trainer: Trainer, inputs: Any, target: Any, samples: int, draws: Draws) -> None:
     """Does the loss add up? What a Job is asked at the door."""
     places = list(range(min(samples, ASKED)))
     middle = -(-len(places) // 3)
@@ -130,7 +139,7 @@ def _examine(trainer: Trainer, inputs: Any, target: Any, samples: int) -> None:
     except ValueError as error:
         trainer.log.choice("loss", "not asked", f"whether it adds up: {error}")
         return
-    if len(parts) == 3 and (wrong := wrong_with(trainer.module, parts, Draws(), tight=trainer.dtype == torch.float64)):
+    if len(parts) == 3 and (wrong := wrong_with(trainer.module, parts, draws, tight=trainer.dtype == torch.float64)):
         raise StepFailed(wrong)
 
 

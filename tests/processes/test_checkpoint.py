@@ -267,11 +267,12 @@ import paragrad as pg, torch
 from torch import nn
 from torch.utils.data import Dataset
 
-LAUNCHER = os.getpid()             # it loads this file, and its ranks get what it made
-
 class Points(Dataset):
     '''At its 100th sample it asks the launcher to stop.'''
     seen = 0
+
+    def __init__(self):
+        self.launcher = os.getpid()         # which makes it; ranks get what it made, though they run this file too
 
     def __len__(self):
         return 60
@@ -279,7 +280,7 @@ class Points(Dataset):
     def __getitem__(self, index):
         Points.seen += 1
         if Points.seen == 100 and os.environ.get("STOPS"):
-            os.kill(LAUNCHER if os.environ["STOPS"] == "launcher" else os.getppid(), signal.SIGTERM)
+            os.kill(self.launcher if os.environ["STOPS"] == "launcher" else os.getppid(), signal.SIGTERM)
         return torch.full((10,), index / 60, dtype=torch.float64), index % 4
 
 job = pg.Job(name="points", model=lambda: nn.Linear(10, 4), loss=nn.functional.cross_entropy, train=Points(), batch=12,

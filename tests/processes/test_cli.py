@@ -156,8 +156,10 @@ def test_stopped_by_the_user_before_anything_runs(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "paragrad", "jobs"], cwd=tmp_path, capture_output=True, text=True, timeout=60,
                           check=False)
     assert (done.returncode, done.stderr) == (130, "paragrad: stopped\n")
-    (tmp_path / "mine.py").write_text("raise KeyboardInterrupt")
-    result = CliRunner().invoke(app, ["train", str(tmp_path / "mine.py"), "--runs", str(tmp_path / "runs")])
+    folder = tmp_path / "jobs"              # it stays where modules are looked for; that typer must not
+    folder.mkdir()
+    (folder / "mine.py").write_text("raise KeyboardInterrupt")
+    result = CliRunner().invoke(app, ["train", str(folder / "mine.py"), "--runs", str(tmp_path / "runs")])
     assert (result.exit_code, result.output) == (130, "paragrad: stopped\n")
 
 

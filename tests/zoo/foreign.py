@@ -35,7 +35,8 @@ def declare_operators() -> None:
     fails with "operator torchvision::nms does not exist". No model here calls them.
     """
     spec = importlib.util.find_spec("torchvision")
-    if _declared or spec is None or spec.origin is None or _compiled_half(Path(spec.origin).parent):
+    if _declared or spec is None or spec.origin is None or _compiled_half(Path(spec.origin).parent) or hasattr(
+            torch.ops.torchvision, "nms"):          # this process has declared it elsewhere
         return
     library = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):

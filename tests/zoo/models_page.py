@@ -8,15 +8,16 @@ from pathlib import Path
 
 import torch
 
-COMMAND = "make zoo"
+COMMAND = "`make zoo`"
+SAMPLE = "`pytest tests/zoo -m 'not table'`, every row under one strategy in turn (`make zoo` runs them under all)"
 HEAD = """# Models from elsewhere
 
-Written by `{command}` (torch {torch}{libraries}).
+Written by {command} (torch {torch}{libraries}).
 
 Models and jobs that were not written for paragrad, each under four strategies beside one worker. *difference*: the largest of
-any gradient, parameter or buffer over the steps of [verify](verify.md), in float64; *twin*: the same of one worker that takes
-each batch in another order, where rounding alone is more than 1e-10. A job that no split trains as one worker does is refused
-by one message before the first update.
+any gradient, parameter or buffer over the steps of [verify](verify.md), in float64; *twin*: the same of one worker whose
+parameters are moved by one unit in the last place, which is what rounding alone does. A job that no split trains as one worker
+does is refused by one message before the first update.
 
 {count} rows, {results} results, {unexpected} of them not as expected.
 
@@ -55,8 +56,10 @@ class Page:
 
     def text(self) -> str:
         lines = sorted(self.lines, key=lambda line: (line.row.lower(), self.strategies.index(line.strategy)))
-        head = HEAD.format(command=COMMAND, torch=torch.__version__.split("+")[0], libraries=_libraries(),
-                           count=len({line.row for line in lines}), results=len(lines),
+        rows = {line.row for line in lines}
+        head = HEAD.format(command=COMMAND if len(lines) > len(rows) else SAMPLE,
+                           torch=torch.__version__.split("+")[0], libraries=_libraries(),
+                           count=len(rows), results=len(lines),
                            unexpected=sum(not line.expected for line in lines))
         return head + "".join(f"{line}\n" for line in lines)
 

@@ -94,8 +94,8 @@ def drawn_in_collate(samples: Samples, indices: list[int]) -> bool:
 
 def whole_where_drawn(samples: Samples) -> Samples:
     """The same; where its collate draws, with one that is given whole batches."""
-    few = list(range(min(len(samples), 2)))
-    return replace(samples, collate=WholeBatch(samples.collate)) if samples.collate and drawn_in_collate(samples, few) else samples
+    drawn = drawn_in_collate(samples, list(range(min(len(samples), 2))))
+    return replace(samples, collate=WholeBatch(samples.collate)) if samples.collate and drawn else samples
 
 
 def refuse_loader(dataset: Any, what: str) -> None:
