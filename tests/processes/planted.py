@@ -98,20 +98,17 @@ def buffer_by_share(net: Net) -> None:
 def stale_gradient(net: Net) -> None:
     """The last layer's bias keeps what it had before: nothing."""
     def forget(exchange: Any) -> None:
-        gradient = exchange.averaged()["out.bias"]
-        gradient.zero_()
-        if isinstance(exchange, shared_memory.SharedMemory):
+        if isinstance(exchange, shared_memory.SharedMemory):        # whose `averaged` meets the other ranks
             exchange.mean[exchange.names.index("out.bias")].zero_()
+        else:
+            exchange.gradients()["out.bias"].zero_()
     _after_average(forget)
 
 
 def noise_by_rank(net: Net) -> None:
     def disturb(exchange: Any) -> None:
-        if isinstance(exchange, shared_memory.SharedMemory):
-            exchange.averaged()
-            exchange.mean[0].add_(1e-3 * (1 + rank()))
-        else:
-            exchange.averaged()["conv.weight"].add_(1e-3 * (1 + rank()))
+        gradient = exchange.mean[0] if isinstance(exchange, shared_memory.SharedMemory) else exchange.gradients()["conv.weight"]
+        gradient.add_(1e-3 * (1 + rank()))
     _after_average(disturb)
 
 
