@@ -6,6 +6,7 @@ brings a generator of its own, they do what they did.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import warnings
@@ -20,14 +21,14 @@ from paragrad.hashing import Distribution, below, between, inside, uniform
 Asked = TypeVar("Asked", bound="Drawing")
 
 
-class Drawing:
-    """Asked by the replaced kernels: `hashed` numbers for a tensor of some shape."""
+class Drawing(abc.ABC):
+    """Asked by the replaced kernels what a call draws; name: the kernel's."""
 
+    @abc.abstractmethod
     def numbers(self, name: str, tensor: Tensor, distribution: Distribution) -> Tensor:
         """Fill a tensor."""
-        raise NotImplementedError
 
-    def own(self, name: str) -> None:
+    def own(self, name: str) -> None:               # noqa: B027 -- most do not ask
         """A call brought a generator of its own."""
 
 
