@@ -19,9 +19,9 @@ from torch.nn import functional
 from paragrad.datasets.loading import Samples, brought, called, copied, cut, parted, tensors_of
 from paragrad.draws import Draws, keyed
 from paragrad.loss import Summed
-from paragrad.probe import untouched
+from paragrad.probe import restored
 
-ASKED = 8               # samples of the whole
+ASKED = 5               # samples of the whole: 2 and 3, since some models take no single sample
 TIGHT = 1e-9            # relative, in float64
 
 
@@ -41,6 +41,13 @@ class Part:
         """What stands at some places of it. Raises ValueError where it cannot be cut."""
         inputs, target = cut((self.inputs, self.target), places, len(self.positions))
         return Part(inputs, target, [self.positions[place] for place in places])
+
+    def in_parts(self) -> list[Part]:
+        """The whole, and cut out of it two parts of unequal size, where it has so many samples. Raises ValueError."""
+        samples = len(self.positions)
+        places = list(range(min(samples, ASKED)))
+        middle = -(-len(places) // 3)
+        return [self.cut(some) for some in (places, places[:middle], places[middle:]) if some]
 
     def copied(self) -> tuple[Any, Any]:
         """(inputs, target) for a model that may change them; what is in both stays one tensor."""
@@ -72,7 +79,7 @@ class Answer:
 
 
 def wrong_with(module: Summed, parts: list[Part], draws: Draws, tight: bool) -> str | None:
-    """What is wrong with a loss, seen on a whole batch and its parts, or None.
+    """What is wrong with a loss, seen on a whole batch and its parts, or None. Generators are the caller's to keep.
 
     tight: the module is in float64; where not, or where its loss is not, the samples in another order tell what is rounding.
     """
@@ -101,7 +108,7 @@ def wrong_with(module: Summed, parts: list[Part], draws: Draws, tight: bool) -> 
 
 
 def _asked(module: Summed, part: Part, draws: Draws) -> Answer:
-    with untouched(module.model), statistics_apart(), keyed(draws, 0, 0, part.positions):
+    with restored(module.model), statistics_apart(), keyed(draws, 0, 0, part.positions):
         inputs, target = part.copied()
         output = called(module.model, inputs)
         value = module.loss(output, target)
@@ -137,18 +144,6 @@ def statistics_apart() -> Iterator[None]:
         yield
     finally:
         torch.batch_norm, functional._verify_batch_size = original, verify                 # type: ignore[attr-defined]
-
-
-def misshapen(value: Any) -> str | None:
-    """What is wrong with the kind of value that a loss returned, or None."""
-    if isinstance(value, tuple):
-        if len(value) != 2:
-            return f"the loss returned {len(value)} values; return the mean over samples, or a pair (sum, weight)"
-        value = value[0]
-    if not isinstance(value, Tensor) or value.dim() != 0:
-        shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(type(value).__name__)
-        return f"the loss returned {shape}; return one number: the mean over samples, or a pair (sum, weight)"
-    return None
 
 
 def _why(parts: list[Part], whole: Answer, halves: list[Answer]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paragrad.additive import ASKED, Part, misshapen, parts_of, wrong_with
+from paragrad.additive import ASKED, Part, parts_of, wrong_with
+from paragrad.data_parallel import batch_norm
 from paragrad.datasets.loading import (
     Dataset,
     WholeBatch,
@@ -21,6 +23,8 @@ from paragrad.datasets.loading import (
     copied,
     cut,
     drawn_in_collate,
+    generator_states,
+    generators_kept,
     parted,
     refuse_loader,
 )
@@ -30,8 +34,10 @@ from paragrad.errors import Refused
 from paragrad.evaluation import without_gradients
 from paragrad.job import CPU, DTYPES, Job, opened
 from paragrad.lazy import Initialised, lazy_names
-from paragrad.loss import Summed
-from paragrad.probe import probed, untouched
+from paragrad.loss import Summed, misshapen
+from paragrad.precision import in_precision
+from paragrad.probe import Probe, probed, restored
+from paragrad.world import World
 
 
 @dataclass(frozen=True)
@@ -43,8 +49,8 @@ class Facts:
     order: Order
     shapes: dict[str, list[int]]        # of the model's state, by its serial names
     training: dict[str, Any]            # optimizer, scheduler and clipping as they begin: "optimizer", "lr of group 0", ...
+    probe: Probe                        # what a look at the model showed
     whole_batch: str | None = None      # why collate must be given whole batches
-    by_layout: str | None = None        # what makes the model's random draws depend on the layout
     lazy: Any = None                    # inputs that give lazy modules their shapes, where the model has some
 
     def ready(self, job: Job) -> Job:
@@ -69,12 +75,12 @@ def examined(job: Job, data: Path | None = None) -> Facts:
                       "(requires_grad_(False))")
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, scheduler = _check_optimizer(job, model)
-    whole_batch, by_layout = _check_loss(job, model, train)
+    probe, whole_batch = _check_loss(job, model, train)
     if test is not None:
         _check_test(job, model.eval(), test)
     shapes = {name: list(value.shape) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     return Facts(len(train), len(test) if test is not None else 0, sum(map(Tensor.numel, trainable)),
-                 job.order(len(train)), shapes, _beginning(job, optimizer, scheduler), whole_batch, by_layout, lazy)
+                 job.order(len(train)), shapes, _beginning(job, optimizer, scheduler), probe, whole_batch, lazy)
 
 
 def uncut(job: Job, data: Path | None = None) -> str | None:
@@ -193,8 +199,7 @@ def _check_test(job: Job, model: nn.Module, test: Dataset) -> None:
                          lambda: without_gradients(lambda: called(model, copied(inputs))))
         metric = job.metric
         if metric is None:              # of what the model returns in evaluation, which may be less than in training
-            _called(job, "loss of a batch of test (give a metric, if it cannot take what the model returns in eval mode)",
-                    lambda: without_gradients(lambda: Summed(model, job.built_loss())(*copied((inputs, target)), len(indices))))
+            _check_loss_of_test(job, Summed(model, job.built_loss()), Part(inputs, target, indices))
             return
         found = _called(job, f"metric {job.metric_name}",
                         lambda: metric(output.detach() if isinstance(output, Tensor) else output, target))
@@ -208,8 +213,23 @@ def _check_test(job: Job, model: nn.Module, test: Dataset) -> None:
                       "number") from None
 
 
-def _check_loss(job: Job, model: nn.Module, train: Dataset) -> tuple[str | None, str | None]:
-    """Ask the loss (`additive`). Returns why collate must have whole batches, and what makes draws depend on the layout."""
+def _check_loss_of_test(job: Job, module: Summed, part: Part) -> None:
+    """Without a metric the test is the loss in eval mode, summed over ranks: does it add up there?"""
+    with generators_kept():
+        before = generator_states()
+        _called(job, "loss of a batch of test (give a metric, if it cannot take what the model returns in eval mode)",
+                lambda: without_gradients(lambda: module(*part.copied(), len(part.positions))))
+        draws = generator_states() != before            # no two batches have the same loss then
+        wrong = None
+        with contextlib.suppress(ValueError):           # it cannot be cut
+            parts = part.in_parts()
+            wrong = _asked(job, module, parts, Draws()) if len(parts) == 3 and not draws else None
+    if wrong:
+        raise Refused(f"job {job.name}: the test, which is the loss in eval mode: {wrong}; or give a metric")
+
+
+def _check_loss(job: Job, model: nn.Module, train: Dataset) -> tuple[Probe, str | None]:
+    """Look at the model, and ask the loss (`additive`). Returns what was seen, and why collate must have whole batches."""
     samples, indices = job.samples(train), list(range(min(job.batch, len(train), ASKED)))
     parts = _called(job, "fetching a batch of train", lambda: parts_of(samples, indices))
     part, module = parts[0].to(job.parameter_dtype), Summed(model, job.built_loss())
@@ -217,34 +237,40 @@ def _check_loss(job: Job, model: nn.Module, train: Dataset) -> tuple[str | None,
     def repeated(count: int) -> tuple[Any, Any]:
         return parted(brought(samples[0, indices[:1] * count], CPU, job.parameter_dtype))
 
-    where = " in bfloat16 (not every processor has it for every layer; dtype=torch.float32 does)" if job.autocast else ""
-    with _casting(job), untouched(model):
-        inputs, target = part.copied()
-        output = _called(job, f"one batch through the model{where}", lambda: called(model, inputs))
-        value = _called(job, "loss", lambda: module.loss(output, target))
-        if wrong := misshapen(value):
-            raise Refused(f"job {job.name}: {wrong}")
-        draws = _called(job, "one batch forward and backward",
-                        lambda: probed(module, part.inputs, part.target, len(indices), repeated)).draws
-    if draws.by_layout:         # by which parts would differ; a strategy that splits the batch is refused for that
-        return None, draws.by_layout
-    wrong = _called(job, "loss", lambda: _asked(job, module, parts, draws))
-    because = "it draws at random" if drawn_in_collate(samples, indices) else None
-    if (wrong or because) and job.collate is not None:
-        whole = replace(samples, collate=WholeBatch(job.collate))
-        with contextlib.suppress(ValueError):       # what it makes cannot be cut
-            still = _asked(job, module, parts_of(whole, indices), draws)
-            because, wrong = because or (None if still else "what it makes of a share counts otherwise"), still
+    with generators_kept():
+        norm = batch_norm.BatchNorm(World(), model, batch_norm.Part(len(indices)), lambda payload: None)
+        with _casting(job), restored(model), norm:
+            try:
+                probe = probed(module, part.inputs, part.target, len(indices), norm, repeated)
+            except Exception as error:
+                raise _refusal(job, module, part, error) from error
+        if probe.draws.by_layout:   # by which parts would differ; a strategy that splits the batch is refused for that
+            return probe, None
+        wrong = _called(job, "loss", lambda: _asked(job, module, parts, probe.draws))
+        because = "it draws at random" if drawn_in_collate(samples, indices) else None
+        if (wrong or because) and job.collate is not None:
+            whole = replace(samples, collate=WholeBatch(job.collate))
+            with contextlib.suppress(ValueError):       # what it makes cannot be cut
+                still = _asked(job, module, parts_of(whole, indices), probe.draws)
+                because, wrong = because or (None if still else "what it makes of a share counts otherwise"), still
     if wrong:
         raise Refused(f"job {job.name}: {wrong}")
-    return because, None
+    return probe, because
+
+
+def _refusal(job: Job, module: Summed, part: Part, error: Exception) -> Refused:
+    """Of a batch that did not go forward and backward: where it ended, tried once more in parts."""
+    where = " in bfloat16 (not every processor has it for every layer; dtype=torch.float32 does)" if job.autocast else ""
+    inputs, target = part.copied()
+    output = _called(job, f"one batch through the model{where}", lambda: called(module.model, inputs))
+    wrong = misshapen(_called(job, "loss", lambda: module.loss(output, target)))
+    return Refused(f"job {job.name}: " + (wrong or f"one batch forward and backward raised {type(error).__name__}: {error}"))
 
 
 def _asked(job: Job, module: Summed, parts: list[Part], draws: Draws) -> str | None:
     """What is wrong with the loss: in float64, or in the job's own type where the model cannot."""
     try:
-        precise = job.replace(dtype=torch.float64)
-        return wrong_with(Summed(precise.built_model(), precise.built_loss()), [part.to(torch.float64) for part in parts],
-                          draws, tight=True)
-    except Exception:       # constants in float32 that meet float64
+        twin = Summed(in_precision(copy.deepcopy(module.model), torch.float64), job.replace(dtype=torch.float64).built_loss())
+        return wrong_with(twin, [part.to(torch.float64) for part in parts], draws, tight=True)
+    except Exception:       # constants in float32 that meet float64, a model that cannot be copied
         return wrong_with(module, [part.to(job.parameter_dtype) for part in parts], draws, tight=False)

@@ -97,7 +97,7 @@ KINDS = ("loss", "weight", "gradient", "buffer")
 def gaps(ours: Made, theirs: Made) -> dict[str, Gap]:
     """By kind, the largest difference from what another made. A buffer that nobody changed must be the same to the bit."""
     still = _still(ours, theirs)
-    moved = {name: theirs.buffers[name] for name in theirs.changed}
+    moved = {name: theirs.buffers[name] for name in theirs.changed if _real(theirs.buffers[name])}
     return {"loss": Gap(abs(ours.loss - theirs.loss), "loss", abs(theirs.loss)),
             "weight": Gap(abs(ours.weight - theirs.weight), "weight", abs(theirs.weight)),
             "gradient": _largest(ours.gradients, theirs.gradients),
@@ -106,11 +106,15 @@ def gaps(ours: Made, theirs: Made) -> dict[str, Gap]:
 
 def _still(ours: Made, theirs: Made) -> str | None:
     for name, buffer in theirs.buffers.items():
-        exact = name not in theirs.changed or not (buffer.is_floating_point() or buffer.is_complex())
+        exact = name not in theirs.changed or not _real(buffer)
         mine = ours.buffers.get(name)
         if exact and (mine is None or mine.shape != buffer.shape or not _same(mine, buffer)):
             return name
     return None
+
+
+def _real(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _same(ours: Tensor, theirs: Tensor) -> bool:
@@ -134,16 +138,16 @@ def _apart(ours: Tensor | None, reference: Tensor | None) -> float:
     if ours.shape != reference.shape:
         return math.inf
     wide = torch.promote_types(ours.dtype, reference.dtype)
-    ours, reference = ours.to(wide), reference.to(wide)
-    finite = torch.isfinite(reference)
-    if not torch.equal(finite, torch.isfinite(ours)):
-        return math.inf
-    return _most(torch.where(finite, ours - reference, 0))
+    ours, reference = ours.detach().to(wide), reference.detach().to(wide)
+    same = torch.equal(torch.isfinite(reference), torch.isfinite(ours))
+    return _most(ours - reference) if same else math.inf
 
 
 def _most(tensor: Tensor) -> float:
-    finite = tensor.detach().abs()
-    return float(torch.where(torch.isfinite(finite), finite, 0).max()) if tensor.numel() else 0.0
+    """The largest of the finite values."""
+    sizes = tensor.detach().abs()
+    value = float(sizes.max()) if tensor.numel() else 0.0
+    return value if math.isfinite(value) else float(torch.where(torch.isfinite(sizes), sizes, 0).max())
 
 
 # ---- the proof ---------------------------------------------------------------------------------------------------------------
@@ -213,31 +217,30 @@ class Proof:
 
 def spread(world: World, made: Made | None, like: Made, dtype: torch.dtype | None = None,
            because: str | None = None) -> tuple[Made | None, str | None]:
-    """What rank 0 made, on every rank; or None, and why. like: tensors of its shapes;  dtype: of its real numbers."""
+    """What rank 0 made, on every rank, in one message; or None, and why. like: of its names and shapes;  dtype: of its real
+    numbers."""
     if world.size == 1:
         return made, because
-    told = world.agreed((None, because) if made is None else (
-        (made.loss, made.weight, made.changed, [gradient is not None for gradient in made.gradients.values()]), because))
-    if told[0] is None:
-        return None, told[1]
-    loss, weight, changed, present = told[0]
-    kinds: list[dict[str, Tensor | None]] = []
-    for number, shapes in enumerate((like.gradients, like.buffers)):
-        here = (made.gradients, made.buffers)[number] if made else shapes
-        given = present if number == 0 else [True] * len(shapes)
-        named = [name for name, there in zip(shapes, given, strict=True) if there]
-        wanted = [here[name] if made else torch.empty_like(shapes[name], dtype=in_type(shapes[name], dtype)) for name in named]
-        _copy_from_first(world, wanted)
-        kinds.append({**dict.fromkeys(shapes), **dict(zip(named, wanted, strict=True))})
-    return Made(loss, weight, kinds[0], kinds[1], changed), None           # type: ignore[arg-type]
+    names, shapes = [*like.gradients, *like.buffers], [*like.gradients.values(), *like.buffers.values()]
+    here = [*made.gradients.values(), *made.buffers.values()] if made else [None] * len(names)
+    changed = made.changed if made else ()
+    told = torch.tensor([made is not None, made.loss if made else 0.0, made.weight if made else 0.0,
+                         *(each is not None for each in here), *(name in changed for name in names)], dtype=torch.float64)
+    places = [torch.zeros(0) if each is None else torch.zeros(each.shape, dtype=in_type(each, dtype), device=each.device)
+              for each in shapes]
+    flat = torch.cat([_bytes(each, world.device) for each in (
+        told, *(place if each is None else each for place, each in zip(places, here, strict=True)))])
+    world.copy_from_first(flat)
+    told, *found = (part.clone().view(each.dtype).view(each.shape) for part, each in zip(
+        flat.split([each.numel() * each.element_size() for each in (told, *places)]), (told, *places), strict=True))
+    there, loss, weight, *flags = told.tolist()
+    if not there:
+        return None, world.agreed(because)
+    values = {name: value if present else None for name, value, present in zip(names, found, flags, strict=False)}
+    changed = frozenset(name for name, moved in zip(names, flags[len(names):], strict=True) if moved)
+    return Made(loss, weight, {name: values[name] for name in like.gradients},
+                {name: values[name] for name in like.buffers}, changed), None           # type: ignore[misc]
 
 
-def _copy_from_first(world: World, tensors: list[Tensor]) -> None:
-    """Overwrite tensors with rank 0's: those of a type in one message."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        some = [tensor for tensor in tensors if tensor.dtype == dtype]
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in some])
-        world.copy_from_first(flat)
-        if world.rank:
-            for tensor, part in zip(some, flat.split([each.numel() for each in some]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
+def _bytes(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.detach().to(device).contiguous().view(-1).view(torch.uint8)

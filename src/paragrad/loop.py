@@ -28,7 +28,7 @@ def train_rank(world: World, checked: Admitted, folder: Path, origin: float, rep
             events(folder if settings.tensorboard and world.rank == 0 else None) as show:
         trainer = Trainer.of_job(world, checked.job, checked.resolved, record=record, overlap=settings.overlap,
                                  reverse=settings.reverse, sabotage=settings.sabotage, machine=settings.known_machine,
-                                 unchecked=settings.unchecked)
+                                 unchecked=settings.unchecked, seen=checked.facts.probe)
         try:
             training = Training(trainer, checked, folder, record, report or (lambda told: None), show)
             status = training.run()

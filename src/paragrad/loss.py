@@ -55,6 +55,18 @@ def _cross_entropy(loss: Loss) -> tuple[int, Tensor | None] | None:
     return None
 
 
+def misshapen(value: Any) -> str | None:
+    """What is wrong with the kind of value that a loss returned, or None."""
+    if isinstance(value, tuple):
+        if len(value) != 2:
+            return f"the loss returned {len(value)} values; return the mean over samples, or a pair (sum, weight)"
+        value = value[0]
+    if not isinstance(value, Tensor) or value.dim() != 0:
+        shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(type(value).__name__)
+        return f"the loss returned {shape}; return one number: the mean over samples, or a pair (sum, weight)"
+    return None
+
+
 class Summed(nn.Module):
     """Model and loss as one module: inputs, target -> the summed loss, and its weight.
 
@@ -88,7 +100,9 @@ class Summed(nn.Module):
         return self.weighed(self.loss(output, target), target, samples)
 
     def weighed(self, value: Any, target: Any, samples: int) -> tuple[Tensor, float]:
-        """What a loss returned, as (sum, weight)."""
+        """What a loss returned, as (sum, weight). Raises StepFailed where it is neither a number nor such a pair."""
+        if wrong := misshapen(value):
+            raise StepFailed(wrong, tensor="loss")
         self.known = True
         if isinstance(value, tuple):
             total, weight = value[0], float(value[1])

@@ -14,6 +14,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from paragrad.data_parallel.batch_norm import BatchNorm
 from paragrad.datasets.loading import called, copied, generator_states, generators_kept
 from paragrad.draws import Draws, Recording, seen
 from paragrad.kernels import drawing
@@ -24,20 +25,22 @@ from paragrad.loss import Summed
 class Probe:
     """What one forward and backward showed."""
     some_unused: bool               # a trainable parameter got no gradient
-    activations: int                # bytes that backward keeps besides parameters
+    activations: int                # bytes for each sample that backward keeps besides parameters
     known: bool                     # the weight of the loss is more than the number of samples
+    normed: bool                    # a batch norm took statistics
     draws: Draws
 
     def __or__(self, other: Probe) -> Probe:
         """What two ranks' looks show together."""
         return Probe(self.some_unused or other.some_unused, max(self.activations, other.activations),
-                     self.known and other.known, self.draws | other.draws)
+                     self.known and other.known, self.normed or other.normed, self.draws | other.draws)
 
 
-def probed(module: Summed, inputs: Any, target: Any, samples: int, repeated: Callable[[int], tuple[Any, Any]]) -> Probe:
+def probed(module: Summed, inputs: Any, target: Any, samples: int, norm: BatchNorm,
+           repeated: Callable[[int], tuple[Any, Any]]) -> Probe:
     """One forward and backward of the module on copies of its inputs; what it leaves behind is the caller's (`untouched`).
 
-    repeated(n): (inputs, target) of a batch that is n times one sample.
+    norm: entered by the caller;  repeated(n): (inputs, target) of a batch that is n times one sample.
     """
     own = {parameter.data_ptr() for parameter in module.parameters()}
     kept: dict[int, int] = {}
@@ -56,7 +59,7 @@ def probed(module: Summed, inputs: Any, target: Any, samples: int, repeated: Cal
     if recording.calls or recording.owners or generator_states() != before:
         batches = {count: repeated(count) for count in (2, 3)}         # what loading draws is no matter of the model's
         draws = seen(lambda count: module(*copied(batches[count]), count))
-    return Probe(some_unused, sum(kept.values()), module.known, draws)
+    return Probe(some_unused, sum(kept.values()) // max(samples, 1), module.known, norm.computed, draws)
 
 
 # ---- what a forward leaves behind --------------------------------------------------------------------------------------------
@@ -69,27 +72,33 @@ class Left:
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[Left]:
     """Afterwards gradients, buffers, plain Python state and all generators are as they were; `Left` says what else changed."""
+    with generators_kept(), torch.random.fork_rng(enabled=torch.cuda.is_available()), restored(model) as left:
+        yield left
+
+
+@contextlib.contextmanager
+def restored(model: nn.Module) -> Iterator[Left]:
+    """The same, but for the generators."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     versions = {name: (parameter, parameter._version) for name, parameter in model.named_parameters()}
     buffers = [(module, name, buffer, None if buffer is None else buffer.detach().clone())
                for module in model.modules() for name, buffer in module._buffers.items()]
     plain = {name: _plain_state(module) for name, module in model.named_modules()}
     left = Left()
-    with generators_kept(), torch.random.fork_rng():
-        for parameter, _ in gradients:
-            parameter.grad = None
-        try:
-            yield left
-        finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            for module, name, buffer, value in buffers:
-                if buffer is not None and not torch.equal(buffer, value):
-                    buffer.data.copy_(value)
-                module._buffers[name] = buffer
-            left.changed = [name for name, (parameter, version) in versions.items() if parameter._version != version]
-            for name, module in model.named_modules():
-                left.changed += [f"{name}.{what}".lstrip(".") for what in _put_back(module, plain.get(name, {}))]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield left
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for module, name, buffer, value in buffers:
+            if buffer is not None and not torch.equal(buffer, value):
+                buffer.data.copy_(value)
+            module._buffers[name] = buffer
+        left.changed = [name for name, (parameter, version) in versions.items() if parameter._version != version]
+        for name, module in model.named_modules():
+            left.changed += [f"{name}.{what}".lstrip(".") for what in _put_back(module, plain.get(name, {}))]
 
 
 def _plain_state(module: nn.Module) -> dict[str, Any]:

@@ -46,7 +46,7 @@ from paragrad.loss import Loss, Summed
 from paragrad.planner.machine import Machine
 from paragrad.planner.price import computed_bytes
 from paragrad.precision import shared_type
-from paragrad.probe import first_not_finite
+from paragrad.probe import Probe, first_not_finite
 from paragrad.record import Recorder
 from paragrad.start import before, prove
 from paragrad.strategy import Data, Strategy, share_weights
@@ -73,18 +73,20 @@ class Trainer:
     like: compute what one worker must to be compared with that strategy (the union of all ranks' parts, micro-batch by
     micro-batch);  reverse: each micro-batch in reverse order (the rounding twin);  sabotage: a planted bug, by its name;
     examined: the loss was looked at, at the door; otherwise it is before the first step;  machine: known links, for `auto`;
-    unchecked: do not compare the first step with one worker's, and go on where draws depend on the layout.
+    unchecked: do not compare the first step with one worker's, and go on where draws depend on the layout;
+    seen: what a look at the model showed at the door.
     """
 
     def __init__(self, world: World, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, strategy: Strategy, *,
                  seed: int = 0, scheduler: Any = None, clip_norm: float | None = None, autocast: torch.dtype | None = None,
                  collate: Collate | None = None, dtype: torch.dtype | None = None, record: Recorder | None = None,
                  overlap: bool = True, like: Strategy | None = None, reverse: bool = False, sabotage: str | None = None,
-                 examined: bool = False, machine: Machine | None = None, unchecked: bool = False) -> None:
+                 examined: bool = False, machine: Machine | None = None, unchecked: bool = False,
+                 seen: Probe | None = None) -> None:
         self.world, self.model, self.optimizer, self.strategy = world, model, optimizer, strategy
         self.seed, self.scheduler, self.clip_norm, self.autocast, self.collate = seed, scheduler, clip_norm, autocast, collate
         self.log, self.overlap, self.reverse, self.sabotage = Log(record), overlap, reverse, sabotage
-        self.examined, self.machine, self.unchecked = examined, machine, unchecked
+        self.examined, self.machine, self.unchecked, self.seen = examined, machine, unchecked, seen
         self.shares, self.micro = share_weights(like or strategy)
         self.parts = list(range(len(self.shares))) if like else [world.rank]        # whose parts this rank runs
         self.splits = strategy.exact and not like and not unchecked and (world.size > 1 or self.micro > 1)

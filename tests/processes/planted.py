@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from paragrad import Job, batches, first_step, loss, start, trainer
+from paragrad import Job, batches, beside, first_step, loss, start, trainer
 from paragrad.data_parallel import alone as by_itself
 from paragrad.data_parallel import batch_norm, shared_memory
 
@@ -165,7 +165,7 @@ def planted(wrong: Callable[[Net], None], alone: int | None = None) -> Job:
     def build() -> Net:
         net = Net()
         if dist.is_initialized() and alone in (None, rank()):       # not where the door builds it, or another rank
-            for of, name in ((start, "made_alone"), (first_step, "made_alone"), (start, "probed")):
+            for of, name in ((beside, "made_alone"), (first_step, "made_alone"), (start, "probed")):
                 original = getattr(of, name)
                 mock.patch.object(of, name, _looking(original)).start()
             wrong(net)

@@ -214,6 +214,25 @@ def test_other_outputs_in_training(tmp_path: Path) -> None:
         pg.train(checked.replace(loss=lambda outputs, target: of_both(outputs, target)[0]), runs=tmp_path)
 
 
+class Centred(nn.Module):
+    """Subtracts the mean over the batch, in eval mode alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x if self.training else x - x.mean(0))
+
+
+def test_the_loss_of_the_test_set_must_add_up(tmp_path: Path) -> None:
+    """Without a metric the test is the loss in eval mode, summed over ranks."""
+    centred = job("centred", Centred, VECTORS, test=VECTORS)
+    with pytest.raises(pg.Refused, match="the test, which is the loss in eval mode: .* mixes samples.*; or give a metric"):
+        pg.train(centred, runs=tmp_path)
+    assert pg.train(centred.replace(metric=pg.accuracy), "data(2)", runs=tmp_path).losses
+
+
 # ---- inputs --------------------------------------------------------------------------------------------------------------
 Sides = namedtuple("Sides", "left right")
 

@@ -26,7 +26,7 @@ from paragrad.backends.shm.region import aligned
 from paragrad.data_parallel.alone import Alone, OptimizerState
 from paragrad.data_parallel.host_memory import HostMemory
 from paragrad.data_parallel.slices import FOREACH, Piece, slices, updated
-from paragrad.data_parallel.updating import ALL, ELEMENT, has_modes, in_eval_mode, set_mode, updates_by
+from paragrad.data_parallel.updating import ALL, ELEMENT, KINDS, has_modes, in_eval_mode, set_mode, updates_by
 from paragrad.errors import StepFailed
 from paragrad.loss import Summed
 from paragrad.world import World
@@ -47,7 +47,8 @@ class SharedMemory(Alone):
         self.names, self.parameters = list(trained), list(trained.values())
         self.frozen = [parameter for parameter in module.model.parameters() if not parameter.requires_grad]
         set_mode(optimizer, "train")            # here, where every rank has parameters of its own, once for all steps
-        kind = world.agreed(updates_by(optimizer, known=type(optimizer) in FOREACH))
+        kind = updates_by(optimizer, known=type(optimizer) in FOREACH)
+        kind = KINDS[int(world.all_reduced(torch.tensor(float(KINDS.index(kind))), "MAX"))]
         self.pieces, self.because = slices(optimizer, kind, [each.numel() for each in self.parameters], world.size)
         self.memory = HostMemory(world, list(module.model.parameters()), self.parameters)
         self._share()

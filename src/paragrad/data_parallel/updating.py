@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as of_torch
 
-ELEMENT, TENSOR, ALL = "element", "tensor", "all"
+KINDS = ELEMENT, TENSOR, ALL = "element", "tensor", "all"              # the later, the more must be together
 SIZE = 160              # a dimension of the copy at most; above 128, from which known optimizers factor a matrix
-FEW, BRIEF = 8, 2       # the same, and steps, of classes known to treat every element alike, which are tried all the same
+FEW = 8                 # the same for classes known to treat every element alike, which are tried all the same, for one step
 SCALES = (1.0, 1e3, 1e-3, 1.0, 1.0, 1.0, 1.0)     # of the gradients of each step: so that clipping inside of an optimizer shows
 Groups = list[list[Tensor]]
 
@@ -41,7 +41,7 @@ def updates_by(optimizer: torch.optim.Optimizer, known: bool = False) -> str:
     """
     if hooked(optimizer):
         return ALL
-    generator, size, scales = torch.Generator().manual_seed(0), FEW if known else SIZE, SCALES[:BRIEF] if known else SCALES
+    generator, size, scales = torch.Generator().manual_seed(0), FEW if known else SIZE, SCALES[:1] if known else SCALES
 
     def drawn(shape: torch.Size) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -49,7 +49,7 @@ def updates_by(optimizer: torch.optim.Optimizer, known: bool = False) -> str:
     with torch.random.fork_rng(devices=[]):
         groups = [[Held(drawn(_small(parameter, size).shape), {what: _small(value, size) for what, value in
                                                                optimizer.state.get(parameter, {}).items()})
-                   for parameter in _chosen(group["params"])] for group in optimizer.param_groups]
+                   for parameter in _chosen(group["params"], 1 if known else 2)] for group in optimizer.param_groups]
         gradients = [[[scale * drawn(each.values.shape) for each in group] for group in groups] for scale in scales]
         for kind, tried in ((ELEMENT, _by_element), (TENSOR, _by_tensor)):
             try:
@@ -69,11 +69,11 @@ def hooked(optimizer: torch.optim.Optimizer) -> bool:
                 or (step is not None and not counted))
 
 
-def _chosen(parameters: list[Tensor]) -> list[Tensor]:
-    """Of each number of dimensions the two largest parameters."""
+def _chosen(parameters: list[Tensor], most: int) -> list[Tensor]:
+    """Of each number of dimensions the largest parameters, so many."""
     found: dict[int, list[Tensor]] = defaultdict(list)
     for parameter in sorted(parameters, key=Tensor.numel, reverse=True):
-        if len(found[parameter.dim()]) < 2:
+        if len(found[parameter.dim()]) < most:
             found[parameter.dim()].append(parameter)
     return [parameter for each in found.values() for parameter in each]
 
