@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from equality import JOBS, NOT_EXACT, ROWS, VECTORS, job, mlp, numbers, untraced, whole
-from planted import WRONGS, Net, planted
+from planted import WRONGS, BeforeTheUpdate, ByTheUpdate, Net, planted
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -18,12 +18,14 @@ from paragrad.first_step import Gap, Made, gaps
 from paragrad.record import Record
 
 STRATEGIES = ("data(2)", "data(2, reduce=ring)")
+SHOWN = {wrong: shown.kinds for wrong, shown in WRONGS.items() if isinstance(shown, BeforeTheUpdate)}
+LATER = {wrong: shown for wrong, shown in WRONGS.items() if isinstance(shown, ByTheUpdate)}
 # of its own statistics one rank alone would leave the others waiting
-ONE_RANK = {wrong.__name__ for wrong in WRONGS} - {"statistics_of_a_share"}
-CELLS = [(wrong, rank, strategy, dtype) for wrong in WRONGS for rank in (None, 0, 1) for strategy in STRATEGIES
+ONE_RANK = {wrong.__name__ for wrong in SHOWN} - {"statistics_of_a_share"}
+CELLS = [(wrong, rank, strategy, dtype) for wrong in SHOWN for rank in (None, 0, 1) for strategy in STRATEGIES
          for dtype in (torch.float32, torch.float64) if rank is None or wrong.__name__ in ONE_RANK]
 SAMPLE = [(wrong, (None, 0, 1)[place % 3] if wrong.__name__ in ONE_RANK else None, STRATEGIES[place % 2],
-           (torch.float32, torch.float64)[place // 2 % 2]) for place, wrong in enumerate(WRONGS)]
+           (torch.float32, torch.float64)[place // 2 % 2]) for place, wrong in enumerate(SHOWN)]
 
 
 @pytest.mark.parametrize(("wrong", "rank", "strategy", "dtype"), [
@@ -34,7 +36,7 @@ def test_a_planted_wrong_ends_before_the_update(wrong: Callable[[Net], None], ra
     with pytest.raises(pg.RankFailed, match="not one worker's training: before the first update") as caught:
         pg.train(planted(wrong, rank).replace(dtype=dtype), strategy, runs=tmp_path)
     told = caught.value.message
-    assert any(f"the {kind} is off" in told or f"a {kind} is off" in told for kind in WRONGS[wrong]), told
+    assert any(f"the {kind} is off" in told or f"a {kind} is off" in told for kind in SHOWN[wrong]), told
     assert "nothing was updated" in told
     assert "ikely cause" in told
     (folder,) = tmp_path.iterdir()
@@ -44,7 +46,7 @@ def test_a_planted_wrong_ends_before_the_update(wrong: Callable[[Net], None], ra
     assert not any(record.of("step", rank) for rank in range(2))
 
 
-@pytest.mark.parametrize("wrong", WRONGS)
+@pytest.mark.parametrize("wrong", SHOWN)
 def test_verify_names_a_planted_wrong(wrong: Callable[[Net], None], tmp_path: Path) -> None:
     """On rank 1, which does not run the reference."""
     certificate = pg.verify(planted(wrong, 1 if wrong.__name__ in ONE_RANK else None), "data(2, reduce=ring)", runs=tmp_path)
@@ -52,8 +54,30 @@ def test_verify_names_a_planted_wrong(wrong: Callable[[Net], None], tmp_path: Pa
     assert certificate.failure or certificate.first
 
 
+@pytest.mark.parametrize("wrong", LATER)
+@pytest.mark.parametrize("rank", [None, 0])
+def test_what_only_an_update_shows_is_for_verify(wrong: Callable[[Net], None], rank: int | None, tmp_path: Path) -> None:
+    """The first step's proof ends before the update: such a run is proved, goes on, and is another training all the same."""
+    shown, job = LATER[wrong], planted(wrong, rank)
+    run = pg.train(job, shown.strategy, runs=tmp_path)
+    assert [event["name"] for event in run.of("event")] == ["checked"]
+    assert len(run.losses) == 6
+    certificate = pg.verify(job, shown.strategy, runs=tmp_path)
+    assert not certificate.same
+    assert certificate.failure is None
+    assert certificate.first is not None
+    tensor, step = certificate.first
+    assert (tensor in dict(Net().named_parameters()), step) == (True, 0)
+
+
+@pytest.mark.parametrize("wrong", LATER)
+def test_rank_1_is_not_asked_how_to_update(wrong: Callable[[Net], None], tmp_path: Path) -> None:
+    """What rank 0 finds is everybody's: what rank 1 alone gets wrong harms nothing. So the optimizer by itself is no wrong."""
+    assert pg.verify(planted(wrong, 1), LATER[wrong].strategy, runs=tmp_path).same
+
+
 def test_unchecked_goes_on_and_says_so(tmp_path: Path) -> None:
-    wrong = next(iter(WRONGS))
+    wrong = next(iter(SHOWN))
     run = pg.train(planted(wrong), "data(2, reduce=ring)", runs=tmp_path, unchecked=True)
     assert len(run.losses) == 6
     told = [line for line in run.of("choice") if line["what"] == "first step"]
