@@ -156,8 +156,8 @@ def running_statistics_of_a_share(net: Net) -> None:
 def flat_pieces(net: Net) -> None:
     """An optimizer that wants whole tensors sees pieces: what was tried of it says that any piece would do.
 
-    Of rank 0 alone it is the same, and of another rank alone it is nothing: all take rank 0's answer, as ranks that cut
-    differently would wait for one another, or leave elements to nobody.
+    Of one rank alone it is nothing: all take the most careful answer, as ranks that cut differently would wait for one another,
+    or leave elements to nobody.
     """
     mock.patch.object(shared_memory, "updates_by", return_value=ELEMENT).start()
 
