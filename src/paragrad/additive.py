@@ -19,7 +19,7 @@ from torch.nn import functional
 from paragrad.datasets.loading import Samples, brought, called, copied, cut, parted, tensors_of
 from paragrad.draws import Draws, keyed
 from paragrad.loss import Summed
-from paragrad.probe import restored
+from paragrad.untouched import restored
 
 ASKED = 5               # samples of the whole: 2 and 3, since some models take no single sample
 TIGHT = 1e-9            # relative, in float64
@@ -108,7 +108,7 @@ def wrong_with(module: Summed, parts: list[Part], draws: Draws, tight: bool) -> 
 
 
 def _asked(module: Summed, part: Part, draws: Draws) -> Answer:
-    with restored(module.model), statistics_apart(), keyed(draws, 0, 0, part.positions):
+    with restored(module), statistics_apart(), keyed(draws, 0, 0, part.positions):
         inputs, target = part.copied()
         output = called(module.model, inputs)
         value = module.loss(output, target)

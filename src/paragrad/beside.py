@@ -16,11 +16,13 @@ from paragrad.additive import Part
 from paragrad.batches import Batch
 from paragrad.data_parallel.batch_norm import BatchNorm
 from paragrad.datasets.loading import brought, parted
-from paragrad.first_step import Made, Proof, made_alone, precise, spread
+from paragrad.first_step import Proof, made_alone, precise, spread
 from paragrad.launched import memory_left
 from paragrad.loss import loss_in
-from paragrad.probe import Left, untouched
+from paragrad.made import Made
+from paragrad.precision import move
 from paragrad.shares import micro_batches
+from paragrad.untouched import Before, set_values, untouched
 
 if TYPE_CHECKING:
     from paragrad.trainer import Trainer
@@ -34,34 +36,45 @@ ORDERS: tuple[Order, ...] = (lambda group: group[::-1], lambda group: group[len(
 class Beside:
     """One worker's step on the global batch of the step under way, on the trainer's model, which is put back.
 
-    batch(order): its parts, the samples of each in that order;  buffers: as they are before the step.
+    batch(order): its parts, the samples of each in that order;  buffers: as they are before the step;  kept: what else the
+    forward changes, so.
     """
     trainer: Trainer
     batch: Callable[[Order], list[Part]]
     loss_alone: bool
     buffers: dict[str, torch.Tensor]
+    kept: list[Before]
 
-    def made(self, order: Order = list) -> tuple[Made, Left]:
+    def made(self, order: Order = list, moved: bool = False) -> Made:
+        """moved: every parameter up or down by one unit in its last place."""
         trainer, parts = self.trainer, self.batch(order)
-        with untouched(trainer.model) as left, trainer.batch_norm.looking():
-            for name, buffer in trainer.model.named_buffers():
-                buffer.data.copy_(self.buffers[name])           # the strategy's own step may have been made since
-            found = made_alone(trainer.module, parts, trainer.draws, trainer.seed, trainer.steps, self.loss_alone)
-        return found, left
+        with untouched(trainer.module), trainer.batch_norm.looking():
+            self._as_before()
+            if moved:
+                move(trainer.model, torch.Generator().manual_seed(trainer.seed))
+            return made_alone(trainer.module, parts, trainer.draws, trainer.seed, trainer.steps, self.loss_alone)
+
+    def _as_before(self) -> None:
+        """The model as it was before the step: the strategy's own may have been made since."""
+        for name, buffer in self.trainer.model.named_buffers():
+            if name in self.buffers:
+                set_values(buffer, self.buffers[name])
+        for each in self.kept:
+            each.put_back()
 
     def another(self, number: int) -> Made:
-        """Of the samples in one of several orders."""
-        return self.made(ORDERS[number])[0]
+        """Of the samples in one of several orders; the last time in the first order, and the parameters moved."""
+        return self.made(ORDERS[number]) if number < len(ORDERS) else self.made(moved=True)
 
     def precise(self) -> Made:
         """In float64. Raises what the model raises there."""
         trainer = self.trainer
-        model = copy.deepcopy(trainer.model)
-        for name, buffer in model.named_buffers():
-            buffer.data = self.buffers[name].clone()
-        with BatchNorm(trainer.world, model, trainer.part, lambda payload: None).looking():
-            return precise(model, trainer.module, self.batch(list), trainer.draws, trainer.seed, trainer.steps,
-                           loss_in(trainer.module.loss, trainer.world.device, torch.float64), self.loss_alone)
+        with untouched(trainer.module):             # in which a loss that holds the model leaves gradients
+            self._as_before()
+            model = copy.deepcopy(trainer.model)
+            with BatchNorm(trainer.world, model, trainer.part, lambda payload: None).looking():
+                return precise(model, trainer.module, self.batch(list), trainer.draws, trainer.seed, trainer.steps,
+                               loss_in(trainer.module.loss, trainer.world.device, torch.float64), self.loss_alone)
 
 
 def proof(trainer: Trainer, batch: Batch, inputs: Any, target: Any, as_loaded: bool,
@@ -81,20 +94,18 @@ def proof(trainer: Trainer, batch: Batch, inputs: Any, target: Any, as_loaded: b
         try:
             parts = functools.partial(_loaded, trainer, batch) if given is None else functools.partial(_joined, trainer, given)
             beside = Beside(trainer, parts, loss_alone,
-                            {name: buffer.clone() for name, buffer in trainer.model.named_buffers()})
-            if world.rank == 0:
-                serial, left = beside.made()
-                because = f"the forward changes {', '.join(left.changed[:3])}" if left.changed else None
-                serial = None if because else serial
-            else:
-                twin, _ = beside.made(ORDERS[0])
+                            {name: buffer.clone() for name, buffer in trainer.model.named_buffers()}, [])
+            made = beside.made(list if world.rank == 0 else ORDERS[0])
+            beside.kept.append(Before(trainer.module, made.moved))
+            serial, twin = (made, None) if world.rank == 0 else (None, made)
         except Exception as error:              # on rank 1: then there is no twin
             because = f"one worker's step ended with {type(error).__name__}: {error}"
     everywhere, because = spread(world, serial, like, because=because)
     if everywhere is None:
         return None, because or "not one worker's step was made"
-    return Proof(world, everywhere, twin, beside.another if beside else None, beside.precise if beside else None,
-                 torch.finfo(trainer.precision).eps, loss_alone), ""
+    eps = trainer.coarsest if trainer.precision == torch.float64 else 0.0       # what a model in float64 computes in less
+    return Proof(world, everywhere, twin, beside.another if beside else None, beside.precise if beside else None, eps,
+                 trainer.precision == torch.float64, loss_alone), ""
 
 
 def _groups(trainer: Trainer, samples: int) -> list[list[int]]:

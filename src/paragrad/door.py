@@ -36,7 +36,8 @@ from paragrad.job import CPU, DTYPES, Job, opened
 from paragrad.lazy import Initialised, lazy_names
 from paragrad.loss import Summed, misshapen
 from paragrad.precision import in_precision
-from paragrad.probe import Probe, probed, restored
+from paragrad.probe import Probe, probed
+from paragrad.untouched import restored
 from paragrad.world import World
 
 
@@ -215,7 +216,7 @@ def _check_test(job: Job, model: nn.Module, test: Dataset) -> None:
 
 def _check_loss_of_test(job: Job, module: Summed, part: Part) -> None:
     """Without a metric the test is the loss in eval mode, summed over ranks: does it add up there?"""
-    with generators_kept():
+    with generators_kept(), restored(module):
         before = generator_states()
         _called(job, "loss of a batch of test (give a metric, if it cannot take what the model returns in eval mode)",
                 lambda: without_gradients(lambda: module(*part.copied(), len(part.positions))))
@@ -239,7 +240,7 @@ def _check_loss(job: Job, model: nn.Module, train: Dataset) -> tuple[Probe, str 
 
     with generators_kept():
         norm = batch_norm.BatchNorm(World(), model, batch_norm.Part(len(indices)), lambda payload: None)
-        with _casting(job), restored(model), norm:
+        with _casting(job), restored(module), norm:
             try:
                 probe = probed(module, part.inputs, part.target, len(indices), norm, repeated)
             except Exception as error:

@@ -123,7 +123,7 @@ class Keyed(Drawing):
 def keyed(draws: Draws, seed: int, step: int, positions: list[int], strict: bool = False) -> Iterator[None]:
     """Around forward and backward of some samples: what they draw is keyed (`Keyed`), if they draw. Draws from other
     generators, which are common to all samples, begin alike in every forward of a step, on every rank."""
-    if not draws:
+    if not draws and not strict:
         yield
         return
     if draws.others:

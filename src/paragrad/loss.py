@@ -71,7 +71,8 @@ class Summed(nn.Module):
     """Model and loss as one module: inputs, target -> the summed loss, and its weight.
 
     traced: whether the divisor of the loss's mean is read off its graph; False: it cannot be, and samples are the weight; None:
-    as it comes (before the first step).  known: whether the last weight was more than the number of samples.
+    as it comes (before the first step).  known: whether the last weight was more than the number of samples;
+    dtype: of the last loss.
     """
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
@@ -80,6 +81,7 @@ class Summed(nn.Module):
         self._loss = (loss,)                    # in a tuple: a loss that is a module is not part of the model
         self.traced: bool | None = None
         self.known = True
+        self.dtype = torch.float32
 
     @property
     def loss(self) -> Loss:
@@ -104,6 +106,7 @@ class Summed(nn.Module):
         if wrong := misshapen(value):
             raise StepFailed(wrong, tensor="loss")
         self.known = True
+        self.dtype = value[0].dtype if isinstance(value, tuple) else value.dtype
         if isinstance(value, tuple):
             total, weight = value[0], float(value[1])
         else:

@@ -3,19 +3,15 @@ finite."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 
 from paragrad.data_parallel.batch_norm import BatchNorm
-from paragrad.datasets.loading import called, copied, generator_states, generators_kept
+from paragrad.datasets.loading import called, copied, generator_states
 from paragrad.draws import Draws, Recording, seen
 from paragrad.kernels import drawing
 from paragrad.loss import Summed
@@ -28,12 +24,14 @@ class Probe:
     activations: int                # bytes for each sample that backward keeps besides parameters
     known: bool                     # the weight of the loss is more than the number of samples
     normed: bool                    # a batch norm took statistics
+    coarsest: float                 # eps of the coarsest real numbers that backward keeps
     draws: Draws
 
     def __or__(self, other: Probe) -> Probe:
         """What two ranks' looks show together."""
         return Probe(self.some_unused or other.some_unused, max(self.activations, other.activations),
-                     self.known and other.known, self.normed or other.normed, self.draws | other.draws)
+                     self.known and other.known, self.normed or other.normed,
+                     max(self.coarsest, other.coarsest), self.draws | other.draws)
 
 
 def probed(module: Summed, inputs: Any, target: Any, samples: int, norm: BatchNorm,
@@ -44,8 +42,11 @@ def probed(module: Summed, inputs: Any, target: Any, samples: int, norm: BatchNo
     """
     own = {parameter.data_ptr() for parameter in module.parameters()}
     kept: dict[int, int] = {}
+    coarsest = 0.0
 
     def keep(tensor: Tensor) -> Tensor:
+        nonlocal coarsest
+        coarsest = max(coarsest, torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0)
         if tensor.data_ptr() not in own:
             kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
@@ -59,84 +60,7 @@ def probed(module: Summed, inputs: Any, target: Any, samples: int, norm: BatchNo
     if recording.calls or recording.owners or generator_states() != before:
         batches = {count: repeated(count) for count in (2, 3)}         # what loading draws is no matter of the model's
         draws = seen(lambda count: module(*copied(batches[count]), count))
-    return Probe(some_unused, sum(kept.values()) // max(samples, 1), module.known, norm.computed, draws)
-
-
-# ---- what a forward leaves behind --------------------------------------------------------------------------------------------
-@dataclass
-class Left:
-    """What forwards changed, by name: parameters, and Python state of modules (a counter, a list)."""
-    changed: list[str] = field(default_factory=list)
-
-
-@contextlib.contextmanager
-def untouched(model: nn.Module) -> Iterator[Left]:
-    """Afterwards gradients, buffers, plain Python state and all generators are as they were; `Left` says what else changed."""
-    with generators_kept(), torch.random.fork_rng(enabled=torch.cuda.is_available()), restored(model) as left:
-        yield left
-
-
-@contextlib.contextmanager
-def restored(model: nn.Module) -> Iterator[Left]:
-    """The same, but for the generators."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    versions = {name: (parameter, parameter._version) for name, parameter in model.named_parameters()}
-    buffers = [(module, name, buffer, None if buffer is None else buffer.detach().clone())
-               for module in model.modules() for name, buffer in module._buffers.items()]
-    plain = {name: _plain_state(module) for name, module in model.named_modules()}
-    left = Left()
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        yield left
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        for module, name, buffer, value in buffers:
-            if buffer is not None and not torch.equal(buffer, value):
-                buffer.data.copy_(value)
-            module._buffers[name] = buffer
-        left.changed = [name for name, (parameter, version) in versions.items() if parameter._version != version]
-        for name, module in model.named_modules():
-            left.changed += [f"{name}.{what}".lstrip(".") for what in _put_back(module, plain.get(name, {}))]
-
-
-def _plain_state(module: nn.Module) -> dict[str, Any]:
-    """Copies of a module's own attributes that are plain values."""
-    return {name: copy.deepcopy(value) for name, value in vars(module).items() if name[0] != "_" and _plain(value)}
-
-
-def _plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(_plain, value.values()))
-    if isinstance(value, list | tuple | set | deque):
-        return all(map(_plain, value))
-    return value is None or isinstance(value, bool | int | float | str | bytes | complex | numpy.ndarray) or (
-        isinstance(value, Tensor) and not value.requires_grad)
-
-
-def _put_back(module: nn.Module, before: dict[str, Any]) -> list[str]:
-    """The names of what changed."""
-    changed = []
-    for name, value in before.items():
-        if not _equal(getattr(module, name, None), value):
-            changed.append(name)
-            setattr(module, name, value)
-    return changed
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, numpy.ndarray) or isinstance(b, numpy.ndarray):
-        return bool(numpy.array_equal(a, b))
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple | deque):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    return bool(a == b) or (a != a and b != b)
+    return Probe(some_unused, sum(kept.values()) // max(samples, 1), module.known, norm.computed, coarsest, draws)
 
 
 def first_not_finite(model: nn.Module, inputs: Any, target: Any) -> str:

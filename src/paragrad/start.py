@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import operator
+import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +22,14 @@ from paragrad.data_parallel.shared_memory import SharedMemory
 from paragrad.datasets.loading import brought, cut, parted, tensors_of
 from paragrad.draws import Draws
 from paragrad.errors import Refused, StepFailed
-from paragrad.first_step import Made
-from paragrad.probe import Probe, probed, untouched
+from paragrad.first_step import Miss
+from paragrad.loss import loss_in
+from paragrad.made import Made
+from paragrad.precision import in_precision
+from paragrad.probe import Probe, probed
 from paragrad.schedules.sabotage import sabotaged
 from paragrad.strategy import Data
+from paragrad.untouched import Before, untouched
 
 if TYPE_CHECKING:
     from paragrad.trainer import Trainer
@@ -31,40 +38,84 @@ if TYPE_CHECKING:
 def before(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> None:
     """Look at the model and wire up; make one worker's step beside, where this one has to show that it is the same.
 
-    That is the first one, and, where the weight of the loss is not known, of later ones the loss: rare targets that do not
-    count come late. Collective.
+    That is the first one, and of steps 2, 4, 8, ... the loss: rare targets that do not count, longer padding, a term that grows
+    come late. Collective.
     """
     if trainer.exchange is not None:
-        power = (trainer.taken + 1).bit_count() == 1            # the 2nd, 4th, 8th, ...
-        if trainer.splits and trainer.module.traced is False and power:
+        if trainer.splits and (trainer.taken + 1).bit_count() == 1:            # the 2nd, 4th, 8th, ...
             here = torch.tensor([float(_given_as_loaded(trainer, inputs, target))])
             as_loaded = bool(trainer.world.all_reduced(here, "MIN"))
-            trainer.proof, because = proof(trainer, batch, inputs, target, as_loaded, loss_alone=True)
-            if trainer.proof is None:
-                trainer.log.choice("loss again", "not checked", because)
+            _prepare(trainer, batch, inputs, target, as_loaded, loss_alone=True)
         return
     seen = _seen(trainer)
     found, as_loaded = (seen, True) if seen else looked_at(trainer, batch, inputs, target)
-    trainer.draws, trainer.module.traced = found.draws, found.known
+    trainer.draws, trainer.module.traced, trainer.coarsest = found.draws, found.known, found.coarsest
     trainer.activations = found.activations * max(1, len(batch.pieces[0].positions))
     if found.draws.by_layout and (trainer.splits or trainer.unchecked):
         trainer.log.choice("random", "by layout", found.draws.by_layout)
         if trainer.splits:
             raise StepFailed(by_layout(found.draws.by_layout))
-    proved, of = (batch, inputs, target), "this step"
     if trainer.splits:
-        trainer.proof, because = proof(trainer, *proved, as_loaded)
-        if trainer.proof is None and as_loaded and (few := fewer(trainer, batch)):
-            proved = few, *fetched(trainer, few, few.places)
-            trainer.proof, because = proof(trainer, *proved, as_loaded)
-            of = f"its first {len(few.indices)} samples, for which there is room on one rank,"
-        if trainer.proof is None:
-            trainer.log.choice("first step", "not checked", because)
-    elif trainer.unchecked:
+        _prepare(trainer, batch, inputs, target, as_loaded, wire=lambda: wired(trainer, found.some_unused))
+        return
+    if trainer.unchecked:
         trainer.log.choice("first step", "not checked", "asked for")
     trainer.exchange = wired(trainer, found.some_unused)
-    if trainer.proof is not None and (trainer.autocast is not None or proved[0] is not batch):
+
+
+def _prepare(trainer: Trainer, batch: Batch, inputs: Any, target: Any, as_loaded: bool, loss_alone: bool = False,
+             wire: Callable[[], Alone] | None = None) -> None:
+    """One worker's step beside, then the exchange; where that is to be compared at once and not in the step itself, compare."""
+    proved, of = (batch, inputs, target), "this step"
+    trainer.proof, because = proof(trainer, *proved, as_loaded, loss_alone)
+    if trainer.proof is None and as_loaded and (few := fewer(trainer, batch)):
+        proved = few, *fetched(trainer, few, few.places)
+        trainer.proof, because = proof(trainer, *proved, as_loaded, loss_alone)
+        of = f"its first {len(few.indices)} samples, for which there is room on one rank,"
+    if wire:
+        trainer.exchange = wire()
+    trainer.kept = Before(trainer.module, trainer.proof.serial.moved if trainer.proof else ())
+    if trainer.proof is None:
+        trainer.log.choice("loss again" if loss_alone else "first step", "not checked", because)
+        if trainer.log.recorder is None:            # a loop of one's own
+            warnings.warn(f"step {trainer.steps} is not compared with one worker's: {because}", stacklevel=2)
+        return
+    if trainer.precision != torch.float64:
+        trainer.proof.double = functools.partial(_in_double, trainer, trainer.kept, *proved)
+    if trainer.autocast is not None or proved[0] is not batch:
         rehearse(trainer, *proved, of)
+
+
+def _in_double(trainer: Trainer, kept: Before, batch: Batch, inputs: Any, target: Any) -> list[Miss] | None:
+    """The misses of the same step in float64, by the strategy's own code on a copy; None where that cannot be. Collective."""
+    twin: Trainer | None = None
+    try:
+        with untouched(trainer.module):
+            trainer.world.barrier()                 # parameters that ranks share are as they are, on all of them
+            kept.put_back()
+            model = in_precision(copy.deepcopy(trainer.model), torch.float64)
+            model.zero_grad()
+            twin = type(trainer)(
+                trainer.world, model, loss_in(trainer.module.loss, trainer.world.device, torch.float64),
+                torch.optim.SGD(model.parameters(), lr=0.0), trainer.strategy, seed=trainer.seed, collate=trainer.collate,
+                dtype=torch.float64, overlap=trainer.overlap, sabotage=trainer.sabotage, examined=True, machine=trainer.machine)
+            twin.steps, twin.samples = trainer.steps, trainer.samples
+            pair = brought((inputs, target), trainer.world.device, torch.float64)
+            loaded = _given_as_loaded(trainer, inputs, target)
+            twin.fetched = pair if loaded else None
+            before(twin, batch, *pair)
+            assert twin.exchange is not None
+            if twin.proof is None:
+                return None
+            twin.gradients_of(batch, *pair)
+            weight, loss, _ = twin.exchange.counted()
+            twin.exchange.average(weight)
+            return compared(twin, loss / weight, weight)
+    except Exception:
+        return None
+    finally:
+        if twin is not None:
+            twin.close()
 
 
 def _seen(trainer: Trainer) -> Probe | None:
@@ -94,14 +145,17 @@ def rehearse(trainer: Trainer, batch: Batch, inputs: Any, target: Any, of: str) 
     """The first step, or one of fewer samples, without an update, and without autocast, in which a reversed batch hardly
     differs and a right split does."""
     assert trainer.exchange is not None
-    trainer.rehearsing = True
-    with untouched(trainer.model):
-        trainer.gradients_of(batch, inputs, target)
-        weight, loss, _ = trainer.exchange.counted()
-        trainer.exchange.average(weight)
-        prove(trainer, loss / weight, weight, of)
-    trainer.rehearsing = False
-    trainer.log.spans.clear()
+    trainer.rehearsing, spans = True, list(trainer.log.spans)
+    try:
+        with untouched(trainer.module):
+            trainer.gradients_of(batch, inputs, target)
+            weight, loss, _ = trainer.exchange.counted()
+            if not weight:
+                return                      # the step itself says so
+            trainer.exchange.average(weight)
+            prove(trainer, loss / weight, weight, of)
+    finally:
+        trainer.rehearsing, trainer.log.spans[:] = False, spans
 
 
 def looked_at(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> tuple[Probe, bool]:
@@ -112,7 +166,7 @@ def looked_at(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> tuple
     if len(batch.pieces) > 1:
         inputs, target = cut((inputs, target), part, len(batch.places))
     trainer.part.samples = samples = len(piece.positions)
-    with untouched(trainer.model), trainer.batch_norm.looking():
+    with untouched(trainer.module), trainer.batch_norm.looking():
         with trainer.casting():
             found = probed(trainer.module, inputs, target, samples, trainer.batch_norm, lambda count: _repeated(
                 trainer, batch, inputs, target, max(samples, 1), count, as_loaded))
@@ -157,13 +211,27 @@ def _examine(trainer: Trainer, inputs: Any, target: Any, samples: int, draws: Dr
 
 def prove(trainer: Trainer, loss: float, weight: float, of: str = "this step") -> None:
     """Compare; raises StepFailed before the update where the step is not one worker's. Collective."""
-    proof, trainer.proof = trainer.proof, None
-    assert proof is not None
-    assert trainer.exchange is not None
-    gradients = trainer.exchange.averaged()
-    buffers = {name: buffer.detach() for name, buffer in trainer.model.named_buffers()}
-    misses = proof.missed(Made(loss, weight, {} if proof.loss_alone else gradients, {} if proof.loss_alone else buffers))
+    assert trainer.proof is not None
+    proof = trainer.proof
+    misses = compared(trainer, loss, weight)
     if misses:
         raise StepFailed(not_the_same(trainer, misses), tensor=misses[0].gap.tensor)
-    what = "the loss" if proof.loss_alone else f"loss, weight, {len(gradients)} gradients, {len(buffers)} buffers"
-    trainer.log.event("checked", f"{what} of {of} are one worker's", step=trainer.steps)
+    made = proof.serial
+    what = "the loss" if proof.loss_alone else f"loss, weight, {len(made.gradients)} gradients, {len(made.buffers)} buffers"
+    what += f" of {of} " + ("is" if proof.loss_alone else "are")
+    trainer.log.event("checked", f"{what} one worker's", step=trainer.steps)
+
+
+def compared(trainer: Trainer, loss: float, weight: float) -> list[Miss]:
+    """What of the step, before its update, is not one worker's. Collective."""
+    proof, trainer.proof = trainer.proof, None
+    kept, trainer.kept = trainer.kept, None
+    assert proof is not None
+    assert kept is not None
+    assert trainer.exchange is not None
+    if proof.loss_alone:
+        return proof.missed(Made(loss, weight, {}, {}), trainer.module.dtype)
+    moved, state = kept.changed()
+    buffers = {name: buffer.detach() for name, buffer in trainer.model.named_buffers()}
+    made = Made(loss, weight, trainer.exchange.averaged(), buffers, frozenset(), moved, state)
+    return proof.missed(made, trainer.module.dtype)

@@ -50,6 +50,7 @@ from paragrad.probe import Probe, first_not_finite
 from paragrad.record import Recorder
 from paragrad.start import before, prove
 from paragrad.strategy import Data, Strategy, share_weights
+from paragrad.untouched import Before
 from paragrad.world import World
 
 
@@ -106,8 +107,10 @@ class Trainer:
         self.steps = 0
         self.taken = 0                              # steps of this trainer, which may have begun with a later one
         self.activations = 0
+        self.coarsest = 0.0                         # eps of the coarsest numbers that backward keeps
         self.draws = Draws()
         self.proof: Proof | None = None             # of the step under way, that it is one worker's
+        self.kept: Before | None = None             # what it began with
         self.rehearsing = False
         own = isinstance(strategy, Data) and strategy.batch_norm == "share"
         self.batch_norm = BatchNorm(world, model, self.part, self._count_batch_norm, own)
@@ -230,7 +233,7 @@ class Trainer:
                 weight, loss = weight * self.world.size, loss * self.world.size
             rate = float(self.optimizer.param_groups[0]["lr"])
             self.exchange.average(weight)
-            if self.proof is not None:
+            if self.proof is not None and not self.rehearsing:
                 prove(self, loss / weight, weight)
             self.exchange.update()
             if self.scheduler is not None:
@@ -238,8 +241,9 @@ class Trainer:
         return Result(loss / weight, weight, stop > 0), rate
 
     def _keyed(self, batch: Batch, piece: Piece) -> contextlib.AbstractContextManager[Any]:
-        """Around forward and backward: what is drawn is keyed by each sample's place in the global batch, if anything is."""
-        if not self.draws:
+        """Around forward and backward: what is drawn is keyed by each sample's place in the global batch; where the first step
+        drew nothing, a draw ends the run."""
+        if not self.draws and not self.splits:
             return contextlib.nullcontext()
         return keyed(self.draws, self.seed, self.steps, [position - batch.whole.start for position in piece.positions],
                      strict=self.splits)

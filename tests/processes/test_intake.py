@@ -228,7 +228,7 @@ class Centred(nn.Module):
 def test_the_loss_of_the_test_set_must_add_up(tmp_path: Path) -> None:
     """Without a metric the test is the loss in eval mode, summed over ranks."""
     centred = job("centred", Centred, VECTORS, test=VECTORS)
-    with pytest.raises(pg.Refused, match="the test, which is the loss in eval mode: .* mixes samples.*; or give a metric"):
+    with pytest.raises(pg.Refused, match=r"the test, which is the loss in eval mode: .* mixes samples.*; or give a metric"):
         pg.train(centred, runs=tmp_path)
     assert pg.train(centred.replace(metric=pg.accuracy), "data(2)", runs=tmp_path).losses
 

@@ -42,7 +42,7 @@ class SharedMemory(Alone):
                  clock: Callable[[], float], span: Callable[..., None]) -> None:
         super().__init__(module, optimizer, clip_norm)
         self.world, self.clock, self.span, self.sharing = world, clock, span, world.size
-        self.step = 0
+        self.step, self.stepping = 0, False
         trained = {name: parameter for name, parameter in module.model.named_parameters() if parameter.requires_grad}
         self.names, self.parameters = list(trained), list(trained.values())
         self.frozen = [parameter for parameter in module.model.parameters() if not parameter.requires_grad]
@@ -112,10 +112,20 @@ class SharedMemory(Alone):
             raise StepFailed("it was frozen or unfrozen after step 0; train with what is trained from the beginning",
                              tensor=", ".join(changed))
 
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        self.stepping = True
+        try:
+            yield
+        finally:
+            self.stepping = False
+
     def _mover(self, index: int) -> Callable[[Tensor], None]:
         row = self.row[index]
 
         def move(parameter: Tensor) -> None:
+            if not self.stepping:                           # one worker's step, beside
+                return
             assert parameter.grad is not None
             if self.used[index]:                            # a later micro-batch
                 row.add_(parameter.grad)
