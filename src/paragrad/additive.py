@@ -70,12 +70,17 @@ class Answer:
     output: Any
     total: float
     weight: float
+    doubtful: float         # of the weight, what may be that of nothing
 
     @property
     def value_dtype(self) -> torch.dtype:
         """Some models compute their loss in float32, whatever their type."""
-        value = self.value[0] if isinstance(self.value, tuple) else self.value
+        value = _number(self.value)
         return value.dtype if isinstance(value, Tensor) else torch.float64
+
+
+def _number(value: Any) -> Any:
+    return value[0] if isinstance(value, tuple) else value
 
 
 def wrong_with(module: Summed, parts: list[Part], draws: Draws, tight: bool) -> str | None:
@@ -87,7 +92,11 @@ def wrong_with(module: Summed, parts: list[Part], draws: Draws, tight: bool) -> 
     if not halves:
         return None
     sums, weights = sum(half.total for half in halves), sum(half.weight for half in halves)
+    without = weights - sum(half.doubtful for half in halves)
+    weights = without if _close(whole.weight, without, TIGHT) else weights
     mean, expected = whole.total / (whole.weight or 1.0), sums / (weights or 1.0)
+    if all(each.total == 0.0 == float(_number(each.value)) for each in (whole, *halves)):
+        return None                             # nothing counts, so nothing can be seen
     if not torch.isfinite(torch.tensor([mean, expected])).all():
         return None                             # not finite is a matter of the run, which names rank, step and tensor
     near = TIGHT if tight and whole.value_dtype == torch.float64 else _rounding(module, parts[0], draws, mean)
@@ -113,7 +122,7 @@ def _asked(module: Summed, part: Part, draws: Draws) -> Answer:
         output = called(module.model, inputs)
         value = module.loss(output, target)
     total, weight = module.weighed(value, part.target, len(part.positions))
-    return Answer(value, output, float(total.detach()), weight)
+    return Answer(value, output, float(total.detach()), weight, module.doubtful)
 
 
 def _rounding(module: Summed, whole: Part, draws: Draws, mean: float) -> float:

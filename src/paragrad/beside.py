@@ -7,7 +7,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -137,7 +137,11 @@ def _joined(trainer: Trainer, given: list[tuple[Batch, Any, Any]], order: Order)
     for batch, inputs, target in given:
         places = [place for piece, part in batch.cuts() for place in range(part.start, part.stop) if piece.positions]
         if places:
-            parts.append(Part(inputs, target, batch.places).cut(places))
+            part = Part(inputs, target, batch.places)
+            try:
+                parts.append(part.cut(places))
+            except ValueError:                  # the loop dropped samples: what is left, as it is
+                parts.append(replace(part, positions=places))
     whole = Part(_together([part.inputs for part in parts]), _together([part.target for part in parts]),
                  [position for part in parts for position in part.positions])
     places = list(range(len(whole.positions)))

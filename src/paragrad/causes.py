@@ -25,8 +25,10 @@ def not_the_same(trainer: Trainer, misses: list[Miss]) -> str:
             "state": "what the forward keeps in Python"}.get(first.kind, f"the {first.kind}")
     scale = f" (the largest {first.kind} is {first.gap.largest:.3g})" if first.kind in ("gradient", "buffer") else (
         f" (one worker's is {first.gap.largest:.6g})")
-    return (f"not one worker's training: before the first update {what} is off by {first.gap.value:.3g}{scale}, where rounding "
-            f"explains {first.rounding:.1g}; nothing was updated. {likely(trainer, misses)}; {GO_ON}")
+    when, updated = ("the first update", "nothing was updated") if not trainer.taken else (
+        "this update", f"it was not made ({trainer.taken} were)")
+    return (f"not one worker's training: before {when} {what} is off by {first.gap.value:.3g}{scale}, where rounding "
+            f"explains {first.rounding:.1g}; {updated}. {likely(trainer, misses)}; {GO_ON}")
 
 
 def likely(trainer: Trainer, misses: list[Miss]) -> str:
@@ -65,8 +67,9 @@ MIXES = ("Likely cause: the model or the loss mixes samples (a mean over the bat
          "gives another result than its part of the batch")
 STATE = ("Likely cause: what it keeps (a counter, a running mean) counts its share or its micro-batches; make it a function of "
          "the step, or keep it in the loop")
-PARAMETER = ("Likely cause: every rank changes it, which is once too often where ranks share memory (state=replicated goes "
-             "on), or by what its share has")
+SHARED = ("the forward changes a parameter, which every rank would do, and here they share it; train with state=replicated, or "
+          "change it in the optimizer's step")
+PARAMETER = "Likely cause: every rank changes it by what its share has; change it in the optimizer's step"
 HOOK = ("Likely cause: a hook on the gradient of {} does something with it that is another thing for a share's gradient (clips "
         "it, divides by its norm); do it in the optimizer")
 BUFFER = ("Likely cause: the buffer counts what a share has, not what the batch has; make what it holds a function of the "

@@ -10,6 +10,7 @@ functions, scripted code) is untraced.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -74,12 +75,32 @@ def _followed(node: Any, depth: int, divisions: list[Any]) -> Divided:
     if name == "Div":
         divisions.append(node)
         inner = _followed(behind[0], depth - 1, divisions) if len(behind) == 1 else None
-        return ("mean", node._saved_other) if inner == ("sum", None) else inner
+        return ("mean", node._saved_other) if inner == ("sum", None) else _scaled(inner, node._saved_other)
     if name in ("Add", "Sub"):
         return _together([_followed(each, depth - 1, divisions) for each in behind])
     if name in THROUGH and len(behind) == 1:
-        return _followed(behind[0], depth - 1, divisions)
+        inner = _followed(behind[0], depth - 1, divisions)
+        if name == "Mul":
+            saved = [getattr(node, name, None) for name in ("_saved_other", "_saved_self")]
+            return functools.reduce(_scaled, [each.reciprocal() for each in saved if each is not None and not _constant(each)],
+                                    inner)
+        return inner
     return None
+
+
+def _scaled(inner: Divided, by: Any) -> Divided:
+    """Of a mean divided by more: a tensor is of this batch, as in (losses * mask).mean() / mask.mean(); constants cancel."""
+    if inner is None or inner[0] != "mean" or _constant(by):
+        return inner
+    return ("mean", inner[1] * by) if bool(torch.isfinite(by).all()) else None
+
+
+def _constant(factor: Any) -> bool:
+    """Is it a number of Python's? Autograd keeps those as tensors, which do not count where types are promoted."""
+    if not isinstance(factor, Tensor) or factor.dim():
+        return not isinstance(factor, Tensor)
+    small = torch.zeros((), dtype=torch.float16 if factor.is_floating_point() else torch.int8, device=factor.device)
+    return torch.result_type(factor, small) == small.dtype
 
 
 def _of_loss(name: str, node: Any) -> Any:

@@ -21,8 +21,9 @@ parameters moved by one unit in the last place; a miss is more than 4 times the 
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -126,6 +127,14 @@ class Proof:
         doubtful = [key for key, (value, twins) in zip(keys, worst, strict=True) if value > max(mine[key].floor, 1.5 * twins)]
         return self._judged(ours, doubtful) if doubtful else []
 
+    def _twins(self, numbers: Iterable[int], better: Made | None = None) -> Iterator[dict[Key, Gap]]:
+        """Further twins' differences, where they are believed; those of moved parameters mix no samples, and always are."""
+        assert self.again is not None
+        for number in numbers:
+            with contextlib.suppress(ValueError):           # samples that cannot be brought into another order
+                found = self._gaps(self.again(number), better)
+                yield {key: gap for key, gap in found.items() if gap.believed or number == TWINS}
+
     def _gaps(self, ours: Made, theirs: Made | None = None) -> dict[Key, Gap]:
         found = gaps(ours, theirs or self.serial, self.eps)
         return {key: replace(gap, eps=max(gap.eps, self.eps_of_loss)) if key[0] in ("loss", "weight") else gap
@@ -143,14 +152,10 @@ class Proof:
         told = self.world.collected(self._gaps(ours, better))
         misses = []
         if self.world.rank == 0:
-            assert self.again is not None
             if better is not None:
-                rounding = [self._gaps(self.serial, better), self._gaps(self.again(0), better)]
-                rounding[1] = {key: gap for key, gap in rounding[1].items() if gap.believed}
+                rounding = [self._gaps(self.serial, better), *self._twins([0], better)]
             else:
-                rounding = [pooled(self._gaps(self.again(number))) for number in range(TWINS + 1)]
-                rounding = [{key: gap for key, gap in each.items() if gap.believed or number == TWINS}
-                            for number, each in enumerate(rounding)]
+                rounding = [pooled(each) for each in self._twins(range(TWINS + 1))]
                 doubtful, told = list(dict.fromkeys((kind, "") for kind, _ in doubtful)), [pooled(each) for each in told]
             for key in doubtful:
                 values = [each[key].value for each in rounding if key in each]

@@ -72,6 +72,7 @@ class Summed(nn.Module):
 
     traced: whether the divisor of the loss's mean is read off its graph; False: it cannot be, and samples are the weight; None:
     as it comes (before the first step).  known: whether the last weight was more than the number of samples;
+    doubtful: of its weight, what may be that of nothing (`clamp(min=1)` of the number of labels where there is none);
     dtype: of the last loss.
     """
 
@@ -81,6 +82,7 @@ class Summed(nn.Module):
         self._loss = (loss,)                    # in a tuple: a loss that is a module is not part of the model
         self.traced: bool | None = None
         self.known = True
+        self.doubtful = 0.0
         self.dtype = torch.float32
 
     @property
@@ -105,7 +107,7 @@ class Summed(nn.Module):
         """What a loss returned, as (sum, weight). Raises StepFailed where it is neither a number nor such a pair."""
         if wrong := misshapen(value):
             raise StepFailed(wrong, tensor="loss")
-        self.known = True
+        self.known, self.doubtful = True, 0.0
         self.dtype = value[0].dtype if isinstance(value, tuple) else value.dtype
         if isinstance(value, tuple):
             total, weight = value[0], float(value[1])
@@ -119,6 +121,8 @@ class Summed(nn.Module):
         weight = counted(self.loss, target)
         if weight is None and self.traced is not False and value.requires_grad:
             weight = divisor(value)
+            if float(value.detach()) == 0.0 and (weight is None or weight <= 1.0):
+                weight = self.doubtful = weight or 1.0          # a guarded division, or output.sum() * 0: is there a label?
             if weight is None and self.traced:
                 raise StepFailed("what the loss's mean divides by could be read off in the first step and cannot in this one; "
                                  "return the pair (sum, weight)", tensor="loss")

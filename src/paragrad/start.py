@@ -15,7 +15,7 @@ import torch
 from paragrad.additive import Part, wrong_with
 from paragrad.batches import Batch
 from paragrad.beside import fetched, fewer, proof
-from paragrad.causes import by_layout, not_the_same
+from paragrad.causes import SHARED, by_layout, not_the_same
 from paragrad.data_parallel.all_reduce import Exchange
 from paragrad.data_parallel.alone import Alone
 from paragrad.data_parallel.shared_memory import SharedMemory
@@ -108,7 +108,8 @@ def _in_double(trainer: Trainer, kept: Before, batch: Batch, inputs: Any, target
             if twin.proof is None:
                 return None
             twin.gradients_of(batch, *pair)
-            weight, loss, _ = twin.exchange.counted()
+            weight, loss, _, doubt = twin.exchange.counted()
+            weight = twin.proof.serial.weight if doubt else weight
             twin.exchange.average(weight)
             return compared(twin, loss / weight, weight)
     except Exception:
@@ -149,7 +150,8 @@ def rehearse(trainer: Trainer, batch: Batch, inputs: Any, target: Any, of: str) 
     try:
         with untouched(trainer.module):
             trainer.gradients_of(batch, inputs, target)
-            weight, loss, _ = trainer.exchange.counted()
+            weight, loss, _, doubt = trainer.exchange.counted()
+            weight = settled(trainer, weight, doubt) if doubt else weight
             if not weight:
                 return                      # the step itself says so
             trainer.exchange.average(weight)
@@ -209,6 +211,25 @@ def _examine(trainer: Trainer, inputs: Any, target: Any, samples: int, draws: Dr
         raise StepFailed(wrong)
 
 
+def settled(trainer: Trainer, weight: float, doubt: float) -> float:
+    """The global weight, where some shares' may be that of nothing: their loss is exactly 0, and one worker's weight says
+    whether they count. Collective."""
+    assert trainer.given is not None
+    batch, inputs, target = trainer.given
+    found, because = trainer.proof, ""
+    if found is None:
+        here = torch.tensor([float(_given_as_loaded(trainer, inputs, target))])
+        as_loaded = bool(trainer.world.all_reduced(here, "MIN"))
+        found, because = proof(trainer, batch, inputs, target, as_loaded, loss_alone=True)
+    if found is not None and weight == doubt:           # nothing counts on any rank
+        return found.serial.weight
+    for counted in (weight, weight - doubt):
+        if found is not None and abs(counted - found.serial.weight) <= 1e-6 * max(1.0, weight):
+            return counted
+    raise StepFailed("a share's loss is exactly 0, and whether it counts cannot be seen" + (f" ({because})" if because else "")
+                     + "; return the pair (sum, weight)", tensor="loss")
+
+
 def prove(trainer: Trainer, loss: float, weight: float, of: str = "this step") -> None:
     """Compare; raises StepFailed before the update where the step is not one worker's. Collective."""
     assert trainer.proof is not None
@@ -231,6 +252,8 @@ def compared(trainer: Trainer, loss: float, weight: float) -> list[Miss]:
     assert trainer.exchange is not None
     if proof.loss_alone:
         return proof.missed(Made(loss, weight, {}, {}), trainer.module.dtype)
+    if proof.serial.moved and trainer.exchange.sharing > 1:
+        raise StepFailed(SHARED, tensor=", ".join(list(proof.serial.moved)[:3]))
     moved, state = kept.changed()
     buffers = {name: buffer.detach() for name, buffer in trainer.model.named_buffers()}
     made = Made(loss, weight, trainer.exchange.averaged(), buffers, frozenset(), moved, state)

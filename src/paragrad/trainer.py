@@ -48,7 +48,7 @@ from paragrad.planner.price import computed_bytes
 from paragrad.precision import shared_type
 from paragrad.probe import Probe, first_not_finite
 from paragrad.record import Recorder
-from paragrad.start import before, prove
+from paragrad.start import before, prove, settled
 from paragrad.strategy import Data, Strategy, share_weights
 from paragrad.untouched import Before
 from paragrad.world import World
@@ -107,6 +107,8 @@ class Trainer:
         self.steps = 0
         self.taken = 0                              # steps of this trainer, which may have begun with a later one
         self.activations = 0
+        self.given: tuple[Batch, Any, Any] | None = None        # to the step under way
+        self.scale = 1.0                            # of this step's gradients
         self.coarsest = 0.0                         # eps of the coarsest numbers that backward keeps
         self.draws = Draws()
         self.proof: Proof | None = None             # of the step under way, that it is one worker's
@@ -173,6 +175,7 @@ class Trainer:
                 raise StepFailed("step got an earlier batch than the one trainer.batches gave last: something looks ahead, "
                                  "which would mix shares; loop over trainer.batches itself (loaders=1 loads ahead)")
             target = inputs if target is None else target
+            self.given = batch, inputs, target
             before(self, batch, inputs, target)
             loss, weight = self.gradients_of(batch, inputs, target)
             result, rate = self._update()
@@ -197,6 +200,7 @@ class Trainer:
                 for parameter in self.everything:   # also those that the optimizer does not hold
                     parameter.grad = None
                 self.exchange.begin()
+                self.exchange.doubt = 0.0
             more = self._forward_backward(batch, piece, number, *pair)
             loss, weight = loss + more[0], weight + more[1]
         assert self.exchange is not None
@@ -212,11 +216,15 @@ class Trainer:
             with self.log.span(f"F{number}", "compute"), self.casting():
                 total, weight = self.exchange.module(inputs, target, samples)
             value = float(total.detach())
+            self.exchange.doubt += self.module.doubtful if weight else 0.0
             if not math.isfinite(value):
                 with self.batch_norm.looking():
                     raise StepFailed("the loss is not finite", tensor=first_not_finite(self.model, inputs, target))
+            # on one worker the gradient of the mean, as without this library: what is not linear in it (a hook that clips) sees
+            # that; elsewhere the gradient of the sum, which adds up
+            self.scale = 1.0 / weight if self.world.size == len(batch.pieces) == 1 and weight else 1.0
             with self.log.span(f"B{number}", "compute"):
-                total.backward()
+                total.backward(None if self.scale == 1.0 else total.new_tensor(self.scale))
         return value, weight
 
     def _update(self) -> tuple[Result, float]:
@@ -226,13 +234,15 @@ class Trainer:
         """
         with self.log.span("update", "update"):
             assert self.exchange is not None
-            weight, loss, stop = self.exchange.counted()
+            weight, loss, stop, doubt = self.exchange.counted()
+            if doubt and self.splits:
+                weight = settled(self, weight, doubt)
             if weight == 0:
                 raise StepFailed("no sample of this batch counts: its weight is 0")
             if self.sabotage == "mean_twice":       # the planted bug divides the gradients, not the weight beside them
                 weight, loss = weight * self.world.size, loss * self.world.size
             rate = float(self.optimizer.param_groups[0]["lr"])
-            self.exchange.average(weight)
+            self.exchange.average(weight * self.scale)
             if self.proof is not None and not self.rehearsing:
                 prove(self, loss / weight, weight)
             self.exchange.update()

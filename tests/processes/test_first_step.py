@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from alarms import DTYPES, SEEDS, assert_proved
-from equality import JOBS, NOT_EXACT, ROWS, VECTORS, job, mlp, numbers, untraced, whole
+from equality import JOBS, NOT_EXACT, ROWS, job, mlp, numbers, untraced, whole
 from planted import WRONGS, BeforeTheUpdate, ByTheUpdate, Net, planted
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
@@ -128,74 +127,6 @@ def test_a_function_around_cross_entropy_weighs_what_counts(tmp_path: Path) -> N
     assert certificate.same
     assert certificate.difference is not None
     assert certificate.difference <= 1e-10
-
-
-class Keeping(nn.Module):
-    """Keeps something in Python, which it reads."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self.out = nn.Linear(10, 4)
-        self.what, self.forwards, self.mean, self.last = what, 0, torch.zeros(10), None
-        self._draws = random.Random(5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = 1.0
-        if self.what == "a counter":
-            self.forwards += 1
-            scale += 0.1 * self.forwards
-        elif self.what == "a running mean":
-            x, self.mean = x - self.mean, 0.9 * self.mean + 0.1 * x.detach().mean(0)
-        elif self.what == "a generator":
-            scale += 0.1 * self._draws.random()
-        else:                               # it does not read
-            self.last = x.detach()
-        return self.out(x) * scale
-
-
-@pytest.mark.parametrize(("what", "strategy", "right"), [
-    ("a counter", "data(2)", True), ("a counter", "data(2, micro=2)", False), ("a running mean", "data(2)", False),
-    ("a running mean", "data(2, reduce=ring)", False), ("a generator", "data(2, reduce=ring)", True),
-    ("the last input", "data(2)", True), ("the last input", "data(2, micro=2)", True)])
-def test_what_a_forward_keeps_in_python_is_compared(what: str, strategy: str, right: bool, tmp_path: Path) -> None:
-    """It was said to be "not checked", and trained on: a running mean was 3 % off, a counter of forwards with micro=3 110 %."""
-    keeping = job("keeping", lambda: Keeping(what), VECTORS)
-    if not right:
-        with pytest.raises(pg.RankFailed, match=r"what the forward keeps in Python is off by .* counts its share or its micro"):
-            pg.train(keeping, strategy, runs=tmp_path)
-        return
-    run, serial = (pg.train(keeping, each, runs=tmp_path) for each in (strategy, "serial"))
-    assert {event["name"] for event in run.of("event")} == {"checked"}
-    torch.testing.assert_close(torch.tensor(run.losses), torch.tensor(serial.losses))
-
-
-class Teacher(nn.Module):
-    """A teacher that follows its student, in the forward: BYOL, mean teacher."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.student, self.teacher = mlp(), mlp().requires_grad_(False)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if self.training:
-            with torch.no_grad():
-                for mine, own in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
-                    mine.lerp_(own, 0.1)
-        return self.student(x), self.teacher(x)
-
-
-def towards(outputs: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
-    return functional.cross_entropy(outputs[0], target) + 0.5 * functional.mse_loss(*outputs)
-
-
-def test_parameters_that_a_forward_changes_are_put_back(tmp_path: Path) -> None:
-    """Looks moved a teacher: after two epochs it was 4 % off, where the record said that the first step was one worker's."""
-    taught = job("taught", Teacher, VECTORS, loss=towards, dtype=torch.float64)
-    serial, ring = (pg.train(taught, each, runs=tmp_path).model().state_dict() for each in ("serial", "data(2, reduce=ring)"))
-    for name, value in serial.items():
-        torch.testing.assert_close(ring[name], value, rtol=1e-10, atol=1e-12)
-    with pytest.raises(pg.RankFailed, match=r"a parameter that the forward changes is off .* where ranks share memory"):
-        pg.train(taught, "data(2)", runs=tmp_path)
 
 
 def test_infinite_buffers_hide_nothing() -> None:

@@ -16,6 +16,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(6, 4, generator=GENERATOR).requires_grad_()
 Y = torch.randn(6, 4, generator=GENERATOR)
 T = torch.tensor([0, 1, -100, 3, 2, 1])
+HALF = (torch.arange(4) % 2).float().expand(6, 4)
 CLASSES = torch.tensor([1.0, 3.0, 0.5, 2.0])
 
 
@@ -46,6 +47,8 @@ LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], float | None]] = {
     "in another type": (lambda x: functional.cross_entropy(x, T).double(), 5),
     "with a penalty": (lambda x: functional.cross_entropy(x, T) + 1e-3 * CLASSES.clone().requires_grad_().pow(2).sum(), 5),
     "two terms over the same": (lambda x: own_mean(x) + x.abs().sum() / len(x), 6),
+    "over the mean of a mask": (lambda x: (x * HALF).mean() / HALF.mean(), 12), "times a tensor": (
+        lambda x: ((x - Y) ** 2).mean() * torch.tensor(0.5), 48),
     "of a dot product": (lambda x: torch.dot(x[:, 0], Y[:, 0]) / 6, 6),
     "several means": (lambda x: functional.cross_entropy(x, T) + ((x - Y) ** 2).mean(), None),
     "a norm": (lambda x: (x - Y).norm(), None), "a bare sum": (lambda x: x.sum(), None),

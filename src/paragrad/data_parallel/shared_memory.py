@@ -148,7 +148,7 @@ class SharedMemory(Alone):
         if rows:
             torch._foreach_copy_(rows, gradients)
         self.memory.used(self.world.rank)[:] = bytes(self.used)
-        self.memory.count(self.world.rank, weight, loss, float(self.stop))
+        self.memory.count(self.world.rank, weight, loss, float(self.stop), self.doubt)
         self._meet("adding up gradients")
 
     def counted(self) -> list[float]:
