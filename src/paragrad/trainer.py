@@ -23,7 +23,7 @@ from paragrad import checkpoint
 from paragrad.batches import Batch, Piece, batch_of
 from paragrad.data_parallel.alone import Alone, OptimizerState
 from paragrad.data_parallel.batch_norm import BatchNorm, Part
-from paragrad.data_parallel.updating import in_eval_mode
+from paragrad.data_parallel.updating import Alike, in_eval_mode
 from paragrad.datasets.loading import (
     Collate,
     Dataset,
@@ -106,7 +106,7 @@ class Trainer:
         self.steps = 0
         self.taken = 0                              # steps of this trainer, which may have begun with a later one
         self.activations = 0
-        self.draws = Draws()
+        self.draws, self.alike = Draws(), Alike(seed, world.device)
         self.proof: Proof | None = None             # of the step under way, that it is one worker's
         self.rehearsing = False
         own = isinstance(strategy, Data) and strategy.batch_norm == "share"
@@ -232,9 +232,9 @@ class Trainer:
             self.exchange.average(weight)
             if self.proof is not None:
                 prove(self, loss / weight, weight)
-            self.exchange.update()
+            self.alike("update", self.steps, self.exchange.update)
             if self.scheduler is not None:
-                self.scheduler.step()
+                self.alike("schedule", self.steps, self.scheduler.step)
         return Result(loss / weight, weight, stop > 0), rate
 
     def _keyed(self, batch: Batch, piece: Piece) -> contextlib.AbstractContextManager[Any]:
