@@ -13,6 +13,7 @@ from paragrad.admission import Admitted
 from paragrad.datasets.loading import Dataset, parted
 from paragrad.errors import StepFailed
 from paragrad.job import opened
+from paragrad.log import log_memory
 from paragrad.record import Recorder
 from paragrad.report.tensorboard import events
 from paragrad.trainer import Trainer
@@ -32,7 +33,7 @@ def train_rank(world: World, checked: Admitted, folder: Path, origin: float, rep
         try:
             training = Training(trainer, checked, folder, record, report or (lambda told: None), show)
             status = training.run()
-            trainer.log_memory()
+            log_memory(trainer)
             if status == "finished":
                 save_trained(trainer, folder / "model.safetensors")
         finally:

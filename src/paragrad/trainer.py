@@ -23,7 +23,7 @@ from paragrad import checkpoint
 from paragrad.batches import Batch, Piece, batch_of
 from paragrad.data_parallel.alone import Alone, OptimizerState
 from paragrad.data_parallel.batch_norm import BatchNorm, Part
-from paragrad.data_parallel.updating import in_eval_mode
+from paragrad.data_parallel.updating import Alike, in_eval_mode
 from paragrad.datasets.loading import (
     Collate,
     Dataset,
@@ -33,7 +33,7 @@ from paragrad.datasets.loading import (
     loaded,
     refuse_loader,
     tensors_of,
-    whole_where_drawn,
+    whole_where_needed,
 )
 from paragrad.datasets.order import Order
 from paragrad.draws import Draws, keyed
@@ -110,7 +110,7 @@ class Trainer:
         self.given: tuple[Batch, Any, Any] | None = None        # to the step under way
         self.scale = 1.0                            # of this step's gradients
         self.coarsest = 0.0                         # eps of the coarsest numbers that backward keeps
-        self.draws = Draws()
+        self.draws, self.alike = Draws(), Alike(seed, world.device)
         self.proof: Proof | None = None             # of the step under way, that it is one worker's
         self.kept: Before | None = None             # what it began with
         self.rehearsing = False
@@ -150,7 +150,7 @@ class Trainer:
                    loaders: int = 0) -> Iterator[Any]:
         """The same for chosen (epoch, positions of a global batch); places of one epoch follow each other."""
         samples = Samples(dataset, self.seed, self.collate)
-        samples = self.samples = samples if self.examined or not self.splits else whole_where_drawn(samples)
+        samples = self.samples = samples if self.examined or not self.splits else whole_where_needed(samples, order.batch)
         for epoch, group in itertools.groupby(places, key=lambda place: place[0]):
             batches = [batch_of(order, epoch, whole, self.shares, self.micro, self.parts, self.reverse) for _, whole in group]
             data = loaded(samples, [(epoch, batch.indices, batch.places) for batch in batches], loaders)
@@ -245,9 +245,9 @@ class Trainer:
             self.exchange.average(weight * self.scale)
             if self.proof is not None and not self.rehearsing:
                 prove(self, loss / weight, weight)
-            self.exchange.update()
+            self.alike("update", self.steps, self.exchange.update)
             if self.scheduler is not None:
-                self.scheduler.step()
+                self.alike("schedule", self.steps, self.scheduler.step)
         return Result(loss / weight, weight, stop > 0), rate
 
     def _keyed(self, batch: Batch, piece: Piece) -> contextlib.AbstractContextManager[Any]:
@@ -311,14 +311,6 @@ class Trainer:
         """
         checkpoint.load(self, checkpoint.newest_of_all(self.world, Path(folder)))
 
-    def log_memory(self) -> None:
-        """Write the bytes that this rank holds into the record."""
-        state = [value for group in self.optimizer.state.values() for value in group.values() if isinstance(value, Tensor)]
-        sharing = self.exchange.sharing if self.exchange else 1
-        self.log.memory(parameters=_bytes(self.parameters.values()) // sharing, optimizer=_bytes(state),
-                        gradients=_bytes(each for each in self.parameters.values() if each.requires_grad),
-                        activations=self.activations, exchange=self.exchange.largest if self.exchange else 0)
-
     def _failed(self, error: Exception) -> StepFailed:
         message = str(error) if isinstance(error, StepFailed) else f"{type(error).__name__}: {error}"
         return StepFailed(message, step=self.steps, tensor=getattr(error, "tensor", None))
@@ -327,7 +319,3 @@ class Trainer:
         """Let go of the exchange; the model is a plain one again."""
         if self.exchange is not None:
             self.exchange.close()
-
-
-def _bytes(tensors: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
