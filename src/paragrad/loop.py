@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_model
-
 from paragrad import checkpoint
 from paragrad.admission import Admitted
 from paragrad.datasets.loading import Dataset, parted
@@ -16,6 +14,7 @@ from paragrad.job import opened
 from paragrad.log import log_memory
 from paragrad.record import Recorder
 from paragrad.report.tensorboard import events
+from paragrad.tensor_files import save_weights
 from paragrad.trainer import Trainer
 from paragrad.world import World
 
@@ -46,7 +45,7 @@ def save_trained(trainer: Trainer, path: Path) -> None:
     with trainer.for_evaluation():
         if trainer.world.rank == 0:
             partial = path.with_name(path.name + ".partial")
-            save_model(trainer.model, str(partial))
+            save_weights(trainer.model, partial)
             partial.rename(path)
 
 

@@ -108,8 +108,7 @@ class Trainer:
         self.taken = 0                              # steps of this trainer, which may have begun with a later one
         self.activations = 0
         self.given: tuple[Batch, Any, Any] | None = None        # to the step under way
-        self.scale = 1.0                            # of this step's gradients
-        self.coarsest = 0.0                         # eps of the coarsest numbers that backward keeps
+        self.scale, self.coarsest = 1.0, 0.0        # of this step's gradients; eps of the coarsest numbers that backward keeps
         self.draws, self.alike = Draws(), Alike(seed, world.device)
         self.proof: Proof | None = None             # of the step under way, that it is one worker's
         self.kept: Before | None = None             # what it began with
