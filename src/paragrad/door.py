@@ -57,6 +57,7 @@ class Facts:
     training: dict[str, Any]            # optimizer, scheduler and clipping as they begin: "optimizer", "lr of group 0", ...
     probe: Probe                        # what a look at the model showed
     whole_batch: str | None = None      # why collate must be given whole batches
+    whole_loss: str | None = None       # why the loss of a batch is not that of its parts
     lazy: Any = None                    # inputs that give lazy modules their shapes, where the model has some
 
     def ready(self, job: Job) -> Job:
@@ -81,12 +82,12 @@ def examined(job: Job, data: Path | None = None) -> Facts:
                       "(requires_grad_(False))")
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, scheduler = _check_optimizer(job, model)
-    probe, whole_batch = _check_loss(job, model, train)
+    probe, whole_batch, whole_loss = _check_loss(job, model, train)
     if test is not None:
         _check_test(job, model.eval(), test)
     shapes = {name: list(value.shape) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     facts = Facts(len(train), len(test) if test is not None else 0, sum(map(Tensor.numel, trainable)),
-                  job.order(len(train)), shapes, _beginning(job, optimizer, scheduler), probe, whole_batch, lazy)
+                  job.order(len(train)), shapes, _beginning(job, optimizer, scheduler), probe, whole_batch, whole_loss, lazy)
     _check_step(job, optimizer)
     return facts
 
@@ -253,8 +254,9 @@ def _check_loss_of_test(job: Job, module: Summed, part: Part) -> None:
         raise Refused(f"job {job.name}: the test, which is the loss in eval mode: {wrong}; or give a metric")
 
 
-def _check_loss(job: Job, model: nn.Module, train: Dataset) -> tuple[Probe, str | None]:
-    """Look at the model, and ask the loss (`additive`). Returns what was seen, and why collate must have whole batches."""
+def _check_loss(job: Job, model: nn.Module, train: Dataset) -> tuple[Probe, str | None, str | None]:
+    """Look at the model, and ask the loss (`additive`). Returns what was seen, why collate must have whole batches, and why the
+    loss of a batch is not that of its parts."""
     samples, indices = job.samples(train), list(range(min(job.batch, len(train), ASKED)))
     parts = _called(job, "fetching a batch of train", lambda: parts_of(samples, indices))
     part, module = parts[0].to(job.parameter_dtype), Summed(model, job.built_loss())
@@ -270,7 +272,7 @@ def _check_loss(job: Job, model: nn.Module, train: Dataset) -> tuple[Probe, str 
             except Exception as error:
                 raise _refusal(job, module, part, error) from error
         if probe.draws.by_layout:   # by which parts would differ; a strategy that splits the batch is refused for that
-            return probe, None
+            return probe, None, None
         wrong = _called(job, "loss", lambda: _asked(job, module, parts, probe.draws))
         because = why_whole(samples, job.batch)
         if (wrong or because) and job.collate is not None:
@@ -278,9 +280,7 @@ def _check_loss(job: Job, model: nn.Module, train: Dataset) -> tuple[Probe, str 
             with contextlib.suppress(ValueError):       # what it makes cannot be cut
                 still = _asked(job, module, parts_of(whole, indices), probe.draws)
                 because, wrong = because or (None if still else "what it makes of a share counts otherwise"), still
-    if wrong:
-        raise Refused(f"job {job.name}: {_unsteady(samples, indices, parts[0]) or wrong}")
-    return probe, because
+    return probe, because, wrong and (_unsteady(samples, indices, parts[0]) or wrong)
 
 
 def _unsteady(samples: Samples, indices: list[int], loaded: Part) -> str | None:
