@@ -116,7 +116,8 @@ def test_types_of_inputs_in_a_loop_of_ones_own(model: Any, dtype: torch.dtype, p
         assert seen == dtype
         for name, value in ours.items():
             assert torch.equal(value, theirs[name])
-            near = 1e-5 if value.dtype != torch.bfloat16 else 0.02          # 3 steps of sums rounded to 8 bits
+            coarse = torch.bfloat16 in {each.dtype for each in ours.values()}       # 3 steps of sums rounded to 8 bits
+            near = 0.02 if value.dtype == torch.bfloat16 else 1e-3 if coarse else 1e-5
             assert float((value - alone[name]).abs().max()) <= near * float(alone[name].abs().max())
 
 
