@@ -126,7 +126,7 @@ def digest(checked: Admitted) -> str:
     def add(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             found.update(str((leaf.dtype, tuple(leaf.shape))).encode())
-            found.update(leaf.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+            found.update(leaf.detach().to_dense().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
         return leaf
 
     mapped(add, dict(model.state_dict()))

@@ -3,6 +3,7 @@ finite."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -40,27 +41,46 @@ def probed(module: Summed, inputs: Any, target: Any, samples: int, norm: BatchNo
 
     norm: entered by the caller;  repeated(n): (inputs, target) of a batch that is n times one sample.
     """
-    own = {parameter.data_ptr() for parameter in module.parameters()}
     kept: dict[int, int] = {}
     coarsest = 0.0
 
     def keep(tensor: Tensor) -> Tensor:
         nonlocal coarsest
         coarsest = max(coarsest, torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0)
-        if tensor.data_ptr() not in own:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        kept.update(_storage(tensor))
         return tensor
 
+    def ran(hooks: contextlib.AbstractContextManager[Any]) -> Recording:
+        with hooks, drawing(Recording()) as recording:
+            total, _ = module(*copied((inputs, target)), samples)
+            total.backward()
+        return recording
+
     before = generator_states()
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), drawing(Recording()) as recording:
-        total, _ = module(*copied((inputs, target)), samples)
-        total.backward()
+    try:
+        recording = ran(torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor))
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        kept.clear()                    # torch.func takes no such hooks: what backward keeps stays unknown
+        before = generator_states()
+        recording = ran(contextlib.nullcontext())
     some_unused = any(parameter.requires_grad and parameter.grad is None for parameter in module.parameters())
     draws = Draws()
     if recording.calls or recording.owners or generator_states() != before:
         batches = {count: repeated(count) for count in (2, 3)}         # what loading draws is no matter of the model's
         draws = seen(lambda count: module(*copied(batches[count]), count))
+    for parameter in module.parameters():
+        kept.update(dict.fromkeys(_storage(parameter), 0))
     return Probe(some_unused, sum(kept.values()) // max(samples, 1), module.known, norm.computed, coarsest, draws)
+
+
+def _storage(tensor: Tensor) -> dict[int, int]:
+    """Its bytes, by its address; nothing where it has no storage, as a sparse tensor."""
+    try:
+        return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()}
+    except RuntimeError:
+        return {}
 
 
 def first_not_finite(model: nn.Module, inputs: Any, target: Any) -> str:

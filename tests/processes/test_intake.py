@@ -120,6 +120,27 @@ def test_types_of_inputs_in_a_loop_of_ones_own(model: Any, dtype: torch.dtype, p
             assert float((value - alone[name]).abs().max()) <= near * float(alone[name].abs().max())
 
 
+def sparse(samples: list[Any]) -> object:
+    return torch.stack([x for x, _ in samples]).to_sparse(), torch.stack([target for _, target in samples])
+
+
+class OfSparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(10, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(x, self.weight)
+
+
+def test_sparse_inputs(tmp_path: Path) -> None:
+    """What backward keeps was measured by its storage: "Cannot access data pointer of Tensor that doesn't have storage"."""
+    checked = job("sparse inputs", OfSparse, VECTORS, collate=sparse)
+    same(tmp_path, checked, *WHOLE)
+    with pytest.raises(pg.Refused, match="a sparse tensor cannot be cut into micro-batches; let the model make it sparse"):
+        pg.train(checked, "data(2, micro=2)", runs=tmp_path)
+
+
 # ---- gradients inside the forward ---------------------------------------------------------------------------------------
 class Forces(nn.Module):
     """The forces of a potential: its output is a gradient."""
@@ -152,6 +173,22 @@ def test_autograd_inside_the_forward(metric: Any, tmp_path: Path) -> None:
     assert run.test == pytest.approx(
         float(force_error(model(VECTORS.tensors[0].clone()), VECTORS.tensors[1]).detach()) if metric is None else
         near(model(VECTORS.tensors[0].clone()), VECTORS.tensors[1])[0] / 29, rel=1e-5)
+
+
+class FunctionalForces(nn.Module):
+    """The same by torch.func, sample by sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy, self.out = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 1)), nn.Linear(10, 4)
+
+    def forward(self, places: Tensor) -> Tensor:
+        return self.out(torch.func.vmap(torch.func.grad(lambda place: self.energy(place).squeeze()))(places))
+
+
+def test_gradients_by_torch_func(tmp_path: Path) -> None:
+    """What backward keeps was watched by hooks, which torch.func does not take: "don't yet support saved tensor hooks"."""
+    same(tmp_path, job("functional forces", FunctionalForces, VECTORS), *CUT)
 
 
 class Points(Dataset):

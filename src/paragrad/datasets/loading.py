@@ -210,6 +210,9 @@ def cut(value: Any, part: slice | list[int], samples: int) -> Any:
             return leaf[part] if isinstance(part, slice) else type(leaf)([leaf[place] for place in part])
         if not isinstance(leaf, Tensor) or not leaf.dim():
             return leaf
+        if str(leaf.layout).startswith("torch.sparse"):
+            raise ValueError("a sparse tensor cannot be cut into micro-batches; let the model make it sparse, or train with "
+                             "micro=1")
         if len(leaf) != samples:
             raise ValueError(f"a batch of {samples} samples holds a tensor of shape {tuple(leaf.shape)}, which cannot be cut "
                              "into micro-batches; let the samples be its first dimension, or train with micro=1")
