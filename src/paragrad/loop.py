@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_model
-
 from paragrad import checkpoint
 from paragrad.admission import Admitted
 from paragrad.datasets.loading import Dataset, parted
@@ -15,6 +13,7 @@ from paragrad.errors import StepFailed
 from paragrad.job import opened
 from paragrad.record import Recorder
 from paragrad.report.tensorboard import events
+from paragrad.tensor_files import save_weights
 from paragrad.trainer import Trainer
 from paragrad.world import World
 
@@ -45,7 +44,7 @@ def save_trained(trainer: Trainer, path: Path) -> None:
     with trainer.for_evaluation():
         if trainer.world.rank == 0:
             partial = path.with_name(path.name + ".partial")
-            save_model(trainer.model, str(partial))
+            save_weights(trainer.model, partial)
             partial.rename(path)
 
 
