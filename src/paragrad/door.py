@@ -17,6 +17,7 @@ from paragrad.additive import ASKED, Part, parts_of, wrong_with
 from paragrad.data_parallel import batch_norm
 from paragrad.datasets.loading import (
     Dataset,
+    Samples,
     WholeBatch,
     brought,
     called,
@@ -27,6 +28,7 @@ from paragrad.datasets.loading import (
     generators_kept,
     parted,
     refuse_loader,
+    tensors_of,
 )
 from paragrad.datasets.order import Order
 from paragrad.draws import Draws
@@ -255,8 +257,20 @@ def _check_loss(job: Job, model: nn.Module, train: Dataset) -> tuple[Probe, str 
                 still = _asked(job, module, parts_of(whole, indices), probe.draws)
                 because, wrong = because or (None if still else "what it makes of a share counts otherwise"), still
     if wrong:
-        raise Refused(f"job {job.name}: {wrong}")
+        raise Refused(f"job {job.name}: {_unsteady(samples, indices, parts[0]) or wrong}")
     return probe, because
+
+
+def _unsteady(samples: Samples, indices: list[int], loaded: Part) -> str | None:
+    """Loaded again, are the samples others?"""
+    anew = tensors_of(list(parted(samples[0, indices])))
+    for tensor, again in zip(tensors_of([loaded.inputs, loaded.target]), anew, strict=False):
+        one, other = tensor.to_dense(), again.to_dense()
+        if one.shape != other.shape or not ((one == other) | (one != one)).all():
+            return ("train gives other values each time it is asked for the same samples: dataset or collate keeps a state or "
+                    "a random generator of its own; draw by torch, numpy.random or random themselves, which are seeded for "
+                    "every sample")
+    return None
 
 
 def _refusal(job: Job, module: Summed, part: Part, error: Exception) -> Refused:
