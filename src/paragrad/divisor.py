@@ -48,6 +48,32 @@ def nothing(total: Tensor) -> Tensor:
     return _Nothing.apply(total)        # type: ignore[no-any-return]
 
 
+def without_weight(total: Tensor) -> bool:
+    """Is something lost with a mean of no weight? Where all classes of a share weigh 0, the smoothed part of a cross-entropy is
+    a sum divided by that 0, beside the part of the targets."""
+    divisions: list[Any] = []
+    _followed(total.grad_fn, DEEP, divisions)
+    by_zero = [node for node in divisions if isinstance(getattr(node, "_saved_other", None), Tensor)
+               and not node._saved_other.any()]
+    for node in divisions:
+        if hasattr(node, "_saved_total_weight"):
+            ignored = (node._saved_ignore_index + 2**63) % 2**64 - 2**63            # it is told without its sign
+            scores = _chain(node, 3)
+            if (node._saved_target != ignored).any() and any(
+                    each is other for division in by_zero for each in _chain(division, 9) for other in scores):
+                return True
+    return False
+
+
+def _chain(node: Any, length: int) -> list[Any]:
+    """The logarithms of a softmax among a node's first inputs."""
+    found = []
+    for _ in range(length):
+        node = node.next_functions[0][0] if node is not None and node.next_functions else None
+        found += [node] if node is not None and node.name().startswith("LogSoftmax") else []
+    return found
+
+
 class _Nothing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, total: Tensor) -> Tensor:

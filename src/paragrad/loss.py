@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paragrad.datasets.loading import brought, called
-from paragrad.divisor import divisor, nothing
+from paragrad.divisor import divisor, nothing, without_weight
 from paragrad.errors import StepFailed
 
 Loss = Callable[[Any, Any], Any]
@@ -96,8 +96,7 @@ class Summed(nn.Module):
 
     def forward(self, inputs: Any, target: Any, samples: int) -> tuple[Tensor, float]:
         """The sum over the first `samples` (0: everything weighs nothing) and its local weight."""
-        total, weight = self.pair(called(self.model, inputs), target, max(samples, 1))
-        return (total, weight) if samples else (nothing(total), 0.0)
+        return self.pair(called(self.model, inputs), target, samples)
 
     def pair(self, output: Any, target: Any, samples: int) -> tuple[Tensor, float]:
         """The loss of an output as (sum, weight): of samples, tokens, elements, whatever it is a mean of."""
@@ -112,9 +111,16 @@ class Summed(nn.Module):
         if isinstance(value, tuple):
             total, weight = value[0], float(value[1])
         else:
-            weight = self._weight(value, target, samples)
+            weight = self._weight(value, target, max(samples, 1))
             total = value.to(torch.promote_types(value.dtype, torch.float32)) * weight
-        return (total, weight) if weight else (nothing(total), 0.0)     # a mean of nothing is 0/0, its sum is 0
+        if weight and samples:
+            return total, weight
+        if isinstance(value, tuple) and samples and total != 0 and total.isfinite():
+            return total, 0.0           # a sum that counts without a weight of its own
+        if samples and without_weight(total):
+            raise StepFailed("the targets of a share all weigh 0, and its loss has a smoothed part all the same, which a mean "
+                             "cannot tell, for it divides by that 0; return the pair (sum, weight)", tensor="loss")
+        return nothing(total), 0.0      # a mean of nothing is 0/0, its sum is 0
 
     def _weight(self, value: Tensor, target: Any, samples: int) -> float:
         """What a mean divided by."""

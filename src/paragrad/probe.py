@@ -69,7 +69,7 @@ def probed(module: Summed, inputs: Any, target: Any, samples: int, norm: BatchNo
     draws = Draws()
     if recording.calls or recording.owners or generator_states() != before:
         batches = {count: repeated(count) for count in (2, 3)}         # what loading draws is no matter of the model's
-        draws = seen(lambda count: module(*copied(batches[count]), count))
+        draws = seen(lambda count: module(*copied(batches[count]), 0))       # what one sample weighs is no matter
     for parameter in module.parameters():
         kept.update(dict.fromkeys(_storage(parameter), 0))
     return Probe(some_unused, sum(kept.values()) // max(samples, 1), module.known, norm.computed, coarsest, draws)
