@@ -19,7 +19,7 @@ from torch.nn import functional
 from paragrad.datasets.loading import Samples, brought, called, copied, cut, parted, tensors_of
 from paragrad.draws import Draws, keyed
 from paragrad.loss import Summed
-from paragrad.untouched import restored
+from paragrad.untouched import Before, Drawing, restored
 
 ASKED = 5               # samples of the whole: 2 and 3, since some models take no single sample
 TIGHT = 1e-9            # relative, in float64
@@ -70,8 +70,8 @@ class Answer:
     output: Any
     total: float
     weight: float
-    known: bool
     doubtful: float         # of the weight, what may be that of nothing
+    known: bool             # was the weight more than the number of samples?
 
     @property
     def value_dtype(self) -> torch.dtype:
@@ -103,12 +103,8 @@ def wrong_with(module: Summed, parts: list[Part], draws: Draws, tight: bool) -> 
     near = TIGHT if tight and whole.value_dtype == torch.float64 else _rounding(module, parts[0], draws, mean)
     if _close(mean, expected, near) and _close(whole.weight, weights, near):
         return None
-    again = _asked(module, parts[0], draws)
-    if not _close(again.total / (again.weight or 1.0), mean, near):
-        once, anew = _told(mean, again.total / (again.weight or 1.0))
-        return (f"the loss of the same samples is another number each time it is asked: {once}, then {anew}; the model or the "
-                "loss keeps a state or a random generator of its own: draw by torch's functions without generator=, and count "
-                "in buffers of the model")
+    if (unsteady := _unsteady(module, parts[0], draws, mean, near)):
+        return unsteady
     why = _why(parts, whole, halves, near)
     if isinstance(whole.value, tuple):
         (total, summed), (weight, added) = _told(whole.total, sums), _told(whole.weight, weights)
@@ -133,7 +129,7 @@ def _asked(module: Summed, part: Part, draws: Draws) -> Answer:
         output = called(module.model, inputs)
         value = module.loss(output, target)
     total, weight = module.weighed(value, part.target, len(part.positions))
-    return Answer(value, output, float(total.detach()), weight, module.known, module.doubtful)
+    return Answer(value, output, float(total.detach()), weight, module.doubtful, module.known)
 
 
 def _rounding(module: Summed, whole: Part, draws: Draws, mean: float) -> float:
@@ -164,6 +160,26 @@ def statistics_apart() -> Iterator[None]:
         yield
     finally:
         torch.batch_norm, functional._verify_batch_size = original, verify                 # type: ignore[attr-defined]
+
+
+def _unsteady(module: Summed, part: Part, draws: Draws, mean: float, near: float) -> str | None:
+    """Does the same part give another number when it is asked again, or is a generator drawn from that belongs to nobody's
+    samples? States that can be seen are put back, so those of modules and losses themselves are looked at."""
+    with restored(module), statistics_apart(), keyed(draws, 0, 0, part.positions):
+        before = Before(module)
+        inputs, target = part.copied()
+        module.loss(called(module.model, inputs), target)
+        own = [name for name, value in before.changed()[1].items() if isinstance(value, Drawing)]
+    if own:
+        return (f"the random generator {own[0]}, of the model's or the loss's own, draws for a batch and not for its samples; "
+                "draw by torch's functions without generator=")
+    again = _asked(module, part, draws)
+    if _close(again.total / (again.weight or 1.0), mean, near):
+        return None
+    once, anew = _told(mean, again.total / (again.weight or 1.0))
+    return (f"the loss of the same samples is another number each time it is asked: {once}, then {anew}; model or loss keep a "
+            "state or a random generator outside of themselves: draw by torch's functions without generator=, and count in "
+            "attributes or buffers of the model")
 
 
 def _told(number: float, *others: float, apart: float | None = None) -> list[str]:

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
-from paragrad.door import examined
+from paragrad.admission import admitted
 from paragrad.errors import Refused
 
 COUNTED = torch.arange(29) % 3 != 0
 MASKED = TensorDataset(VECTORS.tensors[0], torch.stack([whole(4, 29, seed=2), COUNTED.long()], 1))
-RARE = TensorDataset(VECTORS.tensors[0], torch.stack([whole(4, 29, seed=2), (torch.arange(29) == 3).long()], 1))
 
 
 def masked(divisor: Callable[[Tensor], Tensor | int]) -> Callable[[Tensor, Tensor], Tensor]:
@@ -30,16 +29,15 @@ def masked(divisor: Callable[[Tensor], Tensor | int]) -> Callable[[Tensor, Tenso
 
 def refused(**changes: object) -> str:
     with pytest.raises(Refused) as caught:
-        examined(job("asked", **{"model": mlp, "data": VECTORS, **changes}))        # type: ignore[arg-type]
+        admitted(job("asked", **{"model": mlp, "data": VECTORS, **changes}), "data(2)")        # type: ignore[arg-type]
     return str(caught.value)
 
 
-@pytest.mark.parametrize("data", [RARE, TensorDataset(VECTORS.tensors[0], 0 * RARE.tensors[1])], ids=["one counts", "none"])
-def test_a_divisor_kept_from_zero_is_no_bare_sum(data: Dataset) -> None:
-    """With at most one sample that counts in the batch asked, the parts' values sum up to the whole's: it was called a bare
-    sum, and the repair, the number of samples as the weight, is another training."""
-    message = refused(data=data, loss=masked(lambda count: count.clamp(min=1)))
-    assert "which divide by 1 and 1 + 1; return the pair" in message
+def test_a_divisor_that_is_clamped_is_no_bare_sum() -> None:
+    """With few samples that count in the batch asked, the parts' values sum up to the whole's: it was called a bare sum, and
+    the repair, the number of samples as the weight, is another training."""
+    message = refused(data=MASKED, loss=masked(lambda count: count.clamp(min=4)))
+    assert "which divide by 4 and 4 + 4; return the pair" in message
     assert "a constant is in each, or keeps it from 0" in message
     assert "bare sum" not in message
 
@@ -78,20 +76,32 @@ class Noisy(nn.Module):
         return self.layers(x + torch.from_numpy(self.own.normal(size=x.shape)).to(x.dtype))     # type: ignore[no-any-return]
 
 
-class Counting:
-    times = 0
+class Drawn:
+    """Noise on the loss."""
+
+    def __init__(self) -> None:
+        self.own = numpy.random.default_rng(0)
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        self.times += 1
-        return functional.cross_entropy(output, target) * (1 + 0.1 * self.times)
+        return functional.cross_entropy(output, target) * (1 + 0.1 * self.own.normal(size=len(target)).mean())
 
 
-@pytest.mark.parametrize("changes", [{"model": Noisy}, {"loss": Counting()}], ids=["model", "loss"])
-def test_a_state_of_its_own_is_no_mixing_of_samples(changes: dict[str, object]) -> None:
-    """A generator or a counter of the model's or the loss's own was told as "the model mixes samples"."""
+@pytest.mark.parametrize(("changes", "name"), [({"model": Noisy}, "own"), ({"loss": Drawn()}, "loss.own")])
+def test_a_generator_of_its_own_is_no_mixing_of_samples(changes: dict[str, object], name: str) -> None:
+    """It was told as "the model mixes samples"."""
     message = refused(**changes)
-    assert "the loss of the same samples is another number each time it is asked" in message
+    assert f"the random generator {name}, of the model's or the loss's own, draws for a batch" in message
     assert "mixes" not in message
+
+
+def test_a_state_that_nobody_sees_is_no_mixing_of_samples() -> None:
+    calls = []
+
+    def counting(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(1)
+        return functional.cross_entropy(output, target) * (1 + 0.1 * len(calls))
+
+    assert "the loss of the same samples is another number each time it is asked" in refused(loss=counting)
 
 
 class Augmented(Dataset):
