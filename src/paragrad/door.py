@@ -22,11 +22,11 @@ from paragrad.datasets.loading import (
     called,
     copied,
     cut,
-    drawn_in_collate,
     generator_states,
     generators_kept,
     parted,
     refuse_loader,
+    why_whole,
 )
 from paragrad.datasets.order import Order
 from paragrad.draws import Draws
@@ -248,7 +248,7 @@ def _check_loss(job: Job, model: nn.Module, train: Dataset) -> tuple[Probe, str 
         if probe.draws.by_layout:   # by which parts would differ; a strategy that splits the batch is refused for that
             return probe, None
         wrong = _called(job, "loss", lambda: _asked(job, module, parts, probe.draws))
-        because = "it draws at random" if drawn_in_collate(samples, indices) else None
+        because = why_whole(samples, job.batch)
         if (wrong or because) and job.collate is not None:
             whole = replace(samples, collate=WholeBatch(job.collate))
             with contextlib.suppress(ValueError):       # what it makes cannot be cut

@@ -33,7 +33,7 @@ from paragrad.datasets.loading import (
     loaded,
     refuse_loader,
     tensors_of,
-    whole_where_drawn,
+    whole_where_needed,
 )
 from paragrad.datasets.order import Order
 from paragrad.draws import Draws, keyed
@@ -150,7 +150,7 @@ class Trainer:
                    loaders: int = 0) -> Iterator[Any]:
         """The same for chosen (epoch, positions of a global batch); places of one epoch follow each other."""
         samples = Samples(dataset, self.seed, self.collate)
-        samples = self.samples = samples if self.examined or not self.splits else whole_where_drawn(samples)
+        samples = self.samples = samples if self.examined or not self.splits else whole_where_needed(samples, order.batch)
         for epoch, group in itertools.groupby(places, key=lambda place: place[0]):
             batches = [batch_of(order, epoch, whole, self.shares, self.micro, self.parts, self.reverse) for _, whole in group]
             data = loaded(samples, [(epoch, batch.indices, batch.places) for batch in batches], loaders)
