@@ -30,7 +30,7 @@ from paragrad.datasets.loading import (
 )
 from paragrad.datasets.order import Order
 from paragrad.draws import Draws
-from paragrad.errors import Refused
+from paragrad.errors import Refused, StepFailed
 from paragrad.evaluation import without_gradients
 from paragrad.job import CPU, DTYPES, Job, opened
 from paragrad.lazy import Initialised, lazy_names
@@ -153,6 +153,8 @@ def _called(job: Job, name: str, function: Callable[[], Any]) -> Any:
         return function()
     except Refused:
         raise
+    except StepFailed as error:
+        raise Refused(f"job {job.name}: {error}") from error
     except Exception as error:
         raise Refused(f"job {job.name}: {name} raised {type(error).__name__}: {error}") from error
 

@@ -14,11 +14,12 @@ import torch
 from equality import VECTORS, Lines, job
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import default_collate
+from torch.utils.data import TensorDataset, default_collate
 
 import paragrad as pg
 from paragrad.datasets.loading import Samples, why_whole
 from paragrad.door import examined
+from paragrad.errors import StepFailed
 from paragrad.job import Job
 
 OWN = "it puts samples in an order of its own"
@@ -150,6 +151,24 @@ def test_which_collates_have_an_order_of_their_own(name: str) -> None:
     collate, data, because = COLLATES[name]
     assert why_whole(Samples(data, 0, collate), batch=12) == because
     assert why_whole(Samples(data, 0, pg.WholeBatch(collate)), batch=12) is None
+
+
+def without_twos(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    x, target = zip(*[sample for sample in samples if sample[1] != 2], strict=True)
+    return torch.stack(x), torch.stack(target)
+
+
+def test_a_collate_that_fails_on_a_share(tmp_path: Path) -> None:
+    """It drops samples, and of one share all: "not enough values to unpack (expected 2, got 0)" was all that was said."""
+    vectors = TensorDataset(VECTORS.tensors[0], torch.where(torch.arange(29) % 2 == 0, 1, 2))
+    dropping = job("dropping", lambda: nn.Linear(10, 4), vectors, collate=without_twos, batch=2)
+    with pytest.raises(pg.Refused, match=r"collate raised ValueError: not enough values .*given 1 of the batch's 2 samples\); "
+                                         r"if it drops samples, .* collate=paragrad.WholeBatch\(collate\)"):
+        examined(dropping)
+    with pytest.raises(pg.RankFailed, match=r"collate raised .*of the batch's 6 samples\); if it drops samples, let it keep"):
+        pg.train(dropping.replace(batch=6), "data(3, reduce=ring)", runs=tmp_path)
+    with pytest.raises(StepFailed, match=r"given 1 of the batch's 1 samples\)$"):
+        dropping.samples(vectors)[0, [1]]
 
 
 def test_asked_for() -> None:

@@ -19,11 +19,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from paragrad.errors import Refused
+from paragrad.errors import Refused, StepFailed
 
 Dataset = Any           # map-style: __len__ and __getitem__(index) -> (input, target) or {name: value}
 Collate = Callable[[list[Any]], Any]
 FEW = 5                 # samples by which a collate is looked at
+OF_A_SHARE = ("; if it drops samples, let it keep them with targets that do not count, or leave them out of the dataset; if it "
+              "wants the whole batch, give it that: collate=paragrad.WholeBatch(collate)")
 
 
 @dataclass(frozen=True)
@@ -62,12 +64,12 @@ class Samples:
     def __getitem__(self, key: tuple[int, list[int]] | tuple[int, list[int], list[int]]) -> Any:
         epoch, indices, *places = key
         if not places:
-            return self._collated(epoch, indices)
+            return self._collated(epoch, indices, len(indices))
         if isinstance(self.collate, WholeBatch):
-            return cut(self._collated(epoch, indices), places[0], len(indices))
-        return self._collated(epoch, [indices[place] for place in places[0]])
+            return cut(self._collated(epoch, indices, len(indices)), places[0], len(indices))
+        return self._collated(epoch, [indices[place] for place in places[0]], len(indices))
 
-    def _collated(self, epoch: int, indices: list[int]) -> Any:
+    def _collated(self, epoch: int, indices: list[int], batch: int) -> Any:
         dataset = self.dataset
         if self.collate is None and type(dataset).__getitem__ is TensorDataset.__getitem__:
             places = torch.from_numpy(numpy.array(indices))     # torch.tensor of a list, and indexing by one, take far longer
@@ -76,7 +78,13 @@ class Samples:
             return dataset[indices]
         with generators_kept():
             drawn = self.drawn(epoch, indices)
-            return (self.collate or default_collate)(drawn)
+            if self.collate is None:
+                return default_collate(drawn)
+            try:
+                return self.collate(drawn)
+            except Exception as error:
+                raise StepFailed(f"collate raised {type(error).__name__}: {error} (it was given {len(indices)} of the batch's "
+                                 f"{batch} samples)" + (OF_A_SHARE if len(indices) < batch else "")) from error
 
     def drawn(self, epoch: int, indices: list[int]) -> list[Any]:
         """Samples as `collate` is given them, the generators as it finds them."""
