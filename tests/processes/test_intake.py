@@ -298,6 +298,31 @@ def test_packed_sequences(tmp_path: Path) -> None:
         pg.train(checked, "data(2, micro=2)", runs=tmp_path)
 
 
+def nested(samples: list[Any]) -> object:
+    return (torch.nested.nested_tensor([line for line, _ in samples], layout=torch.jagged),
+            torch.tensor([target for _, target in samples]))
+
+
+class OfNested(nn.Module):
+    """The mean over every line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(10, 4)
+
+    def forward(self, lines: Tensor) -> Tensor:
+        return torch.stack([self.out(line).mean(0) for line in lines.unbind()])
+
+
+def test_nested_tensors(tmp_path: Path) -> None:
+    """verify ended with "view(): cannot view shape", micro-batches with "slice(): not supported for NestedTensor"."""
+    checked = job("nested", OfNested, Lines(), collate=nested)
+    same(tmp_path, checked, *WHOLE)
+    for strategy in ("data(2, micro=2)", "serial(micro=3)"):
+        with pytest.raises(pg.Refused, match="a NestedTensor cannot be cut into micro-batches; let collate give padded"):
+            pg.train(checked, strategy, runs=tmp_path)
+
+
 def time_first(samples: list[Any]) -> object:
     return torch.stack([line for line, _ in samples], dim=1), torch.tensor([target for _, target in samples])
 

@@ -249,6 +249,9 @@ def cut(value: Any, part: slice | list[int], samples: int) -> Any:
         if isinstance(leaf, PackedSequence):
             raise ValueError("a PackedSequence cannot be cut into micro-batches; let collate give padded sequences and their "
                              "lengths, and the model pack them (pack_padded_sequence), or train with micro=1")
+        if isinstance(leaf, Tensor) and leaf.is_nested:
+            raise ValueError("a NestedTensor cannot be cut into micro-batches; let collate give padded tensors and their "
+                             "lengths, or train with micro=1")
         if isinstance(leaf, tuple | list) and len(leaf) == samples:
             return leaf[part] if isinstance(part, slice) else type(leaf)([leaf[place] for place in part])
         if not isinstance(leaf, Tensor) or not leaf.dim():
