@@ -23,7 +23,7 @@ from paragrad import checkpoint
 from paragrad.batches import Batch, Piece, batch_of
 from paragrad.data_parallel.alone import Alone, OptimizerState
 from paragrad.data_parallel.batch_norm import BatchNorm, Part
-from paragrad.data_parallel.updating import in_eval_mode
+from paragrad.data_parallel.updating import Alike, in_eval_mode
 from paragrad.datasets.loading import (
     Collate,
     Dataset,
@@ -110,7 +110,7 @@ class Trainer:
         self.given: tuple[Batch, Any, Any] | None = None        # to the step under way
         self.scale = 1.0                            # of this step's gradients
         self.coarsest = 0.0                         # eps of the coarsest numbers that backward keeps
-        self.draws = Draws()
+        self.draws, self.alike = Draws(), Alike(seed, world.device)
         self.proof: Proof | None = None             # of the step under way, that it is one worker's
         self.kept: Before | None = None             # what it began with
         self.rehearsing = False
@@ -245,9 +245,9 @@ class Trainer:
             self.exchange.average(weight * self.scale)
             if self.proof is not None and not self.rehearsing:
                 prove(self, loss / weight, weight)
-            self.exchange.update()
+            self.alike("update", self.steps, self.exchange.update)
             if self.scheduler is not None:
-                self.scheduler.step()
+                self.alike("schedule", self.steps, self.scheduler.step)
         return Result(loss / weight, weight, stop > 0), rate
 
     def _keyed(self, batch: Batch, piece: Piece) -> contextlib.AbstractContextManager[Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from equality import VECTORS, job, mlp
@@ -18,8 +20,8 @@ from paragrad.backends.shm.region import aligned
 from paragrad.checkpoint import newest
 from paragrad.data_parallel.shared_memory import SharedMemory
 from paragrad.data_parallel.slices import FOREACH, FUSED, slices
-from paragrad.data_parallel.updating import set_mode, updates_by
-from paragrad.datasets.loading import brought, parted
+from paragrad.data_parallel.updating import Alike, set_mode, updates_by
+from paragrad.datasets.loading import brought, generator_states, parted
 from paragrad.job import CPU
 from paragrad.launched import cores
 from paragrad.launching import Ranks
@@ -102,6 +104,18 @@ class Averaging(torch.optim.Optimizer):
                     self.state[parameter]["mean"].copy_(kept)
 
 
+class Langevin(torch.optim.SGD):
+    """SGD with noise, of whatever generator: samples of a posterior."""
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:                     # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                noise = torch.randn_like(parameter) * random.random() + torch.from_numpy(numpy.random.randn(*parameter.shape))
+                parameter.add_(0.01 * noise)
+
+
 def hooked(parameters: object) -> torch.optim.Optimizer:
     """A step hook that keeps every row at length one."""
     kept = list(parameters)                                             # type: ignore[call-overload]
@@ -148,6 +162,7 @@ OPTIMIZERS: dict[str, Callable[[object], torch.optim.Optimizer]] = {
     "foreach asked for": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, foreach=True),
     "lr 0 at first": lambda parameters: torch.optim.SGD(parameters, lr=0.0),
     "loop asked for": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, foreach=False),
+    "Langevin": lambda parameters: Langevin(parameters, lr=1e-2),
 }
 
 
@@ -174,7 +189,7 @@ def test_optimizers_of_other_libraries(optimizer: Callable[[object], torch.optim
 
 @pytest.mark.parametrize("chosen", ["data(2, reduce=ring)", "serial(micro=2)"])
 @pytest.mark.parametrize("name", ["lr a tensor", "fused asked for", "foreach asked for", "step hook", "normed SGD",
-                                  "schedule-free, our own"])
+                                  "schedule-free, our own", "Langevin"])
 def test_optimizers_without_shared_memory(name: str, chosen: str, tmp_path: Path) -> None:
     assert verify(job(name, mlp, VECTORS, optimizer=OPTIMIZERS[name]), chosen, runs=tmp_path).difference < 1e-10
 
@@ -329,10 +344,10 @@ def test_how_an_optimizer_updates_is_tried(name: str) -> None:
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(10, 200), nn.Linear(200, 4))
     optimizer = OPTIMIZERS[name](list(model.parameters()))
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    state = torch.get_rng_state()
+    states = generator_states()
     wanted = "element" if name in ELEMENT else "tensor" if name in ("Adafactor", "normed SGD") else "all"
     assert updates_by(optimizer) == wanted
-    assert torch.equal(torch.get_rng_state(), state)
+    assert generator_states() == states
     assert all(torch.equal(parameter, kept) for parameter, kept in zip(model.parameters(), before, strict=True))
     torch.optim.lr_scheduler.StepLR(optimizer, 2)           # wraps the step, and counts
     assert updates_by(optimizer) == wanted
@@ -359,6 +374,33 @@ def test_an_optimizer_that_keeps_parameters_elsewhere_is_not_cut() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3, 3))], lr=0.1)
     optimizer.inner = torch.optim.SGD(optimizer.param_groups[0]["params"], lr=0.1)          # type: ignore[attr-defined]
     assert updates_by(optimizer) == "all"
+
+
+def test_an_optimizer_that_draws_trains_as_in_serial(tmp_path: Path) -> None:
+    """Noise in its step, and a scheduler that draws: every rank drew from a generator of its own, so that replicas under an
+    all-reduce came apart, and parameters in shared memory were 0.58 from serial's, in silence. Resumed, it draws on."""
+    noisy = job("noisy", mlp, VECTORS, optimizer=OPTIMIZERS["Langevin"], dtype=torch.float64, epochs=3,
+                scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: random.random()))
+    wanted = train(noisy, "serial", runs=tmp_path).model().state_dict()
+    for chosen in ("data(2)", "data(2, reduce=ring)"):
+        run = train(noisy, chosen, runs=tmp_path)
+        cut = train(noisy.replace(epochs=1), chosen, runs=tmp_path, save=3)
+        for found in (run, train(noisy, chosen, runs=tmp_path, resume=cut.folder)):
+            for name, values in found.model().state_dict().items():
+                torch.testing.assert_close(values, wanted[name], rtol=1e-10, atol=1e-13)
+
+
+def test_what_draws_nothing_is_not_watched_again() -> None:
+    alike, drawn = Alike(3, CPU), []
+    before = generator_states()
+    for step in (0, 1, 1):
+        alike("update", step, lambda: drawn.append((float(torch.rand(1)), random.random(), numpy.random.rand())))
+    assert drawn[0] != drawn[1] == drawn[2]
+    assert generator_states() == before
+    for step in (0, 1):
+        alike("quiet", step, lambda: drawn.append(generator_states()))
+    assert drawn[3] != before
+    assert drawn[4] == before
 
 
 class Late(nn.Module):

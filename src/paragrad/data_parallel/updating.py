@@ -1,10 +1,10 @@
-"""How an optimizer updates, tried on a small copy: element by element, tensor by tensor, or neither; and its modes."""
+"""How an optimizer updates, tried on a small copy: element by element, tensor by tensor, or neither; its modes; its draws."""
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as of_torch
+
+from paragrad.datasets.loading import generator_states, generators_kept, generators_seeded
 
 KINDS = ELEMENT, TENSOR, ALL = "element", "tensor", "all"              # the later, the more must be together
 SIZE = 160              # a dimension of the copy at most; above 128, from which known optimizers factor a matrix
@@ -36,8 +38,9 @@ class Held:
 def updates_by(optimizer: torch.optim.Optimizer, known: bool = False) -> str:
     """ELEMENT: any piece of a parameter will do;  TENSOR: each parameter by itself;  ALL: neither, or it cannot be tried.
 
-    Hooks and a step that was put on the object may hold the real parameters, so nothing is tried with them. known: of a class
-    that is known to go element by element, so that a brief trial will do.
+    Hooks and a step that was put on the object may hold the real parameters, so nothing is tried with them. What is drawn
+    follows the order of all parameters. known: of a class that is known to go element by element, so that a brief trial will
+    do.
     """
     if hooked(optimizer):
         return ALL
@@ -46,7 +49,8 @@ def updates_by(optimizer: torch.optim.Optimizer, known: bool = False) -> str:
     def drawn(shape: torch.Size) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    with torch.random.fork_rng(devices=[]):
+    with generators_kept():
+        before = generator_states()
         groups = [[Held(drawn(_small(parameter, size).shape), {what: _small(value, size) for what, value in
                                                                optimizer.state.get(parameter, {}).items()})
                    for parameter in _chosen(group["params"], 1 if known else 2)] for group in optimizer.param_groups]
@@ -54,7 +58,7 @@ def updates_by(optimizer: torch.optim.Optimizer, known: bool = False) -> str:
         for kind, tried in ((ELEMENT, _by_element), (TENSOR, _by_tensor)):
             try:
                 if tried(optimizer, groups, gradients):
-                    return kind
+                    return ALL if generator_states() != before else kind
             except Exception:           # of a foreign step on what it was not made for: then it is not so
                 continue
     return ALL
@@ -178,6 +182,42 @@ class _Refusing(dict[int, Any]):
         if key in self.refused:
             raise ValueError("the optimizer keeps its parameters outside of its groups")
         return super().get(key, default)
+
+
+class Alike:
+    """Calls that every rank makes by itself, such as an optimizer's step, and that shall draw the same random numbers on all
+    ranks, and as on one worker: the generators begin as (seed, step) says. Where the first call of a name draws nothing, the
+    later ones cost nothing.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.seed = seed
+        self.own = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else None
+        self.draws: dict[str, bool] = {}
+
+    def __call__(self, name: str, step: int, function: Callable[[], Any]) -> None:
+        if not self.draws.get(name, True):
+            function()
+            return
+        with generators_seeded(f"{name} {self.seed} {step}"), self._seeded():
+            before = self._states()
+            function()
+            self.draws.setdefault(name, self._states() != before)
+
+    @contextmanager
+    def _seeded(self) -> Iterator[None]:
+        """The device's own generator, as torch's on the CPU; afterwards as it was."""
+        kept = self.own and self.own.get_state()
+        if self.own is not None:
+            self.own.manual_seed(torch.default_generator.initial_seed())
+        try:
+            yield
+        finally:
+            if self.own is not None:
+                self.own.set_state(kept)
+
+    def _states(self) -> Any:
+        return generator_states(), self.own and self.own.get_state().numpy().tobytes()
 
 
 # ---- optimizers with modes (schedule-free), whose parameters differ in training and evaluation ---------------------------
