@@ -116,6 +116,24 @@ class Langevin(torch.optim.SGD):
                 parameter.add_(0.01 * noise)
 
 
+class Lookahead(torch.optim.Optimizer):
+    """A wrapper never initialised as an Optimizer: it takes the groups of another. Shared memory asked it for its hooks:
+    "'Lookahead' object has no attribute '_optimizer_step_pre_hooks'"."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.steps = inner, 0
+        self.param_groups, self.defaults, self.state = inner.param_groups, inner.defaults, inner.state
+        self.slow = [parameter.detach().clone() for group in self.param_groups for parameter in group["params"]]
+
+    @torch.no_grad()
+    def step(self) -> None:                                             # type: ignore[override]
+        self.inner.step()
+        self.steps += 1
+        if self.steps % 3 == 0:
+            for slow, parameter in zip(self.slow, self.param_groups[0]["params"], strict=True):
+                parameter.copy_(slow.lerp_(parameter, 0.5))
+
+
 def hooked(parameters: object) -> torch.optim.Optimizer:
     """A step hook that keeps every row at length one."""
     kept = list(parameters)                                             # type: ignore[call-overload]
@@ -162,6 +180,7 @@ OPTIMIZERS: dict[str, Callable[[object], torch.optim.Optimizer]] = {
     "foreach asked for": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, foreach=True),
     "lr 0 at first": lambda parameters: torch.optim.SGD(parameters, lr=0.0),
     "loop asked for": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, foreach=False),
+    "Lookahead": lambda parameters: Lookahead(torch.optim.SGD(parameters, lr=0.1)),             # type: ignore[arg-type]
     "Langevin": lambda parameters: Langevin(parameters, lr=1e-2),
 }
 
@@ -189,7 +208,7 @@ def test_optimizers_of_other_libraries(optimizer: Callable[[object], torch.optim
 
 @pytest.mark.parametrize("chosen", ["data(2, reduce=ring)", "serial(micro=2)"])
 @pytest.mark.parametrize("name", ["lr a tensor", "fused asked for", "foreach asked for", "step hook", "normed SGD",
-                                  "schedule-free, our own", "Langevin"])
+                                  "schedule-free, our own", "Langevin", "Lookahead"])
 def test_optimizers_without_shared_memory(name: str, chosen: str, tmp_path: Path) -> None:
     assert verify(job(name, mlp, VECTORS, optimizer=OPTIMIZERS[name]), chosen, runs=tmp_path).difference < 1e-10
 

@@ -65,7 +65,10 @@ def updates_by(optimizer: torch.optim.Optimizer, known: bool = False) -> str:
 
 
 def hooked(optimizer: torch.optim.Optimizer) -> bool:
-    """Does more than the class's own step run in a step? A learning rate scheduler's counting around it does not."""
+    """Does more than the class's own step run in a step? A learning rate scheduler's counting around it does not. Of one that
+    was never initialised as an Optimizer (a wrapper with the groups of another), nobody knows."""
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        return True
     step = vars(optimizer).get("step")
     counted = getattr(step, "_wrapped_by_lr_sched", False) and getattr(step, "__wrapped__", None) is type(optimizer).step
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
