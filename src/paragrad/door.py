@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +40,8 @@ from paragrad.precision import in_precision
 from paragrad.probe import Probe, probed
 from paragrad.untouched import restored
 from paragrad.world import World
+
+WANTS_CLOSURE = "{} wants a closure, which runs the model again inside the update; use an optimizer whose step() takes none"
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,10 @@ def examined(job: Job, data: Path | None = None) -> Facts:
     if test is not None:
         _check_test(job, model.eval(), test)
     shapes = {name: list(value.shape) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    return Facts(len(train), len(test) if test is not None else 0, sum(map(Tensor.numel, trainable)),
-                 job.order(len(train)), shapes, _beginning(job, optimizer, scheduler), probe, whole_batch, lazy)
+    facts = Facts(len(train), len(test) if test is not None else 0, sum(map(Tensor.numel, trainable)),
+                  job.order(len(train)), shapes, _beginning(job, optimizer, scheduler), probe, whole_batch, lazy)
+    _check_step(job, optimizer)
+    return facts
 
 
 def uncut(job: Job, data: Path | None = None) -> str | None:
@@ -170,6 +175,16 @@ def _check_optimizer(job: Job, model: nn.Module) -> tuple[torch.optim.Optimizer,
     return optimizer, scheduler
 
 
+def _check_step(job: Job, optimizer: torch.optim.Optimizer) -> None:
+    """One step without any gradient, of a model that is looked at no more: some optimizers say only there what they want."""
+    try:
+        with generators_kept():
+            optimizer.step()
+    except Exception as error:          # of anything else the first step will tell
+        if "closure" in str(error):
+            raise Refused(f"job {job.name}: {WANTS_CLOSURE.format(type(optimizer).__name__)} (it says: {error})") from error
+
+
 def unfit(model: nn.Module, optimizer: Any, scheduler: Any = None) -> str | None:
     """What of a model, its optimizer and its scheduler cannot be trained here, with the repair, or None."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -179,8 +194,13 @@ def unfit(model: nn.Module, optimizer: Any, scheduler: Any = None) -> str | None
         return "an embedding has sparse gradients, which are not exchanged; build it with sparse=False"
     if not isinstance(optimizer, torch.optim.Optimizer):
         return f"the optimizer is a {type(optimizer).__name__}; make it a torch.optim.Optimizer"
-    if isinstance(optimizer, torch.optim.LBFGS):
-        return "LBFGS wants a closure, which runs the model again inside the update; use an optimizer whose step() takes none"
+    if any(each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+           for each in list(inspect.signature(type(optimizer).step).parameters.values())[1:]):
+        return WANTS_CLOSURE.format(type(optimizer).__name__)
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return "SparseAdam takes sparse gradients alone, which are not exchanged; use Adam"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "the optimizer has differentiable=True, with which no parameter can be updated in place; leave it out"
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         return "ReduceLROnPlateau wants a metric at every step; use a scheduler that counts steps"
     if scheduler is not None and not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
