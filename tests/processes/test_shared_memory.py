@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import TensorDataset
 
-from paragrad import Job, Refused, parallelize, train, verify
+from paragrad import Job, RankFailed, Refused, parallelize, train, verify
 from paragrad.admission import admitted, backend_of
 from paragrad.backends.shm.region import aligned
 from paragrad.checkpoint import newest
@@ -420,6 +420,14 @@ def test_what_draws_nothing_is_not_watched_again() -> None:
         alike("quiet", step, lambda: drawn.append(generator_states()))
     assert drawn[3] != before
     assert drawn[4] == before
+
+
+def test_capturable_fails_alike(tmp_path: Path) -> None:
+    """torch refuses it on the CPU; but the fused kernel, which is chosen where memory is shared, does not look."""
+    capturable = job("capturable", mlp, VECTORS, optimizer=lambda parameters: torch.optim.AdamW(parameters, capturable=True))
+    for chosen in ("serial", "data(2)", "data(2, reduce=ring)"):
+        with pytest.raises(RankFailed, match=r"step 0: AssertionError: If capturable=True, .* must be on supported devices"):
+            train(capturable, chosen, runs=tmp_path)
 
 
 class Late(nn.Module):
