@@ -54,7 +54,7 @@ def made_alone(module: Summed, parts: list[Part], draws: Draws, seed: int, step:
     if loss_alone:
         return Made(loss / (weight or 1.0), weight, {}, {})
     gradients = {name: parameter.grad for name, parameter in module.model.named_parameters()}
-    if len(parts) > 1:
+    if module.linear or len(parts) > 1:
         for gradient in gradients.values():
             if gradient is not None:
                 gradient.div_(weight or 1.0)
@@ -68,14 +68,14 @@ def made_alone(module: Summed, parts: list[Part], draws: Draws, seed: int, step:
 
 
 def _summed(module: Summed, parts: list[Part], draws: Draws, seed: int, step: int, backward: bool) -> tuple[float, float]:
-    """(sum of losses, weight) of all parts. One part's gradient is that of the mean, as without this library: what is not
-    linear in a gradient (a hook that clips) sees that."""
+    """(sum of losses, weight) of all parts."""
     loss, weight = 0.0, 0.0
     for part in parts:
         with keyed(draws, seed, step, part.positions):
             total, more = module(*part.copied(), len(part.positions))
             if backward:
-                total.backward(total.new_tensor(1.0 / more) if len(parts) == 1 and more else None)
+                # what is not linear in a gradient (a hook that clips) sees that of the mean, as without this library
+                total.backward(None if module.linear or len(parts) > 1 or not more else total.new_tensor(1.0 / more))
         loss, weight = loss + float(total.detach()), weight + more
     return loss, weight
 
@@ -84,7 +84,7 @@ def precise(model: nn.Module, module: Summed, parts: list[Part], draws: Draws, s
             loss_alone: bool = False) -> Made:
     """The same in float64, by a copy of the model and the loss. Raises what they raise there."""
     twin = Summed(in_precision(model, torch.float64), loss)
-    twin.traced = module.traced
+    twin.traced, twin.linear = module.traced, module.linear
     return made_alone(twin, [part.to(torch.float64) for part in parts], draws, seed, step, loss_alone)
 
 

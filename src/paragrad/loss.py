@@ -73,7 +73,7 @@ class Summed(nn.Module):
     traced: whether the divisor of the loss's mean is read off its graph; False: it cannot be, and samples are the weight; None:
     as it comes (before the first step).  known: whether the last weight was more than the number of samples;
     doubtful: of its weight, what may be that of nothing (`clamp(min=1)` of the number of labels where there is none);
-    dtype: of the last loss.
+    linear: gradients grow as the loss does (as far as it was seen);  dtype: of the last loss.
     """
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
@@ -83,6 +83,7 @@ class Summed(nn.Module):
         self.traced: bool | None = None
         self.known = True
         self.doubtful = 0.0
+        self.linear = True
         self.dtype = torch.float32
 
     @property

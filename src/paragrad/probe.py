@@ -4,9 +4,10 @@ finite."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +27,14 @@ class Probe:
     known: bool                     # the weight of the loss is more than the number of samples
     normed: bool                    # a batch norm took statistics
     coarsest: float                 # eps of the coarsest real numbers that backward keeps
+    linear: bool                    # gradients grow as the loss does
     draws: Draws
 
     def __or__(self, other: Probe) -> Probe:
         """What two ranks' looks show together."""
         return Probe(self.some_unused or other.some_unused, max(self.activations, other.activations),
                      self.known and other.known, self.normed or other.normed,
-                     max(self.coarsest, other.coarsest), self.draws | other.draws)
+                     max(self.coarsest, other.coarsest), self.linear and other.linear, self.draws | other.draws)
 
 
 def probed(module: Summed, inputs: Any, target: Any, samples: int, norm: BatchNorm,
@@ -50,21 +52,22 @@ def probed(module: Summed, inputs: Any, target: Any, samples: int, norm: BatchNo
         kept.update(_storage(tensor))
         return tensor
 
-    def ran(hooks: contextlib.AbstractContextManager[Any]) -> Recording:
-        with hooks, drawing(Recording()) as recording:
+    def ran(hooks: contextlib.AbstractContextManager[Any]) -> tuple[Recording, bool]:
+        with hooks, drawing(Recording()) as recording, _hooks_noted() as hooked:
             total, _ = module(*copied((inputs, target)), samples)
-            total.backward()
-        return recording
+            own = bool(hooked) or _hooked(module) or _has_functions(total)
+            total.backward(retain_graph=own)
+            return recording, not own or _is_linear(module, total)
 
     before = generator_states()
     try:
-        recording = ran(torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor))
+        recording, linear = ran(torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor))
     except RuntimeError as error:
         if "saved tensor hooks" not in str(error):
             raise
         kept.clear()                    # torch.func takes no such hooks: what backward keeps stays unknown
         before = generator_states()
-        recording = ran(contextlib.nullcontext())
+        recording, linear = ran(contextlib.nullcontext())
     some_unused = any(parameter.requires_grad and parameter.grad is None for parameter in module.parameters())
     draws = Draws()
     if recording.calls or recording.owners or generator_states() != before:
@@ -72,7 +75,53 @@ def probed(module: Summed, inputs: Any, target: Any, samples: int, norm: BatchNo
         draws = seen(lambda count: module(*copied(batches[count]), 0))       # what one sample weighs is no matter
     for parameter in module.parameters():
         kept.update(dict.fromkeys(_storage(parameter), 0))
-    return Probe(some_unused, sum(kept.values()) // max(samples, 1), module.known, norm.computed, coarsest, draws)
+    return Probe(some_unused, sum(kept.values()) // max(samples, 1), module.known, norm.computed, coarsest, linear, draws)
+
+
+# ---- what is not linear in a gradient: hooks and autograd functions that clip it, or divide it by its norm -------------------
+@contextlib.contextmanager
+def _hooks_noted() -> Iterator[list[Tensor]]:
+    """The hidden tensors that get a hook."""
+    noted: list[Tensor] = []
+    original = Tensor.register_hook
+
+    def register_hook(tensor: Tensor, hook: Any) -> Any:
+        noted.append(tensor)
+        return original(tensor, hook)
+    with mock.patch.object(Tensor, "register_hook", register_hook):
+        yield noted
+
+
+def _hooked(module: nn.Module) -> bool:
+    return any(parameter._backward_hooks for parameter in module.parameters()) or any(
+        each._backward_hooks or each._backward_pre_hooks for each in module.modules())
+
+
+def _has_functions(total: Tensor) -> bool:
+    """Is a function in Python in its graph?"""
+    waiting, met = [total.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in met:
+            continue
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return True
+        met.add(node)
+        waiting += [each for each, _ in node.next_functions]
+    return False
+
+
+def _is_linear(module: nn.Module, total: Tensor) -> bool:
+    """Is the gradient of a sixteenth of the loss a sixteenth of its gradient?"""
+    first = [None if each.grad is None else each.grad.clone() for each in module.parameters()]
+    for parameter in module.parameters():
+        parameter.grad = None
+    try:
+        total.backward(total.new_tensor(2.0**-4))
+    except RuntimeError:                # a graph that goes backward once
+        return True
+    return all(one is None or each.grad is None or torch.allclose(16 * each.grad, one, rtol=1e-3, atol=0.0, equal_nan=True)
+               for one, each in zip(first, module.parameters(), strict=True))
 
 
 def _storage(tensor: Tensor) -> dict[int, int]:

@@ -50,6 +50,7 @@ def before(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> None:
     seen = _seen(trainer)
     found, as_loaded = (seen, True) if seen else looked_at(trainer, batch, inputs, target)
     trainer.draws, trainer.module.traced, trainer.coarsest = found.draws, found.known, found.coarsest
+    trainer.module.linear = found.linear
     trainer.activations = found.activations * max(1, len(batch.pieces[0].positions))
     if found.draws.by_layout and (trainer.splits or trainer.unchecked):
         trainer.log.choice("random", "by layout", found.draws.by_layout)

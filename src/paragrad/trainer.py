@@ -219,9 +219,9 @@ class Trainer:
             if not math.isfinite(value):
                 with self.batch_norm.looking():
                     raise StepFailed("the loss is not finite", tensor=first_not_finite(self.model, inputs, target))
-            # on one worker the gradient of the mean, as without this library: what is not linear in it (a hook that clips) sees
-            # that; elsewhere the gradient of the sum, which adds up
-            self.scale = 1.0 / weight if self.world.size == len(batch.pieces) == 1 and weight else 1.0
+            # what is not linear in a gradient (a hook that clips) sees on one worker that of the mean, as without this library
+            alone = self.world.size == len(batch.pieces) == 1
+            self.scale = 1.0 / weight if alone and weight and not self.module.linear else 1.0
             with self.log.span(f"B{number}", "compute"):
                 total.backward(None if self.scale == 1.0 else total.new_tensor(self.scale))
         return value, weight

@@ -249,7 +249,7 @@ def test_other_outputs_in_training(tmp_path: Path) -> None:
     with pytest.raises(pg.Refused, match=r"loss of a batch of test .give a metric.* raised"):
         pg.train(checked.replace(metric=None), runs=tmp_path)
     with pytest.raises(pg.Refused, match="bare sum over the batch"):        # it is asked, not passed over
-        pg.train(checked.replace(loss=lambda outputs, target: of_both(outputs, target)[0]), runs=tmp_path)
+        pg.train(checked.replace(loss=lambda outputs, target: of_both(outputs, target)[0]), "data(2)", runs=tmp_path)
 
 
 class Centred(nn.Module):

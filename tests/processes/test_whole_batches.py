@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset, default_collate
 
 import paragrad as pg
+from paragrad.admission import admitted
 from paragrad.datasets.loading import Samples, why_whole
 from paragrad.door import examined
 from paragrad.errors import StepFailed
@@ -112,7 +113,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
             return super().forward(tokens.T)
 
     with pytest.raises(pg.Refused, match="padded otherwise than the whole"):
-        examined(job("columns", OfColumns, Lines(), collate=time_first))
+        admitted(job("columns", OfColumns, Lines(), collate=time_first), "data(2)")
 
 
 @pytest.mark.parametrize("strategy", ["data(2, micro=3)", "serial(micro=3)"])
