@@ -84,8 +84,11 @@ def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, 
     if share_weights(resolved)[1] > 1 and (why := uncut(job, settings.folder)):
         raise Refused(f"job {job.name}: {why}")
     check_schedule(asked, resolved, settings)
-    if facts.by_layout and resolved.exact and not settings.unchecked and share_weights(resolved) != ([1], 1):
-        raise Refused(f"{asked}: {by_layout(facts.by_layout)}")
+    if resolved.exact and not settings.unchecked and share_weights(resolved) != ([1], 1):
+        if facts.whole_loss:
+            raise Refused(f"job {job.name}: {facts.whole_loss}")
+        if facts.probe.draws.by_layout:
+            raise Refused(f"{asked}: {by_layout(facts.probe.draws.by_layout)}")
     saved = checkpoint.found(Path(settings.resume), job, facts) if settings.resume else None
     found = Admitted(job, asked, resolved, settings, facts, saved)
     backend_of(settings, found.size)

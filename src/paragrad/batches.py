@@ -36,6 +36,14 @@ class Batch:
         positions = [position for piece in self.pieces for position in piece.positions]
         return [min(positions), max(positions) + 1] if positions else [0, 0]
 
+    def fewer(self, count: int, shares: Sequence[int], micro: int, ranks: Sequence[int]) -> Batch | None:
+        """The same of its first samples alone; None where a share would have none."""
+        whole = self.whole[:count]
+        micros = micro_batches(whole, shares, micro)
+        if not all(any(parts[rank] for parts in micros) for rank in range(len(shares))):
+            return None
+        return Batch(self.epoch, whole, self.indices[:count], _pieces(whole, shares, micro, ranks))
+
     def cuts(self) -> Iterator[tuple[Piece, slice]]:
         """Every piece, with its place in what was loaded."""
         start = 0
@@ -47,10 +55,13 @@ class Batch:
 def batch_of(order: Order, epoch: int, whole: range, shares: Sequence[int], micro: int, ranks: Sequence[int],
              reverse: bool = False) -> Batch:
     """The part of a global batch that these ranks' parts make together; reverse: each micro-batch back to front."""
-    indices = order.indices(epoch, whole)
+    return Batch(epoch, whole, order.indices(epoch, whole), _pieces(whole, shares, micro, ranks, reverse))
+
+
+def _pieces(whole: range, shares: Sequence[int], micro: int, ranks: Sequence[int], reverse: bool = False) -> list[Piece]:
     pieces = []
     for parts in micro_batches(whole, shares, micro):
         positions = list(chain.from_iterable(parts[rank] for rank in ranks))
         positions = positions[::-1] if reverse else positions
         pieces.append(Piece(positions, [position - whole.start for position in positions] or [0]))
-    return Batch(epoch, whole, indices, pieces)
+    return pieces

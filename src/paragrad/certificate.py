@@ -124,9 +124,11 @@ def digest(checked: Admitted) -> str:
     found = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode())
 
     def add(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+            mapped(add, leaf.unbind())
+        elif isinstance(leaf, torch.Tensor):
             found.update(str((leaf.dtype, tuple(leaf.shape))).encode())
-            found.update(leaf.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+            found.update(leaf.detach().to_dense().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
         return leaf
 
     mapped(add, dict(model.state_dict()))

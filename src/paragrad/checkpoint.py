@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor
 
 from paragrad.data_parallel.alone import OptimizerState
@@ -32,6 +31,7 @@ from paragrad.door import Facts
 from paragrad.errors import Refused, StepFailed
 from paragrad.job import Job
 from paragrad.record import lines_of
+from paragrad.tensor_files import load_tensors, load_weights, save_tensors, save_weights
 from paragrad.world import World
 
 if TYPE_CHECKING:
@@ -84,8 +84,8 @@ def save(trainer: Trainer, held: OptimizerState, parent: Path, identity: dict[st
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     tensors, scalars, groups = _optimizer_state(trainer, held)
-    save_model(trainer.model, str(partial / "model.safetensors"))
-    save_file(tensors, str(partial / "optimizer.safetensors"))
+    save_weights(trainer.model, partial / "model.safetensors")
+    save_tensors(tensors, partial / "optimizer.safetensors")
     state = {"schema": SCHEMA, "step": trainer.steps, "strategy": str(trainer.strategy), "identity": identity or {},
              "optimizer": {"class": type(trainer.optimizer).__name__, "groups": groups, "scalars": scalars},
              "scheduler": trainer.scheduler.state_dict() if trainer.scheduler is not None else None}
@@ -163,9 +163,9 @@ def load(trainer: Trainer, saved: Saved) -> None:
     """Put a checkpoint into a trainer before its first step, whatever its strategy. Raises Refused if it does not fit."""
     kept, names = saved.state["optimizer"], _group_names(trainer)
     _check_fit(trainer, saved, names)
-    load_model(trainer.model, str(saved.folder / "model.safetensors"), device=str(trainer.world.device))
+    load_weights(trainer.model, saved.folder / "model.safetensors", str(trainer.world.device))
     values: dict[str, dict[str, Any]] = {name: dict(scalars) for name, scalars in kept["scalars"].items()}
-    for key, tensor in load_file(str(saved.folder / "optimizer.safetensors")).items():
+    for key, tensor in load_tensors(saved.folder / "optimizer.safetensors").items():
         name, _, what = key.rpartition("/")
         values.setdefault(name, {})[what] = tensor
     order = [name for group in names for name in group]
@@ -173,9 +173,9 @@ def load(trainer: Trainer, saved: Saved) -> None:
     groups = [{**group, "params": [next(places) for _ in own]} for group, own in zip(kept["groups"], names, strict=True)]
     trainer.optimizer.load_state_dict({"state": {place: values[name] for place, name in enumerate(order) if name in values},
                                        "param_groups": groups})
-    for name, what in values.items():           # torch gives floating state its parameter's type; keep what it was
+    for name, each in values.items():           # torch gives floating state its parameter's type; keep what it was
         own = trainer.optimizer.state[trainer.parameters[name]]
-        own.update({key: own[key].to(value.dtype) for key, value in what.items() if isinstance(value, Tensor)})
+        own.update({key: own[key].to(value.dtype) for key, value in each.items() if isinstance(value, Tensor)})
     if trainer.scheduler is not None:
         trainer.scheduler.load_state_dict(saved.state["scheduler"])
     trainer.steps = saved.step

@@ -10,6 +10,7 @@ functions, scripted code) is untraced.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -47,6 +48,32 @@ def nothing(total: Tensor) -> Tensor:
     return _Nothing.apply(total)        # type: ignore[no-any-return]
 
 
+def without_weight(total: Tensor) -> bool:
+    """Is something lost with a mean of no weight? Where all classes of a share weigh 0, the smoothed part of a cross-entropy is
+    a sum divided by that 0, beside the part of the targets."""
+    divisions: list[Any] = []
+    _followed(total.grad_fn, DEEP, divisions)
+    by_zero = [node for node in divisions if isinstance(getattr(node, "_saved_other", None), Tensor)
+               and not node._saved_other.any()]
+    for node in divisions:
+        if hasattr(node, "_saved_total_weight"):
+            ignored = (node._saved_ignore_index + 2**63) % 2**64 - 2**63            # it is told without its sign
+            scores = _chain(node, 3)
+            if (node._saved_target != ignored).any() and any(
+                    each is other for division in by_zero for each in _chain(division, 9) for other in scores):
+                return True
+    return False
+
+
+def _chain(node: Any, length: int) -> list[Any]:
+    """The logarithms of a softmax among a node's first inputs."""
+    found = []
+    for _ in range(length):
+        node = node.next_functions[0][0] if node is not None and node.next_functions else None
+        found += [node] if node is not None and node.name().startswith("LogSoftmax") else []
+    return found
+
+
 class _Nothing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, total: Tensor) -> Tensor:
@@ -74,12 +101,32 @@ def _followed(node: Any, depth: int, divisions: list[Any]) -> Divided:
     if name == "Div":
         divisions.append(node)
         inner = _followed(behind[0], depth - 1, divisions) if len(behind) == 1 else None
-        return ("mean", node._saved_other) if inner == ("sum", None) else inner
+        return ("mean", node._saved_other) if inner == ("sum", None) else _scaled(inner, node._saved_other)
     if name in ("Add", "Sub"):
         return _together([_followed(each, depth - 1, divisions) for each in behind])
     if name in THROUGH and len(behind) == 1:
-        return _followed(behind[0], depth - 1, divisions)
+        inner = _followed(behind[0], depth - 1, divisions)
+        if name == "Mul":
+            saved = [getattr(node, name, None) for name in ("_saved_other", "_saved_self")]
+            return functools.reduce(_scaled, [each.reciprocal() for each in saved if each is not None and not _constant(each)],
+                                    inner)
+        return inner
     return None
+
+
+def _scaled(inner: Divided, by: Any) -> Divided:
+    """Of a mean divided by more: a tensor is of this batch, as in (losses * mask).mean() / mask.mean(); constants cancel."""
+    if inner is None or inner[0] != "mean" or _constant(by):
+        return inner
+    return ("mean", inner[1] * by) if bool(torch.isfinite(by).all()) else None
+
+
+def _constant(factor: Any) -> bool:
+    """Is it a number of Python's? Autograd keeps those as tensors, which do not count where types are promoted."""
+    if not isinstance(factor, Tensor) or factor.dim():
+        return not isinstance(factor, Tensor)
+    small = torch.zeros((), dtype=torch.float16 if factor.is_floating_point() else torch.int8, device=factor.device)
+    return torch.result_type(factor, small) == small.dtype
 
 
 def _of_loss(name: str, node: Any) -> Any:

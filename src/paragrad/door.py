@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,26 +14,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paragrad.additive import ASKED, Part, misshapen, parts_of, wrong_with
+from paragrad.additive import ASKED, Part, parts_of, wrong_with
+from paragrad.data_parallel import batch_norm
 from paragrad.datasets.loading import (
     Dataset,
+    Samples,
     WholeBatch,
     brought,
     called,
     copied,
     cut,
-    drawn_in_collate,
+    generator_states,
+    generators_kept,
     parted,
     refuse_loader,
+    tensors_of,
+    why_whole,
 )
 from paragrad.datasets.order import Order
 from paragrad.draws import Draws
-from paragrad.errors import Refused
+from paragrad.errors import Refused, StepFailed
 from paragrad.evaluation import without_gradients
 from paragrad.job import CPU, DTYPES, Job, opened
 from paragrad.lazy import Initialised, lazy_names
-from paragrad.loss import Summed
-from paragrad.probe import probed, untouched
+from paragrad.loss import Summed, misshapen
+from paragrad.precision import in_precision
+from paragrad.probe import Probe, probed
+from paragrad.untouched import restored
+from paragrad.world import World
+
+WANTS_CLOSURE = "{} wants a closure, which runs the model again inside the update; use an optimizer whose step() takes none"
 
 
 @dataclass(frozen=True)
@@ -43,8 +55,9 @@ class Facts:
     order: Order
     shapes: dict[str, list[int]]        # of the model's state, by its serial names
     training: dict[str, Any]            # optimizer, scheduler and clipping as they begin: "optimizer", "lr of group 0", ...
+    probe: Probe                        # what a look at the model showed
     whole_batch: str | None = None      # why collate must be given whole batches
-    by_layout: str | None = None        # what makes the model's random draws depend on the layout
+    whole_loss: str | None = None       # why the loss of a batch is not that of its parts
     lazy: Any = None                    # inputs that give lazy modules their shapes, where the model has some
 
     def ready(self, job: Job) -> Job:
@@ -69,12 +82,14 @@ def examined(job: Job, data: Path | None = None) -> Facts:
                       "(requires_grad_(False))")
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, scheduler = _check_optimizer(job, model)
-    whole_batch, by_layout = _check_loss(job, model, train)
+    probe, whole_batch, whole_loss = _check_loss(job, model, train)
     if test is not None:
         _check_test(job, model.eval(), test)
     shapes = {name: list(value.shape) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    return Facts(len(train), len(test) if test is not None else 0, sum(map(Tensor.numel, trainable)),
-                 job.order(len(train)), shapes, _beginning(job, optimizer, scheduler), whole_batch, by_layout, lazy)
+    facts = Facts(len(train), len(test) if test is not None else 0, sum(map(Tensor.numel, trainable)),
+                  job.order(len(train)), shapes, _beginning(job, optimizer, scheduler), probe, whole_batch, whole_loss, lazy)
+    _check_step(job, optimizer)
+    return facts
 
 
 def uncut(job: Job, data: Path | None = None) -> str | None:
@@ -146,6 +161,8 @@ def _called(job: Job, name: str, function: Callable[[], Any]) -> Any:
         return function()
     except Refused:
         raise
+    except StepFailed as error:
+        raise Refused(f"job {job.name}: {error}") from error
     except Exception as error:
         raise Refused(f"job {job.name}: {name} raised {type(error).__name__}: {error}") from error
 
@@ -161,6 +178,16 @@ def _check_optimizer(job: Job, model: nn.Module) -> tuple[torch.optim.Optimizer,
     return optimizer, scheduler
 
 
+def _check_step(job: Job, optimizer: torch.optim.Optimizer) -> None:
+    """One step without any gradient, of a model that is looked at no more: some optimizers say only there what they want."""
+    try:
+        with generators_kept():
+            optimizer.step()
+    except Exception as error:          # of anything else the first step will tell
+        if "closure" in str(error):
+            raise Refused(f"job {job.name}: {WANTS_CLOSURE.format(type(optimizer).__name__)} (it says: {error})") from error
+
+
 def unfit(model: nn.Module, optimizer: Any, scheduler: Any = None) -> str | None:
     """What of a model, its optimizer and its scheduler cannot be trained here, with the repair, or None."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -170,8 +197,13 @@ def unfit(model: nn.Module, optimizer: Any, scheduler: Any = None) -> str | None
         return "an embedding has sparse gradients, which are not exchanged; build it with sparse=False"
     if not isinstance(optimizer, torch.optim.Optimizer):
         return f"the optimizer is a {type(optimizer).__name__}; make it a torch.optim.Optimizer"
-    if isinstance(optimizer, torch.optim.LBFGS):
-        return "LBFGS wants a closure, which runs the model again inside the update; use an optimizer whose step() takes none"
+    if any(each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+           for each in list(inspect.signature(type(optimizer).step).parameters.values())[1:]):
+        return WANTS_CLOSURE.format(type(optimizer).__name__)
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return "SparseAdam takes sparse gradients alone, which are not exchanged; use Adam"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "the optimizer has differentiable=True, with which no parameter can be updated in place; leave it out"
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         return "ReduceLROnPlateau wants a metric at every step; use a scheduler that counts steps"
     if scheduler is not None and not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
@@ -193,8 +225,7 @@ def _check_test(job: Job, model: nn.Module, test: Dataset) -> None:
                          lambda: without_gradients(lambda: called(model, copied(inputs))))
         metric = job.metric
         if metric is None:              # of what the model returns in evaluation, which may be less than in training
-            _called(job, "loss of a batch of test (give a metric, if it cannot take what the model returns in eval mode)",
-                    lambda: without_gradients(lambda: Summed(model, job.built_loss())(*copied((inputs, target)), len(indices))))
+            _check_loss_of_test(job, Summed(model, job.built_loss()), Part(inputs, target, indices))
             return
         found = _called(job, f"metric {job.metric_name}",
                         lambda: metric(output.detach() if isinstance(output, Tensor) else output, target))
@@ -208,8 +239,24 @@ def _check_test(job: Job, model: nn.Module, test: Dataset) -> None:
                       "number") from None
 
 
-def _check_loss(job: Job, model: nn.Module, train: Dataset) -> tuple[str | None, str | None]:
-    """Ask the loss (`additive`). Returns why collate must have whole batches, and what makes draws depend on the layout."""
+def _check_loss_of_test(job: Job, module: Summed, part: Part) -> None:
+    """Without a metric the test is the loss in eval mode, summed over ranks: does it add up there?"""
+    with generators_kept(), restored(module):
+        before = generator_states()
+        _called(job, "loss of a batch of test (give a metric, if it cannot take what the model returns in eval mode)",
+                lambda: without_gradients(lambda: module(*part.copied(), len(part.positions))))
+        draws = generator_states() != before            # no two batches have the same loss then
+        wrong = None
+        with contextlib.suppress(ValueError):           # it cannot be cut
+            parts = part.in_parts()
+            wrong = _asked(job, module, parts, Draws()) if len(parts) == 3 and not draws else None
+    if wrong:
+        raise Refused(f"job {job.name}: the test, which is the loss in eval mode: {wrong}; or give a metric")
+
+
+def _check_loss(job: Job, model: nn.Module, train: Dataset) -> tuple[Probe, str | None, str | None]:
+    """Look at the model, and ask the loss (`additive`). Returns what was seen, why collate must have whole batches, and why the
+    loss of a batch is not that of its parts."""
     samples, indices = job.samples(train), list(range(min(job.batch, len(train), ASKED)))
     parts = _called(job, "fetching a batch of train", lambda: parts_of(samples, indices))
     part, module = parts[0].to(job.parameter_dtype), Summed(model, job.built_loss())
@@ -217,34 +264,50 @@ def _check_loss(job: Job, model: nn.Module, train: Dataset) -> tuple[str | None,
     def repeated(count: int) -> tuple[Any, Any]:
         return parted(brought(samples[0, indices[:1] * count], CPU, job.parameter_dtype))
 
+    with generators_kept():
+        norm = batch_norm.BatchNorm(World(), model, batch_norm.Part(len(indices)), lambda payload: None)
+        with _casting(job), restored(module), norm:
+            try:
+                probe = probed(module, part.inputs, part.target, len(indices), norm, repeated)
+            except Exception as error:
+                raise _refusal(job, module, part, error) from error
+        if probe.draws.by_layout:   # by which parts would differ; a strategy that splits the batch is refused for that
+            return probe, None, None
+        wrong = _called(job, "loss", lambda: _asked(job, module, parts, probe.draws))
+        because = why_whole(samples, job.batch)
+        if (wrong or because) and job.collate is not None:
+            whole = replace(samples, collate=WholeBatch(job.collate))
+            with contextlib.suppress(ValueError):       # what it makes cannot be cut
+                still = _asked(job, module, parts_of(whole, indices), probe.draws)
+                because, wrong = because or (None if still else "what it makes of a share counts otherwise"), still
+    return probe, because, wrong and (_unsteady(samples, indices, parts[0]) or wrong)
+
+
+def _unsteady(samples: Samples, indices: list[int], loaded: Part) -> str | None:
+    """Loaded again, are the samples others?"""
+    anew = tensors_of(list(parted(samples[0, indices])))
+    for tensor, again in zip(tensors_of([loaded.inputs, loaded.target]), anew, strict=False):
+        one, other = tensor.to_dense(), again.to_dense()
+        if one.shape != other.shape or not ((one == other) | (one != one)).all():
+            return ("train gives other values each time it is asked for the same samples: dataset or collate keeps a state or "
+                    "a random generator of its own; draw by torch, numpy.random or random themselves, which are seeded for "
+                    "every sample")
+    return None
+
+
+def _refusal(job: Job, module: Summed, part: Part, error: Exception) -> Refused:
+    """Of a batch that did not go forward and backward: where it ended, tried once more in parts."""
     where = " in bfloat16 (not every processor has it for every layer; dtype=torch.float32 does)" if job.autocast else ""
-    with _casting(job), untouched(model):
-        inputs, target = part.copied()
-        output = _called(job, f"one batch through the model{where}", lambda: called(model, inputs))
-        value = _called(job, "loss", lambda: module.loss(output, target))
-        if wrong := misshapen(value):
-            raise Refused(f"job {job.name}: {wrong}")
-        draws = _called(job, "one batch forward and backward",
-                        lambda: probed(module, part.inputs, part.target, len(indices), repeated)).draws
-    if draws.by_layout:         # by which parts would differ; a strategy that splits the batch is refused for that
-        return None, draws.by_layout
-    wrong = _called(job, "loss", lambda: _asked(job, module, parts, draws))
-    because = "it draws at random" if drawn_in_collate(samples, indices) else None
-    if (wrong or because) and job.collate is not None:
-        whole = replace(samples, collate=WholeBatch(job.collate))
-        with contextlib.suppress(ValueError):       # what it makes cannot be cut
-            still = _asked(job, module, parts_of(whole, indices), draws)
-            because, wrong = because or (None if still else "what it makes of a share counts otherwise"), still
-    if wrong:
-        raise Refused(f"job {job.name}: {wrong}")
-    return because, None
+    inputs, target = part.copied()
+    output = _called(job, f"one batch through the model{where}", lambda: called(module.model, inputs))
+    wrong = misshapen(_called(job, "loss", lambda: module.loss(output, target)))
+    return Refused(f"job {job.name}: " + (wrong or f"one batch forward and backward raised {type(error).__name__}: {error}"))
 
 
 def _asked(job: Job, module: Summed, parts: list[Part], draws: Draws) -> str | None:
     """What is wrong with the loss: in float64, or in the job's own type where the model cannot."""
     try:
-        precise = job.replace(dtype=torch.float64)
-        return wrong_with(Summed(precise.built_model(), precise.built_loss()), [part.to(torch.float64) for part in parts],
-                          draws, tight=True)
-    except Exception:       # constants in float32 that meet float64
+        twin = Summed(in_precision(copy.deepcopy(module.model), torch.float64), job.replace(dtype=torch.float64).built_loss())
+        return wrong_with(twin, [part.to(torch.float64) for part in parts], draws, tight=True)
+    except Exception:       # constants in float32 that meet float64, a model that cannot be copied
         return wrong_with(module, [part.to(job.parameter_dtype) for part in parts], draws, tight=False)

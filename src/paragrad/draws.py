@@ -53,8 +53,9 @@ class Draws:
         return bool(self.calls or self.others or self.by_layout)
 
     def __or__(self, other: Draws) -> Draws:
-        """What two parts of a batch draw."""
-        return Draws(tuple(dict.fromkeys(self.calls + other.calls)), self.by_layout or other.by_layout,
+        """What two parts of a batch draw: equal calls of one part stay, for a call is also known by its place among them."""
+        lacking = (call for call in other.calls if call not in self.calls)
+        return Draws((*self.calls, *dict.fromkeys(lacking)), self.by_layout or other.by_layout,
                      tuple(dict.fromkeys(self.others + other.others)))
 
 
@@ -123,7 +124,7 @@ class Keyed(Drawing):
 def keyed(draws: Draws, seed: int, step: int, positions: list[int], strict: bool = False) -> Iterator[None]:
     """Around forward and backward of some samples: what they draw is keyed (`Keyed`), if they draw. Draws from other
     generators, which are common to all samples, begin alike in every forward of a step, on every rank."""
-    if not draws:
+    if not draws and not strict:
         yield
         return
     if draws.others:

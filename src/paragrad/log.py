@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import resource
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from paragrad.record import Recorder, encoded
+
+if TYPE_CHECKING:
+    from paragrad.trainer import Trainer
 
 # a step has four or more of these: put together by hand one takes a fifth of the time
 _SPAN = '{"kind":"span","step":%d,"name":"%s","lane":"%s","start":%.6f,"seconds":%.6f,"bytes":%s,"peer":null}'
@@ -56,3 +61,17 @@ class Log:
         """Bytes that this rank holds, by kind."""
         if self.recorder:
             self.recorder.write("memory", **fields, resident=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+def log_memory(trainer: Trainer) -> None:
+    """Write the bytes that a rank holds into the record."""
+    state = [value for group in trainer.optimizer.state.values() for value in group.values() if isinstance(value, Tensor)]
+    exchange = trainer.exchange
+    trainer.log.memory(
+        parameters=_bytes(trainer.parameters.values()) // (exchange.sharing if exchange else 1), optimizer=_bytes(state),
+        gradients=_bytes(each for each in trainer.parameters.values() if each.requires_grad),
+        activations=trainer.activations, exchange=exchange.largest if exchange else 0)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_model
-
 from paragrad import checkpoint
 from paragrad.admission import Admitted
 from paragrad.datasets.loading import Dataset, parted
 from paragrad.errors import StepFailed
 from paragrad.job import opened
+from paragrad.log import log_memory
 from paragrad.record import Recorder
 from paragrad.report.tensorboard import events
+from paragrad.tensor_files import save_weights
 from paragrad.trainer import Trainer
 from paragrad.world import World
 
@@ -28,11 +28,11 @@ def train_rank(world: World, checked: Admitted, folder: Path, origin: float, rep
             events(folder if settings.tensorboard and world.rank == 0 else None) as show:
         trainer = Trainer.of_job(world, checked.job, checked.resolved, record=record, overlap=settings.overlap,
                                  reverse=settings.reverse, sabotage=settings.sabotage, machine=settings.known_machine,
-                                 unchecked=settings.unchecked)
+                                 unchecked=settings.unchecked, seen=checked.facts.probe)
         try:
             training = Training(trainer, checked, folder, record, report or (lambda told: None), show)
             status = training.run()
-            trainer.log_memory()
+            log_memory(trainer)
             if status == "finished":
                 save_trained(trainer, folder / "model.safetensors")
         finally:
@@ -45,7 +45,7 @@ def save_trained(trainer: Trainer, path: Path) -> None:
     with trainer.for_evaluation():
         if trainer.world.rank == 0:
             partial = path.with_name(path.name + ".partial")
-            save_model(trainer.model, str(partial))
+            save_weights(trainer.model, partial)
             partial.rename(path)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paragrad.datasets.loading import brought, called
-from paragrad.divisor import divisor, nothing
+from paragrad.divisor import divisor, nothing, without_weight
 from paragrad.errors import StepFailed
 
 Loss = Callable[[Any, Any], Any]
@@ -55,11 +55,25 @@ def _cross_entropy(loss: Loss) -> tuple[int, Tensor | None] | None:
     return None
 
 
+def misshapen(value: Any) -> str | None:
+    """What is wrong with the kind of value that a loss returned, or None."""
+    if isinstance(value, tuple):
+        if len(value) != 2:
+            return f"the loss returned {len(value)} values; return the mean over samples, or a pair (sum, weight)"
+        value = value[0]
+    if not isinstance(value, Tensor) or value.dim() != 0:
+        shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(type(value).__name__)
+        return f"the loss returned {shape}; return one number: the mean over samples, or a pair (sum, weight)"
+    return None
+
+
 class Summed(nn.Module):
     """Model and loss as one module: inputs, target -> the summed loss, and its weight.
 
     traced: whether the divisor of the loss's mean is read off its graph; False: it cannot be, and samples are the weight; None:
-    as it comes (before the first step).  known: whether the last weight was more than the number of samples.
+    as it comes (before the first step).  known: whether the last weight was more than the number of samples;
+    doubtful: of its weight, what may be that of nothing (`clamp(min=1)` of the number of labels where there is none);
+    linear: gradients grow as the loss does (as far as it was seen);  dtype: of the last loss.
     """
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
@@ -68,6 +82,9 @@ class Summed(nn.Module):
         self._loss = (loss,)                    # in a tuple: a loss that is a module is not part of the model
         self.traced: bool | None = None
         self.known = True
+        self.doubtful = 0.0
+        self.linear = True
+        self.dtype = torch.float32
 
     @property
     def loss(self) -> Loss:
@@ -80,28 +97,39 @@ class Summed(nn.Module):
 
     def forward(self, inputs: Any, target: Any, samples: int) -> tuple[Tensor, float]:
         """The sum over the first `samples` (0: everything weighs nothing) and its local weight."""
-        total, weight = self.pair(called(self.model, inputs), target, max(samples, 1))
-        return (total, weight) if samples else (nothing(total), 0.0)
+        return self.pair(called(self.model, inputs), target, samples)
 
     def pair(self, output: Any, target: Any, samples: int) -> tuple[Tensor, float]:
         """The loss of an output as (sum, weight): of samples, tokens, elements, whatever it is a mean of."""
         return self.weighed(self.loss(output, target), target, samples)
 
     def weighed(self, value: Any, target: Any, samples: int) -> tuple[Tensor, float]:
-        """What a loss returned, as (sum, weight)."""
-        self.known = True
+        """What a loss returned, as (sum, weight). Raises StepFailed where it is neither a number nor such a pair."""
+        if wrong := misshapen(value):
+            raise StepFailed(wrong, tensor="loss")
+        self.known, self.doubtful = True, 0.0
+        self.dtype = value[0].dtype if isinstance(value, tuple) else value.dtype
         if isinstance(value, tuple):
             total, weight = value[0], float(value[1])
         else:
-            weight = self._weight(value, target, samples)
+            weight = self._weight(value, target, max(samples, 1))
             total = value.to(torch.promote_types(value.dtype, torch.float32)) * weight
-        return (total, weight) if weight else (nothing(total), 0.0)     # a mean of nothing is 0/0, its sum is 0
+        if weight and samples:
+            return total, weight
+        if isinstance(value, tuple) and samples and total != 0 and total.isfinite():
+            return total, 0.0           # a sum that counts without a weight of its own
+        if samples and without_weight(total):
+            raise StepFailed("the targets of a share all weigh 0, and its loss has a smoothed part all the same, which a mean "
+                             "cannot tell, for it divides by that 0; return the pair (sum, weight)", tensor="loss")
+        return nothing(total), 0.0      # a mean of nothing is 0/0, its sum is 0
 
     def _weight(self, value: Tensor, target: Any, samples: int) -> float:
         """What a mean divided by."""
         weight = counted(self.loss, target)
         if weight is None and self.traced is not False and value.requires_grad:
             weight = divisor(value)
+            if float(value.detach()) == 0.0 and (weight is None or weight <= 1.0):
+                weight = self.doubtful = weight or 1.0          # a guarded division, or output.sum() * 0: is there a label?
             if weight is None and self.traced:
                 raise StepFailed("what the loss's mean divides by could be read off in the first step and cannot in this one; "
                                  "return the pair (sum, weight)", tensor="loss")

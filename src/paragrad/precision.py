@@ -18,3 +18,12 @@ def shared_type(model: nn.Module) -> torch.dtype | None:
     """The type of all real parameters of a model; None where they have several, or there are none."""
     types = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     return types.pop() if len(types) == 1 else None
+
+
+@torch.no_grad()
+def move(model: nn.Module, signs: torch.Generator) -> None:
+    """Every parameter up or down by about one unit in its last place."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point() or parameter.is_complex():
+            up = torch.randint(2, parameter.shape, generator=signs).to(parameter.device, parameter.dtype)
+            parameter.mul_(1.0 + (2.0 * up - 1.0) * torch.finfo(parameter.dtype).eps)

@@ -4,17 +4,16 @@ finite."""
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
-import numpy
 import torch
 from torch import Tensor, nn
 
-from paragrad.datasets.loading import called, copied, generator_states, generators_kept
+from paragrad.data_parallel.batch_norm import BatchNorm
+from paragrad.datasets.loading import called, copied, generator_states
 from paragrad.draws import Draws, Recording, seen
 from paragrad.kernels import drawing
 from paragrad.loss import Summed
@@ -24,110 +23,113 @@ from paragrad.loss import Summed
 class Probe:
     """What one forward and backward showed."""
     some_unused: bool               # a trainable parameter got no gradient
-    activations: int                # bytes that backward keeps besides parameters
+    activations: int                # bytes for each sample that backward keeps besides parameters
     known: bool                     # the weight of the loss is more than the number of samples
+    normed: bool                    # a batch norm took statistics
+    coarsest: float                 # eps of the coarsest real numbers that backward keeps
+    linear: bool                    # gradients grow as the loss does
     draws: Draws
 
     def __or__(self, other: Probe) -> Probe:
         """What two ranks' looks show together."""
         return Probe(self.some_unused or other.some_unused, max(self.activations, other.activations),
-                     self.known and other.known, self.draws | other.draws)
+                     self.known and other.known, self.normed or other.normed,
+                     max(self.coarsest, other.coarsest), self.linear and other.linear, self.draws | other.draws)
 
 
-def probed(module: Summed, inputs: Any, target: Any, samples: int, repeated: Callable[[int], tuple[Any, Any]]) -> Probe:
+def probed(module: Summed, inputs: Any, target: Any, samples: int, norm: BatchNorm,
+           repeated: Callable[[int], tuple[Any, Any]]) -> Probe:
     """One forward and backward of the module on copies of its inputs; what it leaves behind is the caller's (`untouched`).
 
-    repeated(n): (inputs, target) of a batch that is n times one sample.
+    norm: entered by the caller;  repeated(n): (inputs, target) of a batch that is n times one sample.
     """
-    own = {parameter.data_ptr() for parameter in module.parameters()}
     kept: dict[int, int] = {}
+    coarsest = 0.0
 
     def keep(tensor: Tensor) -> Tensor:
-        if tensor.data_ptr() not in own:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        nonlocal coarsest
+        coarsest = max(coarsest, torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0)
+        kept.update(_storage(tensor))
         return tensor
 
+    def ran(hooks: contextlib.AbstractContextManager[Any]) -> tuple[Recording, bool]:
+        with hooks, drawing(Recording()) as recording, _hooks_noted() as hooked:
+            total, _ = module(*copied((inputs, target)), samples)
+            own = bool(hooked) or _hooked(module) or _has_functions(total)
+            total.backward(retain_graph=own)
+            return recording, not own or _is_linear(module, total)
+
     before = generator_states()
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), drawing(Recording()) as recording:
-        total, _ = module(*copied((inputs, target)), samples)
-        total.backward()
+    try:
+        recording, linear = ran(torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor))
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        kept.clear()                    # torch.func takes no such hooks: what backward keeps stays unknown
+        before = generator_states()
+        recording, linear = ran(contextlib.nullcontext())
     some_unused = any(parameter.requires_grad and parameter.grad is None for parameter in module.parameters())
     draws = Draws()
     if recording.calls or recording.owners or generator_states() != before:
         batches = {count: repeated(count) for count in (2, 3)}         # what loading draws is no matter of the model's
-        draws = seen(lambda count: module(*copied(batches[count]), count))
-    return Probe(some_unused, sum(kept.values()), module.known, draws)
+        draws = seen(lambda count: module(*copied(batches[count]), 0))       # what one sample weighs is no matter
+    for parameter in module.parameters():
+        kept.update(dict.fromkeys(_storage(parameter), 0))
+    return Probe(some_unused, sum(kept.values()) // max(samples, 1), module.known, norm.computed, coarsest, linear, draws)
 
 
-# ---- what a forward leaves behind --------------------------------------------------------------------------------------------
-@dataclass
-class Left:
-    """What forwards changed, by name: parameters, and Python state of modules (a counter, a list)."""
-    changed: list[str] = field(default_factory=list)
-
-
+# ---- what is not linear in a gradient: hooks and autograd functions that clip it, or divide it by its norm -------------------
 @contextlib.contextmanager
-def untouched(model: nn.Module) -> Iterator[Left]:
-    """Afterwards gradients, buffers, plain Python state and all generators are as they were; `Left` says what else changed."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    versions = {name: (parameter, parameter._version) for name, parameter in model.named_parameters()}
-    buffers = [(module, name, buffer, None if buffer is None else buffer.detach().clone())
-               for module in model.modules() for name, buffer in module._buffers.items()]
-    plain = {name: _plain_state(module) for name, module in model.named_modules()}
-    left = Left()
-    with generators_kept(), torch.random.fork_rng():
-        for parameter, _ in gradients:
-            parameter.grad = None
-        try:
-            yield left
-        finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            for module, name, buffer, value in buffers:
-                if buffer is not None and not torch.equal(buffer, value):
-                    buffer.data.copy_(value)
-                module._buffers[name] = buffer
-            left.changed = [name for name, (parameter, version) in versions.items() if parameter._version != version]
-            for name, module in model.named_modules():
-                left.changed += [f"{name}.{what}".lstrip(".") for what in _put_back(module, plain.get(name, {}))]
+def _hooks_noted() -> Iterator[list[Tensor]]:
+    """The hidden tensors that get a hook."""
+    noted: list[Tensor] = []
+    original = Tensor.register_hook
+
+    def register_hook(tensor: Tensor, hook: Any) -> Any:
+        noted.append(tensor)
+        return original(tensor, hook)
+    with mock.patch.object(Tensor, "register_hook", register_hook):
+        yield noted
 
 
-def _plain_state(module: nn.Module) -> dict[str, Any]:
-    """Copies of a module's own attributes that are plain values."""
-    return {name: copy.deepcopy(value) for name, value in vars(module).items() if name[0] != "_" and _plain(value)}
+def _hooked(module: nn.Module) -> bool:
+    return any(parameter._backward_hooks for parameter in module.parameters()) or any(
+        each._backward_hooks or each._backward_pre_hooks for each in module.modules())
 
 
-def _plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(_plain, value.values()))
-    if isinstance(value, list | tuple | set | deque):
-        return all(map(_plain, value))
-    return value is None or isinstance(value, bool | int | float | str | bytes | complex | numpy.ndarray) or (
-        isinstance(value, Tensor) and not value.requires_grad)
+def _has_functions(total: Tensor) -> bool:
+    """Is a function in Python in its graph?"""
+    waiting, met = [total.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in met:
+            continue
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return True
+        met.add(node)
+        waiting += [each for each, _ in node.next_functions]
+    return False
 
 
-def _put_back(module: nn.Module, before: dict[str, Any]) -> list[str]:
-    """The names of what changed."""
-    changed = []
-    for name, value in before.items():
-        if not _equal(getattr(module, name, None), value):
-            changed.append(name)
-            setattr(module, name, value)
-    return changed
+def _is_linear(module: nn.Module, total: Tensor) -> bool:
+    """Is the gradient of a sixteenth of the loss a sixteenth of its gradient?"""
+    first = [None if each.grad is None else each.grad.clone() for each in module.parameters()]
+    for parameter in module.parameters():
+        parameter.grad = None
+    try:
+        total.backward(total.new_tensor(2.0**-4))
+    except RuntimeError:                # a graph that goes backward once
+        return True
+    return all(one is None or each.grad is None or torch.allclose(16 * each.grad, one, rtol=1e-3, atol=0.0, equal_nan=True)
+               for one, each in zip(first, module.parameters(), strict=True))
 
 
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, numpy.ndarray) or isinstance(b, numpy.ndarray):
-        return bool(numpy.array_equal(a, b))
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple | deque):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    return bool(a == b) or (a != a and b != b)
+def _storage(tensor: Tensor) -> dict[int, int]:
+    """Its bytes, by its address; nothing where it has no storage, as a sparse tensor."""
+    try:
+        return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()}
+    except RuntimeError:
+        return {}
 
 
 def first_not_finite(model: nn.Module, inputs: Any, target: Any) -> str:

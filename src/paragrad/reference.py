@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 from paragrad.additive import statistics_apart
 from paragrad.datasets.loading import Dataset, called, copied, cut, generators_kept, parted
 from paragrad.evaluation import evaluating
 from paragrad.job import Job, seed_everything
+from paragrad.precision import move
 from paragrad.strategy import Serial, Strategy, share_weights
 from paragrad.trainer import Trainer
 from paragrad.world import World
@@ -68,15 +68,6 @@ class Reference:
         if self.micro == 1:
             return "serial"
         return f"serial(micro={self.micro})" + (" with weights that were not checked" if self.apart is None else "")
-
-
-@torch.no_grad()
-def move(model: nn.Module, signs: torch.Generator) -> None:
-    """Every parameter up or down by about one unit in its last place."""
-    for parameter in model.parameters():
-        if parameter.is_floating_point() or parameter.is_complex():
-            up = torch.randint(2, parameter.shape, generator=signs).to(parameter.device, parameter.dtype)
-            parameter.mul_(1.0 + (2.0 * up - 1.0) * torch.finfo(parameter.dtype).eps)
 
 
 def _apart_from_whole(trainer: Trainer, inputs: Any, target: Any) -> float | None:

@@ -23,7 +23,7 @@ from paragrad import checkpoint
 from paragrad.batches import Batch, Piece, batch_of
 from paragrad.data_parallel.alone import Alone, OptimizerState
 from paragrad.data_parallel.batch_norm import BatchNorm, Part
-from paragrad.data_parallel.updating import in_eval_mode
+from paragrad.data_parallel.updating import Alike, in_eval_mode
 from paragrad.datasets.loading import (
     Collate,
     Dataset,
@@ -33,7 +33,7 @@ from paragrad.datasets.loading import (
     loaded,
     refuse_loader,
     tensors_of,
-    whole_where_drawn,
+    whole_where_needed,
 )
 from paragrad.datasets.order import Order
 from paragrad.draws import Draws, keyed
@@ -46,10 +46,11 @@ from paragrad.loss import Loss, Summed
 from paragrad.planner.machine import Machine
 from paragrad.planner.price import computed_bytes
 from paragrad.precision import shared_type
-from paragrad.probe import first_not_finite
+from paragrad.probe import Probe, first_not_finite
 from paragrad.record import Recorder
-from paragrad.start import before, prove
+from paragrad.start import before, prove, settled
 from paragrad.strategy import Data, Strategy, share_weights
+from paragrad.untouched import Before
 from paragrad.world import World
 
 
@@ -73,18 +74,20 @@ class Trainer:
     like: compute what one worker must to be compared with that strategy (the union of all ranks' parts, micro-batch by
     micro-batch);  reverse: each micro-batch in reverse order (the rounding twin);  sabotage: a planted bug, by its name;
     examined: the loss was looked at, at the door; otherwise it is before the first step;  machine: known links, for `auto`;
-    unchecked: do not compare the first step with one worker's, and go on where draws depend on the layout.
+    unchecked: do not compare the first step with one worker's, and go on where draws depend on the layout;
+    seen: what a look at the model showed at the door.
     """
 
     def __init__(self, world: World, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, strategy: Strategy, *,
                  seed: int = 0, scheduler: Any = None, clip_norm: float | None = None, autocast: torch.dtype | None = None,
                  collate: Collate | None = None, dtype: torch.dtype | None = None, record: Recorder | None = None,
                  overlap: bool = True, like: Strategy | None = None, reverse: bool = False, sabotage: str | None = None,
-                 examined: bool = False, machine: Machine | None = None, unchecked: bool = False) -> None:
+                 examined: bool = False, machine: Machine | None = None, unchecked: bool = False,
+                 seen: Probe | None = None) -> None:
         self.world, self.model, self.optimizer, self.strategy = world, model, optimizer, strategy
         self.seed, self.scheduler, self.clip_norm, self.autocast, self.collate = seed, scheduler, clip_norm, autocast, collate
         self.log, self.overlap, self.reverse, self.sabotage = Log(record), overlap, reverse, sabotage
-        self.examined, self.machine, self.unchecked = examined, machine, unchecked
+        self.examined, self.machine, self.unchecked, self.seen = examined, machine, unchecked, seen
         self.shares, self.micro = share_weights(like or strategy)
         self.parts = list(range(len(self.shares))) if like else [world.rank]        # whose parts this rank runs
         self.splits = strategy.exact and not like and not unchecked and (world.size > 1 or self.micro > 1)
@@ -104,8 +107,11 @@ class Trainer:
         self.steps = 0
         self.taken = 0                              # steps of this trainer, which may have begun with a later one
         self.activations = 0
-        self.draws = Draws()
+        self.given: tuple[Batch, Any, Any] | None = None        # to the step under way
+        self.scale, self.coarsest = 1.0, 0.0        # of this step's gradients; eps of the coarsest numbers that backward keeps
+        self.draws, self.alike = Draws(), Alike(seed, world.device)
         self.proof: Proof | None = None             # of the step under way, that it is one worker's
+        self.kept: Before | None = None             # what it began with
         self.rehearsing = False
         own = isinstance(strategy, Data) and strategy.batch_norm == "share"
         self.batch_norm = BatchNorm(world, model, self.part, self._count_batch_norm, own)
@@ -143,7 +149,7 @@ class Trainer:
                    loaders: int = 0) -> Iterator[Any]:
         """The same for chosen (epoch, positions of a global batch); places of one epoch follow each other."""
         samples = Samples(dataset, self.seed, self.collate)
-        samples = self.samples = samples if self.examined or not self.splits else whole_where_drawn(samples)
+        samples = self.samples = samples if self.examined or not self.splits else whole_where_needed(samples, order.batch)
         for epoch, group in itertools.groupby(places, key=lambda place: place[0]):
             batches = [batch_of(order, epoch, whole, self.shares, self.micro, self.parts, self.reverse) for _, whole in group]
             data = loaded(samples, [(epoch, batch.indices, batch.places) for batch in batches], loaders)
@@ -168,6 +174,7 @@ class Trainer:
                 raise StepFailed("step got an earlier batch than the one trainer.batches gave last: something looks ahead, "
                                  "which would mix shares; loop over trainer.batches itself (loaders=1 loads ahead)")
             target = inputs if target is None else target
+            self.given = batch, inputs, target
             before(self, batch, inputs, target)
             loss, weight = self.gradients_of(batch, inputs, target)
             result, rate = self._update()
@@ -192,6 +199,7 @@ class Trainer:
                 for parameter in self.everything:   # also those that the optimizer does not hold
                     parameter.grad = None
                 self.exchange.begin()
+                self.exchange.doubt = 0.0
             more = self._forward_backward(batch, piece, number, *pair)
             loss, weight = loss + more[0], weight + more[1]
         assert self.exchange is not None
@@ -207,11 +215,15 @@ class Trainer:
             with self.log.span(f"F{number}", "compute"), self.casting():
                 total, weight = self.exchange.module(inputs, target, samples)
             value = float(total.detach())
+            self.exchange.doubt += self.module.doubtful if weight else 0.0
             if not math.isfinite(value):
                 with self.batch_norm.looking():
                     raise StepFailed("the loss is not finite", tensor=first_not_finite(self.model, inputs, target))
+            # what is not linear in a gradient (a hook that clips) sees on one worker that of the mean, as without this library
+            alone = self.world.size == len(batch.pieces) == 1
+            self.scale = 1.0 / weight if alone and weight and not self.module.linear else 1.0
             with self.log.span(f"B{number}", "compute"):
-                total.backward()
+                total.backward(None if self.scale == 1.0 else total.new_tensor(self.scale))
         return value, weight
 
     def _update(self) -> tuple[Result, float]:
@@ -221,23 +233,26 @@ class Trainer:
         """
         with self.log.span("update", "update"):
             assert self.exchange is not None
-            weight, loss, stop = self.exchange.counted()
+            weight, loss, stop, doubt = self.exchange.counted()
+            if doubt and self.splits:
+                weight = settled(self, weight, doubt)
             if weight == 0:
                 raise StepFailed("no sample of this batch counts: its weight is 0")
             if self.sabotage == "mean_twice":       # the planted bug divides the gradients, not the weight beside them
                 weight, loss = weight * self.world.size, loss * self.world.size
             rate = float(self.optimizer.param_groups[0]["lr"])
-            self.exchange.average(weight)
-            if self.proof is not None:
+            self.exchange.average(weight * self.scale)
+            if self.proof is not None and not self.rehearsing:
                 prove(self, loss / weight, weight)
-            self.exchange.update()
+            self.alike("update", self.steps, self.exchange.update)
             if self.scheduler is not None:
-                self.scheduler.step()
+                self.alike("schedule", self.steps, self.scheduler.step)
         return Result(loss / weight, weight, stop > 0), rate
 
     def _keyed(self, batch: Batch, piece: Piece) -> contextlib.AbstractContextManager[Any]:
-        """Around forward and backward: what is drawn is keyed by each sample's place in the global batch, if anything is."""
-        if not self.draws:
+        """Around forward and backward: what is drawn is keyed by each sample's place in the global batch; where the first step
+        drew nothing, a draw ends the run."""
+        if not self.draws and not self.splits:
             return contextlib.nullcontext()
         return keyed(self.draws, self.seed, self.steps, [position - batch.whole.start for position in piece.positions],
                      strict=self.splits)
@@ -295,14 +310,6 @@ class Trainer:
         """
         checkpoint.load(self, checkpoint.newest_of_all(self.world, Path(folder)))
 
-    def log_memory(self) -> None:
-        """Write the bytes that this rank holds into the record."""
-        state = [value for group in self.optimizer.state.values() for value in group.values() if isinstance(value, Tensor)]
-        sharing = self.exchange.sharing if self.exchange else 1
-        self.log.memory(parameters=_bytes(self.parameters.values()) // sharing, optimizer=_bytes(state),
-                        gradients=_bytes(each for each in self.parameters.values() if each.requires_grad),
-                        activations=self.activations, exchange=self.exchange.largest if self.exchange else 0)
-
     def _failed(self, error: Exception) -> StepFailed:
         message = str(error) if isinstance(error, StepFailed) else f"{type(error).__name__}: {error}"
         return StepFailed(message, step=self.steps, tensor=getattr(error, "tensor", None))
@@ -311,7 +318,3 @@ class Trainer:
         """Let go of the exchange; the model is a plain one again."""
         if self.exchange is not None:
             self.exchange.close()
-
-
-def _bytes(tensors: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_model
 from torch import nn
 
 from paragrad.admission import Admitted, admitted, not_sharing
@@ -22,6 +21,7 @@ from paragrad.record import SCHEMA, Record, Recorder, new_folder
 from paragrad.settings import Settings
 from paragrad.signals import Request, asking_to_stop
 from paragrad.strategy import Data, Serial, Strategy, strategy
+from paragrad.tensor_files import load_weights
 from paragrad.trial import settled
 from paragrad.verification import difference
 from paragrad.version import __version__
@@ -67,7 +67,7 @@ class Run(Record):
     def model(self) -> nn.Module:
         """The trained model, a plain module with its serial names."""
         model = self.job.built_model()
-        load_model(model, str(self.folder / "model.safetensors"))
+        load_weights(model, self.folder / "model.safetensors")
         return model
 
 

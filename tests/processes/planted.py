@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from paragrad import Job, batches, first_step, loss, start, trainer
+from paragrad import Job, batches, beside, first_step, loss, start, trainer
 from paragrad.data_parallel import alone as by_itself
 from paragrad.data_parallel import batch_norm, shared_memory
+from paragrad.data_parallel.updating import ELEMENT
 
 IMAGES = TensorDataset(numbers(30, 2, 8, 8, seed=3), whole(4, 30, 2, seed=4).masked_fill(whole(3, 30, 2, seed=8) == 0, -100))
 
@@ -152,12 +153,62 @@ def running_statistics_of_a_share(net: Net) -> None:
     mock.patch.object(batch_norm.BatchNorm, "_whole", changed).start()
 
 
-# what is planted -> kinds of which one is named
-WRONGS: dict[Callable[[Net], None], tuple[str, ...]] = {
-    weight_off_by_one: ("weight", "loss", "gradient"), mean_of_means: ("loss", "weight", "gradient"),
-    mask_by_rank: ("loss", "gradient"), lost_activation: ("loss", "gradient"), buffer_by_share: ("buffer",),
-    stale_gradient: ("gradient",), noise_by_rank: ("gradient",), sample_twice: ("loss", "gradient", "buffer"),
-    statistics_of_a_share: ("loss", "gradient", "buffer"), running_statistics_of_a_share: ("buffer",)}
+def flat_pieces(net: Net) -> None:
+    """An optimizer that wants whole tensors sees pieces: what was tried of it says that any piece would do.
+
+    Of one rank alone it is nothing: all take the most careful answer, as ranks that cut differently would wait for one another,
+    or leave elements to nobody.
+    """
+    mock.patch.object(shared_memory, "updates_by", return_value=ELEMENT).start()
+
+
+class Centralised(torch.optim.SGD):
+    """Takes from each gradient its mean over the inputs, which a flat piece has not, and divides by the tensor's norm."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:                            # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    whole = parameter.grad - parameter.grad.mean(tuple(range(1, parameter.dim())), keepdim=True) \
+                        if parameter.dim() > 1 else parameter.grad
+                    parameter -= group["lr"] * whole / (whole.norm() + 1e-6)
+
+
+def centralised(parameters: Any) -> torch.optim.Optimizer:
+    return Centralised(parameters, lr=0.1)
+
+
+@dataclass(frozen=True)
+class BeforeTheUpdate:
+    """It shows in the first step, which ends a training: one of these kinds is named."""
+    kinds: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ByTheUpdate:
+    """All is right before the first update, and a training goes on; `verify` alone names it: a parameter.
+
+    optimizer, strategy: with which it shows.
+    """
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    strategy: str
+
+
+# what is planted -> where it shows
+WRONGS: dict[Callable[[Net], None], BeforeTheUpdate | ByTheUpdate] = {
+    weight_off_by_one: BeforeTheUpdate(("weight", "loss", "gradient")),
+    mean_of_means: BeforeTheUpdate(("loss", "weight", "gradient")),
+    mask_by_rank: BeforeTheUpdate(("loss", "gradient")),
+    lost_activation: BeforeTheUpdate(("loss", "gradient")),
+    buffer_by_share: BeforeTheUpdate(("buffer",)),
+    stale_gradient: BeforeTheUpdate(("gradient",)),
+    noise_by_rank: BeforeTheUpdate(("gradient",)),
+    sample_twice: BeforeTheUpdate(("loss", "gradient", "buffer")),
+    statistics_of_a_share: BeforeTheUpdate(("loss", "gradient", "buffer")),
+    running_statistics_of_a_share: BeforeTheUpdate(("buffer",)),
+    flat_pieces: ByTheUpdate(centralised, "data(2, state=shared_memory)"),
+}
 
 
 def planted(wrong: Callable[[Net], None], alone: int | None = None) -> Job:
@@ -165,12 +216,14 @@ def planted(wrong: Callable[[Net], None], alone: int | None = None) -> Job:
     def build() -> Net:
         net = Net()
         if dist.is_initialized() and alone in (None, rank()):       # not where the door builds it, or another rank
-            for of, name in ((start, "made_alone"), (first_step, "made_alone"), (start, "probed")):
+            for of, name in ((beside, "made_alone"), (first_step, "made_alone"), (start, "probed")):
                 original = getattr(of, name)
                 mock.patch.object(of, name, _looking(original)).start()
             wrong(net)
         return net
-    return job(f"planted {wrong.__name__}", build, IMAGES, optimizer=momentum, seed=7)
+    shown = WRONGS[wrong]
+    return job(f"planted {wrong.__name__}", build, IMAGES, seed=7,
+               optimizer=shown.optimizer if isinstance(shown, ByTheUpdate) else momentum)
 
 
 def _looking(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -117,6 +117,31 @@ def test_a_run_goes_on_where_another_was_saved(pool: Ranks, tmp_path: Path) -> N
     assert [line["step"] for line in longer.of("step")] == list(range(4, 9))
 
 
+class Waves(nn.Module):
+    """A complex weight under two names, beside a complex buffer and real numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phases = self.same = nn.Parameter(torch.randn(10, 6, dtype=torch.complex64))
+        self.out = nn.Linear(6, 4)
+        self.register_buffer("turn", torch.tensor(0.6 + 0.8j))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out((x.to(self.phases.dtype) @ self.phases * self.turn).real)
+
+
+def test_complex_weights_in_float64_are_saved(tmp_path: Path) -> None:
+    """safetensors have no complex128: the training was done, then "KeyError: torch.complex128", and its model was lost."""
+    job = in64(make_job("waves", Waves, VECTORS, optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.01)))
+    straight = pg.train(job, "data(2)", runs=tmp_path)
+    half = pg.train(job.replace(epochs=2), "data(2, reduce=ring)", save=4, runs=tmp_path)
+    on = pg.train(job, "serial", resume=half.folder, runs=tmp_path)
+    expected, found = straight.model().state_dict(), on.model().state_dict()
+    for name, value in expected.items():
+        assert value.dtype == (torch.float64 if name.startswith("out") else torch.complex128)
+        assert torch.allclose(found[name], value, rtol=1e-12, atol=1e-14)
+
+
 def test_the_newest_two_are_kept_and_nothing_half_written(pool: Ranks, tmp_path: Path) -> None:
     finished = trained(pool, tmp_path / "run", JOBS["mlp"], "data(2)", save=1)
     assert sorted(path.name for path in finished.folder.iterdir()) == [

@@ -188,6 +188,29 @@ def test_every_kernel_that_is_replaced_is_there() -> None:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CPU"), name
 
 
+def test_a_call_keeps_its_place_where_two_ranks_saw_the_same() -> None:
+    """Of two equal dropouts one was left when ranks' looks were put together; the third call, of a weight whose rows are a
+    multiple of a rank's samples, was no longer found at its place: "not as in the first step", in every first step."""
+    weight = torch.ones(64, 8)
+
+    def forward(samples: int) -> None:
+        functional.dropout(functional.dropout(X[:samples, 0]))
+        functional.dropout(weight)
+
+    one = seen(forward)
+    both = one | seen(forward)
+    assert both.calls == one.calls
+    with drawing(Keyed(both, 0, 0, [0, 1, 2, 3])) as draw:
+        functional.dropout(functional.dropout(X[:4, 0]))
+        dropped = functional.dropout(weight)
+    assert [dim for dim, _ in draw.draws.places.values()] == [0, 0, None]
+    with drawing(Keyed(both, 0, 0, [4, 5])):
+        functional.dropout(functional.dropout(X[:2, 0]))
+        assert torch.equal(functional.dropout(weight), dropped)
+    of_another = seen(lambda samples: torch.rand(samples, 3))
+    assert (one | of_another).calls == one.calls + of_another.calls
+
+
 def test_a_draw_that_was_not_seen_at_first_ends_the_step() -> None:
     draws = seen(lambda samples: functional.dropout(X[:samples]))
     with drawing(Keyed(draws, 0, 0, [0, 1, 2, 3])), pytest.raises(StepFailed, match="not as in the first step"):

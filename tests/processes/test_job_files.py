@@ -57,6 +57,30 @@ built_by_lambda = pg.Job(model=lambda: __import__("table_of_models").MODELS["dou
     assert len(pg.train(job, "data(2, reduce=ring)", runs=tmp_path).losses) == 3
 
 
+def test_what_cannot_be_sent_is_named_and_a_function_around_it_is_the_way_out(tmp_path: Path) -> None:
+    """A scripted loss, or one that holds a lock: "PickleError: ScriptFunction cannot be pickled", a traceback and no more."""
+    path = written(tmp_path, """
+import threading
+
+class Locked:
+    def __init__(self):
+        self.held = threading.Lock()
+
+    def __call__(self, output, target):
+        with self.held:
+            return nn.functional.cross_entropy(output, target)
+
+settings["model"] = lambda: nn.Linear(5, 3)
+own = Locked()
+sent = pg.Job(**{**settings, "loss": own})
+around = pg.Job(**{**settings, "loss": lambda output, target: own(output, target)})
+""")
+    with pytest.raises(pg.Refused, match=r"^loss cannot be sent to the ranks \(TypeError: cannot pickle .* object\); "
+                                         "put the job into a file and a function around it there"):
+        pg.train(find(f"{path}:sent"), "data(2)", runs=tmp_path)
+    assert len(pg.train(find(f"{path}:around"), "data(2)", runs=tmp_path).losses) == 3
+
+
 def test_classes_are_those_that_were_registered(tmp_path: Path) -> None:
     """transformers' Auto classes look up the class of a configuration, which by value was another one in each rank."""
     (tmp_path / "table_of_configs.py").write_text("BUILDERS = {}\n")

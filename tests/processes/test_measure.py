@@ -142,7 +142,7 @@ def test_a_run_records_what_was_picked_and_why(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (run.folder / "rank-0.jsonl").read_text().splitlines()]
     picks = [line for line in lines if line["kind"] == "choice" and line["what"] == "reduce"]
     assert len(picks) == 1                                          # 19 KB: one bucket
-    assert picks[0]["bytes"] == 4 * (64 * 64 + 64 + 640 + 10 + 3)
+    assert picks[0]["bytes"] == 4 * (64 * 64 + 64 + 640 + 10 + 4)
     assert "links by hand" in picks[0]["because"]
 
 

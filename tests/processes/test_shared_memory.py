@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from equality import VECTORS, job, mlp
@@ -12,14 +14,14 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import TensorDataset
 
-from paragrad import Job, Refused, parallelize, train, verify
+from paragrad import Job, RankFailed, Refused, parallelize, train, verify
 from paragrad.admission import admitted, backend_of
 from paragrad.backends.shm.region import aligned
 from paragrad.checkpoint import newest
 from paragrad.data_parallel.shared_memory import SharedMemory
 from paragrad.data_parallel.slices import FOREACH, FUSED, slices
-from paragrad.data_parallel.updating import set_mode, updates_by
-from paragrad.datasets.loading import brought, parted
+from paragrad.data_parallel.updating import Alike, set_mode, updates_by
+from paragrad.datasets.loading import brought, generator_states, parted
 from paragrad.job import CPU
 from paragrad.launched import cores
 from paragrad.launching import Ranks
@@ -102,6 +104,36 @@ class Averaging(torch.optim.Optimizer):
                     self.state[parameter]["mean"].copy_(kept)
 
 
+class Langevin(torch.optim.SGD):
+    """SGD with noise, of whatever generator: samples of a posterior."""
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:                     # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                noise = torch.randn_like(parameter) * random.random() + torch.from_numpy(numpy.random.randn(*parameter.shape))
+                parameter.add_(0.01 * noise)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """A wrapper never initialised as an Optimizer: it takes the groups of another. Shared memory asked it for its hooks:
+    "'Lookahead' object has no attribute '_optimizer_step_pre_hooks'"."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.steps = inner, 0
+        self.param_groups, self.defaults, self.state = inner.param_groups, inner.defaults, inner.state
+        self.slow = [parameter.detach().clone() for group in self.param_groups for parameter in group["params"]]
+
+    @torch.no_grad()
+    def step(self) -> None:                                             # type: ignore[override]
+        self.inner.step()
+        self.steps += 1
+        if self.steps % 3 == 0:
+            for slow, parameter in zip(self.slow, self.param_groups[0]["params"], strict=True):
+                parameter.copy_(slow.lerp_(parameter, 0.5))
+
+
 def hooked(parameters: object) -> torch.optim.Optimizer:
     """A step hook that keeps every row at length one."""
     kept = list(parameters)                                             # type: ignore[call-overload]
@@ -148,6 +180,8 @@ OPTIMIZERS: dict[str, Callable[[object], torch.optim.Optimizer]] = {
     "foreach asked for": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, foreach=True),
     "lr 0 at first": lambda parameters: torch.optim.SGD(parameters, lr=0.0),
     "loop asked for": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, foreach=False),
+    "Lookahead": lambda parameters: Lookahead(torch.optim.SGD(parameters, lr=0.1)),             # type: ignore[arg-type]
+    "Langevin": lambda parameters: Langevin(parameters, lr=1e-2),
 }
 
 
@@ -174,7 +208,7 @@ def test_optimizers_of_other_libraries(optimizer: Callable[[object], torch.optim
 
 @pytest.mark.parametrize("chosen", ["data(2, reduce=ring)", "serial(micro=2)"])
 @pytest.mark.parametrize("name", ["lr a tensor", "fused asked for", "foreach asked for", "step hook", "normed SGD",
-                                  "schedule-free, our own"])
+                                  "schedule-free, our own", "Langevin", "Lookahead"])
 def test_optimizers_without_shared_memory(name: str, chosen: str, tmp_path: Path) -> None:
     assert verify(job(name, mlp, VECTORS, optimizer=OPTIMIZERS[name]), chosen, runs=tmp_path).difference < 1e-10
 
@@ -329,10 +363,10 @@ def test_how_an_optimizer_updates_is_tried(name: str) -> None:
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(10, 200), nn.Linear(200, 4))
     optimizer = OPTIMIZERS[name](list(model.parameters()))
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    state = torch.get_rng_state()
+    states = generator_states()
     wanted = "element" if name in ELEMENT else "tensor" if name in ("Adafactor", "normed SGD") else "all"
     assert updates_by(optimizer) == wanted
-    assert torch.equal(torch.get_rng_state(), state)
+    assert generator_states() == states
     assert all(torch.equal(parameter, kept) for parameter, kept in zip(model.parameters(), before, strict=True))
     torch.optim.lr_scheduler.StepLR(optimizer, 2)           # wraps the step, and counts
     assert updates_by(optimizer) == wanted
@@ -359,6 +393,41 @@ def test_an_optimizer_that_keeps_parameters_elsewhere_is_not_cut() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3, 3))], lr=0.1)
     optimizer.inner = torch.optim.SGD(optimizer.param_groups[0]["params"], lr=0.1)          # type: ignore[attr-defined]
     assert updates_by(optimizer) == "all"
+
+
+def test_an_optimizer_that_draws_trains_as_in_serial(tmp_path: Path) -> None:
+    """Noise in its step, and a scheduler that draws: every rank drew from a generator of its own, so that replicas under an
+    all-reduce came apart, and parameters in shared memory were 0.58 from serial's, in silence. Resumed, it draws on."""
+    noisy = job("noisy", mlp, VECTORS, optimizer=OPTIMIZERS["Langevin"], dtype=torch.float64, epochs=3,
+                scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: random.random()))
+    wanted = train(noisy, "serial", runs=tmp_path).model().state_dict()
+    for chosen in ("data(2)", "data(2, reduce=ring)"):
+        run = train(noisy, chosen, runs=tmp_path)
+        cut = train(noisy.replace(epochs=1), chosen, runs=tmp_path, save=3)
+        for found in (run, train(noisy, chosen, runs=tmp_path, resume=cut.folder)):
+            for name, values in found.model().state_dict().items():
+                torch.testing.assert_close(values, wanted[name], rtol=1e-10, atol=1e-13)
+
+
+def test_what_draws_nothing_is_not_watched_again() -> None:
+    alike, drawn = Alike(3, CPU), []
+    before = generator_states()
+    for step in (0, 1, 1):
+        alike("update", step, lambda: drawn.append((float(torch.rand(1)), random.random(), numpy.random.rand())))
+    assert drawn[0] != drawn[1] == drawn[2]
+    assert generator_states() == before
+    for step in (0, 1):
+        alike("quiet", step, lambda: drawn.append(generator_states()))
+    assert drawn[3] != before
+    assert drawn[4] == before
+
+
+def test_capturable_fails_alike(tmp_path: Path) -> None:
+    """torch refuses it on the CPU; but the fused kernel, which is chosen where memory is shared, does not look."""
+    capturable = job("capturable", mlp, VECTORS, optimizer=lambda parameters: torch.optim.AdamW(parameters, capturable=True))
+    for chosen in ("serial", "data(2)", "data(2, reduce=ring)"):
+        with pytest.raises(RankFailed, match=r"step 0: AssertionError: If capturable=True, .* must be on supported devices"):
+            train(capturable, chosen, runs=tmp_path)
 
 
 class Late(nn.Module):

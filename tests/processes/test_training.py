@@ -91,7 +91,7 @@ def test_every_kind_of_line_has_its_fields(pool: Ranks, tmp_path: Path) -> None:
     memory = Record(tmp_path).of("memory", rank=1)[0]
     parameters = 4 * (64 * 64 + 64 + 64 * 10 + 10)
     assert memory["parameters"] == memory["gradients"] == memory["optimizer"] == parameters
-    assert memory["exchange"] == parameters + 12            # and weight, loss and stop, which travel as one more gradient
+    assert memory["exchange"] == parameters + 16            # and weight, loss, stop, doubt, which travel as one more gradient
 
 
 def wide() -> nn.Module:
@@ -245,7 +245,7 @@ def test_random_draws_that_depend_on_the_layout_are_refused(pool: Ranks, tmp_pat
     noisy = make_job("noisy", Noisy, VECTORS)
     with pytest.raises(Refused, match="draws from torch, which differ with the number of samples"):
         admitted(noisy, "data(2)")
-    assert admitted(noisy, "serial").facts.by_layout
+    assert admitted(noisy, "serial").facts.probe.draws.by_layout
     checked = admitted(noisy, "data(2)", Settings(unchecked=True))
     run(pool, checked, tmp_path)
     random = [line for line in Record(tmp_path).of("choice") if line["what"] == "random"]
@@ -257,7 +257,7 @@ def test_train_from_python_checks_and_compares(tmp_path: Path) -> None:
     finished = pg.train(DIGITS.replace(epochs=1), "data(2, reduce=tree)", runs=tmp_path, check=True)
     assert str(finished.resolved) == "data(2, reduce=tree, state=replicated)"
     assert finished.difference["value"] <= 1e-10                    # type: ignore[index]
-    assert finished.sent_per_step == {"gradients": {"bytes": 4 * (64 * 64 + 64 + 64 * 10 + 10 + 3), "computed": False}}
+    assert finished.sent_per_step == {"gradients": {"bytes": 4 * (64 * 64 + 64 + 64 * 10 + 10 + 4), "computed": False}}
     assert json.loads((finished.folder / "run.jsonl").read_text().splitlines()[0])["kind"] == "run"
 
 

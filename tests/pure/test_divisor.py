@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -10,12 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paragrad.divisor import divisor
+from paragrad.errors import StepFailed
 from paragrad.loss import Summed
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(6, 4, generator=GENERATOR).requires_grad_()
 Y = torch.randn(6, 4, generator=GENERATOR)
 T = torch.tensor([0, 1, -100, 3, 2, 1])
+HALF = (torch.arange(4) % 2).float().expand(6, 4)
 CLASSES = torch.tensor([1.0, 3.0, 0.5, 2.0])
 
 
@@ -46,6 +49,8 @@ LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], float | None]] = {
     "in another type": (lambda x: functional.cross_entropy(x, T).double(), 5),
     "with a penalty": (lambda x: functional.cross_entropy(x, T) + 1e-3 * CLASSES.clone().requires_grad_().pow(2).sum(), 5),
     "two terms over the same": (lambda x: own_mean(x) + x.abs().sum() / len(x), 6),
+    "over the mean of a mask": (lambda x: (x * HALF).mean() / HALF.mean(), 12), "times a tensor": (
+        lambda x: ((x - Y) ** 2).mean() * torch.tensor(0.5), 48),
     "of a dot product": (lambda x: torch.dot(x[:, 0], Y[:, 0]) / 6, 6),
     "several means": (lambda x: functional.cross_entropy(x, T) + ((x - Y) ** 2).mean(), None),
     "a norm": (lambda x: (x - Y).norm(), None), "a bare sum": (lambda x: x.sum(), None),
@@ -87,8 +92,47 @@ def test_a_share_without_a_label_counts_for_nothing(loss: Callable[[Tensor, Tens
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
 
 
+SMOOTHED = {"weight": torch.tensor([1.0, 0.0, 2.0, 0.5]), "label_smoothing": 0.1}
+
+
+@pytest.mark.parametrize("loss", [
+    nn.CrossEntropyLoss(**SMOOTHED), functools.partial(functional.cross_entropy, **SMOOTHED),
+    lambda output, target: functional.cross_entropy(output, target, **SMOOTHED),
+    lambda output, target: (functional.cross_entropy(output, target, **SMOOTHED) * 0.0, 0)])
+def test_a_smoothed_part_without_weight_is_not_dropped(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Of a share whose targets all weigh 0, the smoothed part counts in the whole batch: without a word it was 0, and the
+    parameters of data(3) were off by 6e-3."""
+    module, alike = Summed(nn.Linear(3, 4), loss), torch.full((2,), 1)
+    with pytest.raises(StepFailed, match="all weigh 0, and its loss has a smoothed part"):
+        module(torch.randn(2, 3), alike, 2)
+    for target, samples in ((alike, 0), (torch.full((2,), -100), 2)):           # a stand-in of an empty share; no label
+        total, weight = module(torch.randn(2, 3), target, samples)
+        assert (float(total.detach()), weight) == (0.0, 0.0)
+
+
+def test_the_pair_of_a_smoothed_part_without_weight_is_right() -> None:
+    """The way out: shares of (sum, weight), one of them of weight 0, sum up to the whole."""
+    def pair(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return functional.cross_entropy(output, target, reduction="sum", **SMOOTHED), SMOOTHED["weight"][target].sum()
+    model, x, target = nn.Linear(3, 4), torch.randn(5, 3), torch.tensor([1, 1, 0, 2, 3])
+    totals, weights = zip(*(Summed(model, pair)(x[part], target[part], len(target[part]))
+                            for part in (slice(0, 2), slice(2, 5))), strict=True)
+    assert weights[0] == 0
+    ours = torch.autograd.grad(sum(totals) / sum(weights), model.weight)[0]
+    theirs = torch.autograd.grad(functional.cross_entropy(model(x), target, **SMOOTHED), model.weight)[0]
+    assert torch.allclose(ours, theirs, atol=1e-7)
+
+
+def test_another_term_over_nothing_is_no_smoothed_part() -> None:
+    """Classes that weigh 0, beside a mean over what counts, of which this share has nothing."""
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(output, target, SMOOTHED["weight"]) + (output * (target > 1)[:, None]).sum() / (
+            target > 1).sum()
+    total, weight = Summed(nn.Linear(3, 4), loss)(torch.randn(2, 3), torch.full((2,), 1), 2)
+    assert (float(total.detach()), weight) == (0.0, 0.0)
+
+
 def test_a_weight_that_can_no_longer_be_read_off_is_said() -> None:
-    from paragrad.errors import StepFailed
     module = Summed(nn.Identity(), lambda output, target: (output - Y).norm())
     module.traced = True
     with pytest.raises(StepFailed, match="could be read off in the first step"):

@@ -40,7 +40,8 @@ KEEP_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _new_name else "broadc
 
 
 class Counted(nn.Module):
-    """A summed loss whose gradients tell more: `counter` is a parameter with the gradient (weight, loss, ranks asked to stop).
+    """A summed loss whose gradients tell more: `counter` is a parameter with the gradient (weight, loss, ranks asked to stop,
+    doubtful weight).
 
     Whatever sums the gradients, over micro-batches, over ranks, along any schedule, sums these too, in the same message.
     """
@@ -52,12 +53,12 @@ class Counted(nn.Module):
         # the gradients' own type, to share their bucket; never below float32, which counts to 2^24
         real = parameter.dtype.to_real() if parameter.is_complex() else parameter.dtype
         dtype = torch.promote_types(real, torch.float32)
-        self.counter = nn.Parameter(torch.zeros(3, dtype=dtype, device=parameter.device))
+        self.counter = nn.Parameter(torch.zeros(4, dtype=dtype, device=parameter.device))
         self.stop = 0.0
 
     def forward(self, inputs: Any, target: Any, samples: int) -> tuple[Tensor, float]:
         total, weight = self.summed(inputs, target, samples)
-        counted = self.counter.new_tensor([weight, 0.0, self.stop])
+        counted = self.counter.new_tensor([weight, 0.0, self.stop, self.summed.doubtful if samples else 0.0])
         counted[1] = total.detach()
         return total + (self.counter * counted).sum(), weight
 

@@ -18,11 +18,13 @@ class Alone:
     """Gradients stay where backward puts them: nothing is exchanged.
 
     An exchange is asked, in every step: begin(); per micro-batch `micro_batch`, forward and backward of `module`; finish();
-    counted(); average(); update(). `stop`, set before the last micro-batch: this rank was asked to stop. sent: bytes by kind in
-    this step;  largest: bytes it keeps in memory;  sharing: ranks that hold the parameters together.
+    counted(); average(); update(). `stop`, set before the last micro-batch: this rank was asked to stop;  `doubt`: of its
+    weight, what may be that of nothing (`Summed.doubtful`);  sent: bytes by kind in this step;  largest: bytes it keeps in
+    memory;  sharing: ranks that hold the parameters together.
     """
     sharing = 1
     stop = False
+    doubt = 0.0
 
     def __init__(self, module: Summed, optimizer: torch.optim.Optimizer, clip_norm: float | None) -> None:
         self.summed, self.optimizer, self.clip_norm = module, optimizer, clip_norm
@@ -45,10 +47,10 @@ class Alone:
 
     def finish(self, weight: float, loss: float) -> None:
         """After the last backward, with this rank's own sums over the micro-batches."""
-        self.told = [weight, loss, float(self.stop)]
+        self.told = [weight, loss, float(self.stop), self.doubt]
 
     def counted(self) -> list[float]:
-        """(weight, loss, ranks asked to stop), summed over ranks."""
+        """(weight, loss, ranks asked to stop, doubtful weight), summed over ranks."""
         return self.told
 
     def average(self, weight: float) -> None:

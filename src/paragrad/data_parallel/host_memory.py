@@ -16,7 +16,7 @@ from paragrad.errors import StepFailed
 from paragrad.world import World
 
 SPIN = 1000             # tries at a meeting before a rank sleeps (about 2 ms): its core has nothing else to do
-COUNTED = struct.Struct("3d")       # numbers that every rank adds: weight, loss, stop
+COUNTED = struct.Struct("4d")       # numbers that every rank adds: weight, loss, stop, doubt
 
 
 class HostMemory:
@@ -85,7 +85,7 @@ class HostMemory:
         return self._bytes(self.offsets["used"] + rank * aligned(len(self.trained)), len(self.trained))
 
     def count(self, rank: int, *numbers: float) -> None:
-        """Tell the others a rank's weight, loss and wish to stop."""
+        """Tell the others a rank's weight, loss, wish to stop, and doubtful weight."""
         COUNTED.pack_into(self.region.map, self.offsets["counts"] + rank * LINE, *numbers)
 
     def counts(self, rank: int) -> tuple[float, ...]:

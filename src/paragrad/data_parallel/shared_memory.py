@@ -26,7 +26,7 @@ from paragrad.backends.shm.region import aligned
 from paragrad.data_parallel.alone import Alone, OptimizerState
 from paragrad.data_parallel.host_memory import HostMemory
 from paragrad.data_parallel.slices import FOREACH, Piece, slices, updated
-from paragrad.data_parallel.updating import ALL, ELEMENT, has_modes, in_eval_mode, set_mode, updates_by
+from paragrad.data_parallel.updating import ALL, ELEMENT, KINDS, has_modes, in_eval_mode, set_mode, updates_by
 from paragrad.errors import StepFailed
 from paragrad.loss import Summed
 from paragrad.world import World
@@ -42,12 +42,13 @@ class SharedMemory(Alone):
                  clock: Callable[[], float], span: Callable[..., None]) -> None:
         super().__init__(module, optimizer, clip_norm)
         self.world, self.clock, self.span, self.sharing = world, clock, span, world.size
-        self.step = 0
+        self.step, self.stepping = 0, False
         trained = {name: parameter for name, parameter in module.model.named_parameters() if parameter.requires_grad}
         self.names, self.parameters = list(trained), list(trained.values())
         self.frozen = [parameter for parameter in module.model.parameters() if not parameter.requires_grad]
         set_mode(optimizer, "train")            # here, where every rank has parameters of its own, once for all steps
-        kind = world.agreed(updates_by(optimizer, known=type(optimizer) in FOREACH))
+        kind = updates_by(optimizer, known=type(optimizer) in FOREACH)
+        kind = KINDS[int(world.all_reduced(torch.tensor(float(KINDS.index(kind))), "MAX"))]
         self.pieces, self.because = slices(optimizer, kind, [each.numel() for each in self.parameters], world.size)
         self.memory = HostMemory(world, list(module.model.parameters()), self.parameters)
         self._share()
@@ -111,10 +112,20 @@ class SharedMemory(Alone):
             raise StepFailed("it was frozen or unfrozen after step 0; train with what is trained from the beginning",
                              tensor=", ".join(changed))
 
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        self.stepping = True
+        try:
+            yield
+        finally:
+            self.stepping = False
+
     def _mover(self, index: int) -> Callable[[Tensor], None]:
         row = self.row[index]
 
         def move(parameter: Tensor) -> None:
+            if not self.stepping:                           # one worker's step, beside
+                return
             assert parameter.grad is not None
             if self.used[index]:                            # a later micro-batch
                 row.add_(parameter.grad)
@@ -137,7 +148,7 @@ class SharedMemory(Alone):
         if rows:
             torch._foreach_copy_(rows, gradients)
         self.memory.used(self.world.rank)[:] = bytes(self.used)
-        self.memory.count(self.world.rank, weight, loss, float(self.stop))
+        self.memory.count(self.world.rank, weight, loss, float(self.stop), self.doubt)
         self._meet("adding up gradients")
 
     def counted(self) -> list[float]:

@@ -43,11 +43,11 @@ def slices(optimizer: torch.optim.Optimizer, kind: str, lengths: list[int], rank
 def updated(optimizer: torch.optim.Optimizer) -> None:
     """optimizer.step() by torch's fused kernel where it has one for the CPU, otherwise by operations over lists of tensors.
 
-    torch by itself chooses neither on a CPU. What its user chose stays (so does an lr that is a tensor, which lists refuse); no
-    checkpoint says what was chosen here.
+    torch by itself chooses neither on a CPU. What its user chose stays (so does an lr that is a tensor, which lists refuse, and
+    capturable=True, of which torch says that it is for GPUs); no checkpoint says what was chosen here.
     """
     groups = [group for group in optimizer.param_groups if type(optimizer) in FOREACH and group["foreach"] is None
-              and group.get("fused") is None and not group["differentiable"]
+              and group.get("fused") is None and not group["differentiable"] and not group.get("capturable")
               and not any(isinstance(each, torch.Tensor) for each in group.values())]
     kernels = ["fused" if type(optimizer) in FUSED and _fusible(optimizer, group["params"]) else "foreach" for group in groups]
     for group, kernel in zip(groups, kernels, strict=True):

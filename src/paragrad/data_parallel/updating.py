@@ -1,10 +1,10 @@
-"""How an optimizer updates, tried on a small copy: element by element, tensor by tensor, or neither; and its modes."""
+"""How an optimizer updates, tried on a small copy: element by element, tensor by tensor, or neither; its modes; its draws."""
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as of_torch
 
-ELEMENT, TENSOR, ALL = "element", "tensor", "all"
+from paragrad.datasets.loading import generator_states, generators_kept, generators_seeded
+
+KINDS = ELEMENT, TENSOR, ALL = "element", "tensor", "all"              # the later, the more must be together
 SIZE = 160              # a dimension of the copy at most; above 128, from which known optimizers factor a matrix
-FEW, BRIEF = 8, 2       # the same, and steps, of classes known to treat every element alike, which are tried all the same
+FEW = 8                 # the same for classes known to treat every element alike, which are tried all the same, for one step
 SCALES = (1.0, 1e3, 1e-3, 1.0, 1.0, 1.0, 1.0)     # of the gradients of each step: so that clipping inside of an optimizer shows
 Groups = list[list[Tensor]]
 
@@ -36,32 +38,37 @@ class Held:
 def updates_by(optimizer: torch.optim.Optimizer, known: bool = False) -> str:
     """ELEMENT: any piece of a parameter will do;  TENSOR: each parameter by itself;  ALL: neither, or it cannot be tried.
 
-    Hooks and a step that was put on the object may hold the real parameters, so nothing is tried with them. known: of a class
-    that is known to go element by element, so that a brief trial will do.
+    Hooks and a step that was put on the object may hold the real parameters, so nothing is tried with them. What is drawn
+    follows the order of all parameters. known: of a class that is known to go element by element, so that a brief trial will
+    do.
     """
     if hooked(optimizer):
         return ALL
-    generator, size, scales = torch.Generator().manual_seed(0), FEW if known else SIZE, SCALES[:BRIEF] if known else SCALES
+    generator, size, scales = torch.Generator().manual_seed(0), FEW if known else SIZE, SCALES[:1] if known else SCALES
 
     def drawn(shape: torch.Size) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    with torch.random.fork_rng(devices=[]):
+    with generators_kept():
+        before = generator_states()
         groups = [[Held(drawn(_small(parameter, size).shape), {what: _small(value, size) for what, value in
                                                                optimizer.state.get(parameter, {}).items()})
-                   for parameter in _chosen(group["params"])] for group in optimizer.param_groups]
+                   for parameter in _chosen(group["params"], 1 if known else 2)] for group in optimizer.param_groups]
         gradients = [[[scale * drawn(each.values.shape) for each in group] for group in groups] for scale in scales]
         for kind, tried in ((ELEMENT, _by_element), (TENSOR, _by_tensor)):
             try:
                 if tried(optimizer, groups, gradients):
-                    return kind
+                    return ALL if generator_states() != before else kind
             except Exception:           # of a foreign step on what it was not made for: then it is not so
                 continue
     return ALL
 
 
 def hooked(optimizer: torch.optim.Optimizer) -> bool:
-    """Does more than the class's own step run in a step? A learning rate scheduler's counting around it does not."""
+    """Does more than the class's own step run in a step? A learning rate scheduler's counting around it does not. Of one that
+    was never initialised as an Optimizer (a wrapper with the groups of another), nobody knows."""
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        return True
     step = vars(optimizer).get("step")
     counted = getattr(step, "_wrapped_by_lr_sched", False) and getattr(step, "__wrapped__", None) is type(optimizer).step
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
@@ -69,11 +76,11 @@ def hooked(optimizer: torch.optim.Optimizer) -> bool:
                 or (step is not None and not counted))
 
 
-def _chosen(parameters: list[Tensor]) -> list[Tensor]:
-    """Of each number of dimensions the two largest parameters."""
+def _chosen(parameters: list[Tensor], most: int) -> list[Tensor]:
+    """Of each number of dimensions the largest parameters, so many."""
     found: dict[int, list[Tensor]] = defaultdict(list)
     for parameter in sorted(parameters, key=Tensor.numel, reverse=True):
-        if len(found[parameter.dim()]) < 2:
+        if len(found[parameter.dim()]) < most:
             found[parameter.dim()].append(parameter)
     return [parameter for each in found.values() for parameter in each]
 
@@ -178,6 +185,42 @@ class _Refusing(dict[int, Any]):
         if key in self.refused:
             raise ValueError("the optimizer keeps its parameters outside of its groups")
         return super().get(key, default)
+
+
+class Alike:
+    """Calls that every rank makes by itself, such as an optimizer's step, and that shall draw the same random numbers on all
+    ranks, and as on one worker: the generators begin as (seed, step) says. Where the first call of a name draws nothing, the
+    later ones cost nothing.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.seed = seed
+        self.own = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else None
+        self.draws: dict[str, bool] = {}
+
+    def __call__(self, name: str, step: int, function: Callable[[], Any]) -> None:
+        if not self.draws.get(name, True):
+            function()
+            return
+        with generators_seeded(f"{name} {self.seed} {step}"), self._seeded():
+            before = self._states()
+            function()
+            self.draws.setdefault(name, self._states() != before)
+
+    @contextmanager
+    def _seeded(self) -> Iterator[None]:
+        """The device's own generator, as torch's on the CPU; afterwards as it was."""
+        kept = self.own and self.own.get_state()
+        if self.own is not None:
+            self.own.manual_seed(torch.default_generator.initial_seed())
+        try:
+            yield
+        finally:
+            if self.own is not None:
+                self.own.set_state(kept)
+
+    def _states(self) -> Any:
+        return generator_states(), self.own and self.own.get_state().numpy().tobytes()
 
 
 # ---- optimizers with modes (schedule-free), whose parameters differ in training and evaluation ---------------------------

@@ -19,18 +19,22 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from paragrad.errors import Refused
+from paragrad.errors import Refused, StepFailed
 
 Dataset = Any           # map-style: __len__ and __getitem__(index) -> (input, target) or {name: value}
 Collate = Callable[[list[Any]], Any]
+FEW = 5                 # samples by which a collate is looked at
+OF_A_SHARE = ("; if it drops samples, let it keep them with targets that do not count, or leave them out of the dataset; if it "
+              "wants the whole batch, give it that: collate=paragrad.WholeBatch(collate)")
 
 
 @dataclass(frozen=True)
 class WholeBatch:
     """A collate that is given the whole global batch on every rank, which then takes its part of the result.
 
-    For one that draws at random (masking, mixing samples), or pads so that the loss counts padding: what it makes of a share
-    alone is not that share of what it makes of the batch. It costs loading every sample on every rank.
+    For one that draws at random (masking, mixing samples), puts samples in an order of its own (by length), or pads so that the
+    loss counts padding: what it makes of a share alone is not that share of what it makes of the batch. It costs loading every
+    sample on every rank.
     """
     collate: Collate
 
@@ -60,12 +64,12 @@ class Samples:
     def __getitem__(self, key: tuple[int, list[int]] | tuple[int, list[int], list[int]]) -> Any:
         epoch, indices, *places = key
         if not places:
-            return self._collated(epoch, indices)
+            return self._collated(epoch, indices, len(indices))
         if isinstance(self.collate, WholeBatch):
-            return cut(self._collated(epoch, indices), places[0], len(indices))
-        return self._collated(epoch, [indices[place] for place in places[0]])
+            return cut(self._collated(epoch, indices, len(indices)), places[0], len(indices))
+        return self._collated(epoch, [indices[place] for place in places[0]], len(indices))
 
-    def _collated(self, epoch: int, indices: list[int]) -> Any:
+    def _collated(self, epoch: int, indices: list[int], batch: int) -> Any:
         dataset = self.dataset
         if self.collate is None and type(dataset).__getitem__ is TensorDataset.__getitem__:
             places = torch.from_numpy(numpy.array(indices))     # torch.tensor of a list, and indexing by one, take far longer
@@ -73,29 +77,54 @@ class Samples:
         if self.collate is None and getattr(dataset, "whole_batches", False):
             return dataset[indices]
         with generators_kept():
-            drawn = []
-            for index in indices:
-                seed_generators(f"sample {self.seed} {epoch} {index}")
-                drawn.append(dataset[index])
-            seed_generators(f"collate {self.seed} {epoch} {indices[0]}")
-            return (self.collate or default_collate)(drawn)
+            drawn = self.drawn(epoch, indices)
+            if self.collate is None:
+                return default_collate(drawn)
+            try:
+                return self.collate(drawn)
+            except Exception as error:
+                raise StepFailed(f"collate raised {type(error).__name__}: {error} (it was given {len(indices)} of the batch's "
+                                 f"{batch} samples)" + (OF_A_SHARE if len(indices) < batch else "")) from error
+
+    def drawn(self, epoch: int, indices: list[int]) -> list[Any]:
+        """Samples as `collate` is given them, the generators as it finds them."""
+        found = []
+        for index in indices:
+            seed_generators(f"sample {self.seed} {epoch} {index}")
+            found.append(self.dataset[index])
+        seed_generators(f"collate {self.seed} {epoch} {indices[0]}")
+        return found
 
 
-def drawn_in_collate(samples: Samples, indices: list[int]) -> bool:
-    """Does collate move a generator, beside what the samples draw?"""
+def why_whole(samples: Samples, batch: int) -> str | None:
+    """Why collate must be given whole batches, or None; seen on a few samples from all over the dataset, at most a batch.
+
+    Where it puts samples in an order of its own, a row of a share, or a sample that stands in for an empty part, is not the
+    one it is taken for. What cannot be collated or cut says nothing here; the training says what is wrong with it.
+    """
     if samples.collate is None or isinstance(samples.collate, WholeBatch):
-        return False
-    with generators_kept():
-        drawn = [samples.dataset[index] for index in indices]
-        before = generator_states()
-        samples.collate(drawn)
-        return generator_states() != before
+        return None
+    count = min(len(samples), batch, FEW)
+    indices = [len(samples) * number // count for number in range(count)]   # neighbours are often of one length
+    try:
+        with generators_kept():
+            drawn = samples.drawn(0, indices)
+            before = generator_states()
+            forwards = samples.collate(drawn)
+            if generator_states() != before:
+                return "it draws at random"
+            backwards = cut(samples.collate(samples.drawn(0, indices[::-1])), list(range(count))[::-1], count)
+            if alike(forwards, backwards) or not alike(forwards, samples.collate(samples.drawn(0, indices))):
+                return None         # or it never makes the same of the same
+            cut(samples.collate(samples.drawn(0, indices[:-1])), slice(0, 1), count - 1)        # another dimension, by chance?
+    except Exception:
+        return None
+    return "it puts samples in an order of its own"
 
 
-def whole_where_drawn(samples: Samples) -> Samples:
-    """The same; where its collate draws, with one that is given whole batches."""
-    drawn = drawn_in_collate(samples, list(range(min(len(samples), 2))))
-    return replace(samples, collate=WholeBatch(samples.collate)) if samples.collate and drawn else samples
+def whole_where_needed(samples: Samples, batch: int) -> Samples:
+    """The same; where its collate must be given whole batches of that size, with one that is."""
+    return replace(samples, collate=WholeBatch(samples.collate)) if samples.collate and why_whole(samples, batch) else samples
 
 
 def refuse_loader(dataset: Any, what: str) -> None:
@@ -164,6 +193,20 @@ def tensors_of(value: Any) -> list[Tensor]:
     return found
 
 
+def alike(one: Any, other: Any) -> bool:
+    """Do two batches hold the same, of all that is by sample? A NaN is one everywhere."""
+    both: tuple[list[Any], list[Any]] = ([], [])
+    for found, value in zip(both, (one, other), strict=True):
+        mapped(found.append, value)
+    return len(both[0]) == len(both[1]) and all(map(_alike, *both))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and (not one.dim() or bool(((one == other) | ((one != one) & (other != other))).all()))
+    return not isinstance(one, tuple | list) or bool(one == other)
+
+
 def copied(value: Any) -> Any:
     """value with its tensors cloned: a model may change its inputs in place. What it holds twice stays one tensor: a loss may
     differentiate by an input that is also in its target."""
@@ -206,10 +249,16 @@ def cut(value: Any, part: slice | list[int], samples: int) -> Any:
         if isinstance(leaf, PackedSequence):
             raise ValueError("a PackedSequence cannot be cut into micro-batches; let collate give padded sequences and their "
                              "lengths, and the model pack them (pack_padded_sequence), or train with micro=1")
+        if isinstance(leaf, Tensor) and leaf.is_nested:
+            raise ValueError("a NestedTensor cannot be cut into micro-batches; let collate give padded tensors and their "
+                             "lengths, or train with micro=1")
         if isinstance(leaf, tuple | list) and len(leaf) == samples:
             return leaf[part] if isinstance(part, slice) else type(leaf)([leaf[place] for place in part])
         if not isinstance(leaf, Tensor) or not leaf.dim():
             return leaf
+        if str(leaf.layout).startswith("torch.sparse"):
+            raise ValueError("a sparse tensor cannot be cut into micro-batches; let the model make it sparse, or train with "
+                             "micro=1")
         if len(leaf) != samples:
             raise ValueError(f"a batch of {samples} samples holds a tensor of shape {tuple(leaf.shape)}, which cannot be cut "
                              "into micro-batches; let the samples be its first dimension, or train with micro=1")

@@ -14,7 +14,7 @@ import importlib
 import io
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
@@ -23,6 +23,8 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
+
+from paragrad.errors import Refused
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))     # globals that are sent again where they changed after the load
 
@@ -54,11 +56,32 @@ def load_named(name: str) -> ModuleType:
 
 
 def dumps(task: Any) -> tuple[bytes, tuple[JobFile, ...]]:
-    """A task pickled, and the files that a rank must have run to unpickle it."""
-    with io.BytesIO() as out:
-        _Pickler(out).dump(task)
-        call = out.getvalue()
+    """A task pickled, and the files that a rank must have run to unpickle it. Raises Refused where it cannot be pickled."""
+    try:
+        call = _pickled(task)
+    except Exception as error:
+        raise Refused(f"{_unsent(task)} cannot be sent to the ranks ({type(error).__name__}: {error}); put the job into a file "
+                      "and a function around it there, such as loss=lambda output, target: own(output, target), for what "
+                      "functions of a job file name is not sent: every rank runs the file") from error
     return call, tuple(replace(file, changed=_changed(file.name)) for file in known.values() if file.name.encode() in call)
+
+
+def _pickled(value: Any) -> bytes:
+    with io.BytesIO() as out:
+        _Pickler(out).dump(value)
+        return out.getvalue()
+
+
+def _unsent(value: Any, name: str = "what they are to do") -> str:
+    """What of a value cannot be pickled: the innermost field by its name."""
+    parts = [(name, each) for each in value] if isinstance(value, tuple) else [
+        (each.name, getattr(value, each.name)) for each in fields(value)] if is_dataclass(value) else []
+    for part, each in parts:
+        try:
+            _pickled(each)
+        except Exception:
+            return _unsent(each, part)
+    return name
 
 
 def run(files: Sequence[JobFile]) -> None:

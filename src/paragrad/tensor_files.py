@@ -1,0 +1,70 @@
+"""Files of tensors, by safetensors: of a trained model, and of a checkpoint.
+
+They know no complex128, which a complex model in float64 holds. Such a tensor is saved as pairs of float64
+(torch.view_as_real), its name is noted in the file's metadata, and it is loaded as it was.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model, save_file, save_model
+from torch import Tensor, nn
+
+PAIRS = "complex128 as pairs of float64"        # in the metadata: the names, as JSON
+
+
+def save_weights(model: nn.Module, path: Path) -> None:
+    """A model's parameters and buffers; what has several names is saved once."""
+    state = model.state_dict()
+    save_model(_Saved(model), str(path), _noted(state))         # type: ignore[arg-type]
+
+
+def load_weights(model: nn.Module, path: Path, device: str = "cpu") -> None:
+    """Put saved weights into a model. Raises RuntimeError where the names are others."""
+    load_model(_Saved(model, _pairs_in(path)), str(path), device=device)        # type: ignore[arg-type]
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    save_file({name: _as_pairs(tensor) for name, tensor in tensors.items()}, str(path), _noted(tensors))
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    return _as_saved(load_file(str(path)), _pairs_in(path))
+
+
+class _Saved:
+    """A model as safetensors takes it. pairs: names in the file of what was saved as pairs."""
+
+    def __init__(self, model: nn.Module, pairs: frozenset[str] = frozenset()) -> None:
+        self.model, self.pairs = model, pairs
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: _as_pairs(tensor) for name, tensor in self.model.state_dict().items()}
+
+    def load_state_dict(self, state: dict[str, Tensor], strict: bool) -> Any:
+        return self.model.load_state_dict(_as_saved(state, self.pairs), strict=strict)
+
+
+def _as_pairs(tensor: Tensor) -> Tensor:
+    """A view: what shares its storage is seen to do so."""
+    return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.dtype == torch.complex128 else tensor
+
+
+def _as_saved(tensors: dict[str, Tensor], pairs: frozenset[str]) -> dict[str, Tensor]:
+    return {name: torch.view_as_complex(tensor) if name in pairs else tensor for name, tensor in tensors.items()}
+
+
+def _noted(tensors: Mapping[str, Tensor]) -> dict[str, str] | None:
+    pairs = [name for name, tensor in tensors.items() if tensor.dtype == torch.complex128]
+    return {PAIRS: json.dumps(pairs)} if pairs else None
+
+
+def _pairs_in(path: Path) -> frozenset[str]:
+    with safe_open(str(path), "pt") as file:
+        return frozenset(json.loads((file.metadata() or {}).get(PAIRS, "[]")))

@@ -1,0 +1,3 @@
+from good import *
+
+job = job.replace(optimizer=lambda parameters: torch.optim.SparseAdam(parameters))

@@ -1,0 +1,26 @@
+"""A right job is never ended by the proof of its first step, nor is that left out: what our own jobs and the zoo's share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+import paragrad as pg
+from paragrad import Job
+
+SEEDS = range(5)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+def assert_proved(job: Job, strategy: str, seed: int, dtype: torch.dtype, runs: Path, limit: int | None = None) -> None:
+    """Train an epoch, or `limit` steps of it, with this seed: the first step, and whatever else is compared, is one worker's.
+
+    A run that is ended raises; one that goes on unproved ("not checked", whatever for) fails here.
+    """
+    run = pg.train(job.replace(dtype=dtype, seed=seed, epochs=1), strategy, runs=runs, limit=limit)
+    unproved = [f"{line['picked']}: {line['because']}" for line in run.of("choice") if line["what"] == "first step"]
+    assert not unproved, f"{strategy}, seed {seed}: {unproved}"
+    told = run.of("event")
+    assert {event["name"] for event in told} == {"checked"}, told
+    assert told[0]["numbers"] == {"step": 0}
