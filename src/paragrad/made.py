@@ -127,12 +127,28 @@ def _apart(ours: Tensor | None, reference: Tensor | None) -> float:
         return math.inf
     wide = torch.promote_types(ours.dtype, reference.dtype)
     ours, reference = ours.detach().to(wide), reference.detach().to(wide)
+    apart = _extreme(ours - reference)
+    if math.isfinite(apart):                    # so all of both is
+        return apart
     same = torch.equal(torch.isfinite(reference), torch.isfinite(ours))
     return _most(ours - reference) if same else math.inf
 
 
 def _most(tensor: Tensor) -> float:
     """The largest of the finite values."""
+    value = _extreme(tensor)
+    if math.isfinite(value):
+        return value
     sizes = tensor.detach().abs()
-    value = float(sizes.max()) if tensor.numel() else 0.0
-    return value if math.isfinite(value) else float(torch.where(torch.isfinite(sizes), sizes, 0).max())
+    return float(torch.where(torch.isfinite(sizes), sizes, 0).max())
+
+
+def _extreme(tensor: Tensor) -> float:
+    """The largest size; not finite where one is not."""
+    tensor = tensor.detach()
+    if not tensor.numel():
+        return 0.0
+    if tensor.is_complex():
+        return float(tensor.abs().max())
+    low, high = map(float, torch.aminmax(tensor))
+    return max(-low, high) if low == low else math.nan
