@@ -20,6 +20,7 @@ from paragrad.datasets.loading import brought, called
 from paragrad.divisor import divisor, nothing, without_weight
 from paragrad.errors import StepFailed
 
+WIDE = (torch.float32, torch.float64)
 Loss = Callable[[Any, Any], Any]
 
 
@@ -107,13 +108,13 @@ class Summed(nn.Module):
         """What a loss returned, as (sum, weight). Raises StepFailed where it is neither a number nor such a pair."""
         if wrong := misshapen(value):
             raise StepFailed(wrong, tensor="loss")
-        self.known, self.doubtful = True, 0.0
-        self.dtype = value[0].dtype if isinstance(value, tuple) else value.dtype
+        self.__dict__.update(known=True, doubtful=0.0,          # Module's own way of setting attributes takes microseconds
+                             dtype=value[0].dtype if isinstance(value, tuple) else value.dtype)
         if isinstance(value, tuple):
             total, weight = value[0], float(value[1])
         else:
             weight = self._weight(value, target, max(samples, 1))
-            total = value.to(torch.promote_types(value.dtype, torch.float32)) * weight
+            total = (value if value.dtype in WIDE else value.to(torch.promote_types(value.dtype, torch.float32))) * weight
         if weight and samples:
             return total, weight
         if isinstance(value, tuple) and samples and total != 0 and total.isfinite():
@@ -133,5 +134,6 @@ class Summed(nn.Module):
             if weight is None and self.traced:
                 raise StepFailed("what the loss's mean divides by could be read off in the first step and cannot in this one; "
                                  "return the pair (sum, weight)", tensor="loss")
-        self.known = weight is not None
+        if weight is None:
+            self.known = False
         return float(samples) if weight is None else weight
