@@ -94,3 +94,11 @@ def test_there_are_many_jobs_under_every_strategy() -> None:
     assert len({*NAMES, *JOBS}) >= 40
     assert {under(row, seed) for row in RIGHT for seed in SEEDS} == set(UNDER)
     assert {dtype for _, dtype in SAMPLE} == set(DTYPES)
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("row", [row for row in ROWS if isinstance(row.expected, Equal)], ids=lambda row: row.name)
+def test_every_equal_row_is_trained(row: Row, tmp_path: Path) -> None:
+    """`verify` goes by without the proof of the first step, which looks at the model, puts it back, and judges by rounding."""
+    made = job(row)
+    assert_proved(made, row.under[ROWS.index(row) % len(row.under)], made.seed, made.dtype, tmp_path, limit=STEPS)
