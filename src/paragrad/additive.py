@@ -44,10 +44,7 @@ class Part:
 
     def in_parts(self) -> list[Part]:
         """The whole, and cut out of it two parts of unequal size, where it has so many samples. Raises ValueError."""
-        samples = len(self.positions)
-        places = list(range(min(samples, ASKED)))
-        middle = -(-len(places) // 3)
-        return [self.cut(some) for some in (places, places[:middle], places[middle:]) if some]
+        return [self.cut(places) for places in unequal(min(len(self.positions), ASKED))]
 
     def copied(self) -> tuple[Any, Any]:
         """(inputs, target) for a model that may change them; what is in both stays one tensor."""
@@ -57,10 +54,13 @@ class Part:
 
 def parts_of(samples: Samples, indices: Sequence[int]) -> list[Part]:
     """Some samples as a whole, and in two parts of unequal size; alone where it is one sample."""
-    middle = -(-len(indices) // 3)
-    places = [list(range(len(indices))), list(range(middle)), list(range(middle, len(indices)))]
-    return [Part(*parted(samples[0, list(indices), positions]), positions)
-            for positions in (places if len(indices) > 1 else places[:1])]
+    return [Part(*parted(samples[0, list(indices), positions]), positions) for positions in unequal(len(indices))]
+
+
+def unequal(samples: int) -> list[list[int]]:
+    """All places, the first third of them and the rest; alone where it is one."""
+    places, middle = list(range(samples)), -(-samples // 3)
+    return [places, places[:middle], places[middle:]] if samples > 1 else [places]
 
 
 @dataclass(frozen=True)

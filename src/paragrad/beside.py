@@ -16,7 +16,7 @@ from paragrad.additive import Part
 from paragrad.batches import Batch
 from paragrad.data_parallel.batch_norm import BatchNorm
 from paragrad.datasets.loading import brought, parted
-from paragrad.first_step import Proof, made_alone, precise, spread
+from paragrad.first_step import ORDERS, Order, Proof, made_alone, precise, spread
 from paragrad.launched import memory_left
 from paragrad.loss import loss_in
 from paragrad.made import Made
@@ -26,10 +26,6 @@ from paragrad.untouched import Before, set_values, untouched
 
 if TYPE_CHECKING:
     from paragrad.trainer import Trainer
-
-Order = Callable[[list[int]], list[int]]
-ORDERS: tuple[Order, ...] = (lambda group: group[::-1], lambda group: group[len(group) // 2:] + group[:len(group) // 2],
-                             lambda group: group[::2] + group[1::2])
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,10 @@ from paragrad.precision import in_precision
 from paragrad.untouched import Before
 from paragrad.world import World
 
-TWINS = 3               # orders of the samples, where there is no reference
+Order = Callable[[list[int]], list[int]]
+ORDERS: tuple[Order, ...] = (               # of the samples of a group: the twin's, and others where there is no reference
+    lambda group: group[::-1], lambda group: group[len(group) // 2:] + group[:len(group) // 2],
+    lambda group: group[::2] + group[1::2])
 
 
 def made_alone(module: Summed, parts: list[Part], draws: Draws, seed: int, step: int, loss_alone: bool = False) -> Made:
@@ -115,6 +118,7 @@ class Proof:
     precise: bool
     loss_alone: bool = False
     double: Callable[[], list[Miss] | None] | None = None
+    eps_of_loss: float = 0.0
 
     def missed(self, ours: Made, loss: torch.dtype) -> list[Miss]:
         """The kinds that are not one worker's; on every rank. loss: the loss's type."""
@@ -133,7 +137,7 @@ class Proof:
         for number in numbers:
             with contextlib.suppress(ValueError):           # samples that cannot be brought into another order
                 found = self._gaps(self.again(number), better)
-                yield {key: gap for key, gap in found.items() if gap.believed or number == TWINS}
+                yield {key: gap for key, gap in found.items() if gap.believed or number == len(ORDERS)}
 
     def _gaps(self, ours: Made, theirs: Made | None = None) -> dict[Key, Gap]:
         found = gaps(ours, theirs or self.serial, self.eps)
@@ -155,7 +159,7 @@ class Proof:
             if better is not None:
                 rounding = [self._gaps(self.serial, better), *self._twins([0], better)]
             else:
-                rounding = [pooled(each) for each in self._twins(range(TWINS + 1))]
+                rounding = [pooled(each) for each in self._twins(range(len(ORDERS) + 1))]
                 doubtful, told = list(dict.fromkeys((kind, "") for kind, _ in doubtful)), [pooled(each) for each in told]
             for key in doubtful:
                 values = [each[key].value for each in rounding if key in each]

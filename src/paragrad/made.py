@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
-from paragrad.untouched import apart
+from paragrad.untouched import same
 
 FLOOR = 8               # eps of the largest: equal
 BELIEVED = 1000         # eps up to which a twin is believed
@@ -71,7 +73,7 @@ def gaps(ours: Made, theirs: Made, eps: float = 0.0) -> dict[Key, Gap]:
     if alone := [name for name in ours.moved if name not in theirs.moved]:
         found["parameter", ""] = Gap(math.inf, alone[0], 0.0, eps)
     if theirs.state:
-        pairs = {name: apart(ours.state.get(name, ...), value) for name, value in theirs.state.items()}
+        pairs = {name: _state_apart(ours.state.get(name, ...), value) for name, value in theirs.state.items()}
         worst = max(pairs, key=lambda name: pairs[name][0])
         found["state", ""] = Gap(pairs[worst][0], worst, pairs[worst][1], max(eps, torch.finfo(torch.float32).eps))
     return found
@@ -94,19 +96,13 @@ def _still(ours: Made, theirs: Made) -> str | None:
     for name, buffer in theirs.buffers.items():
         exact = name not in theirs.changed or not _real(buffer)
         mine = ours.buffers.get(name)
-        if exact and (mine is None or mine.shape != buffer.shape or not _same(mine, buffer)):
+        if exact and (mine is None or mine.shape != buffer.shape or not same(mine, buffer.to(mine.dtype))):
             return name
     return None
 
 
 def _real(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _same(ours: Tensor, theirs: Tensor) -> bool:
-    if ours.is_floating_point():
-        return torch.equal(ours.nan_to_num(nan=0.5), theirs.to(ours.dtype).nan_to_num(nan=0.5))
-    return torch.equal(ours, theirs)
 
 
 def _largest(ours: dict[str, Tensor | None], theirs: Mapping[str, Tensor | None], eps: float) -> Gap:
@@ -132,6 +128,23 @@ def _apart(ours: Tensor | None, reference: Tensor | None) -> float:
         return apart
     same = torch.equal(torch.isfinite(reference), torch.isfinite(ours))
     return _most(ours - reference) if same else math.inf
+
+
+def _state_apart(ours: Any, theirs: Any) -> tuple[float, float]:
+    """(how far values of Python are apart, the largest of them): numbers by their difference, anything else 0 or infinite."""
+    pairs: list[tuple[float, float]] = []
+    if isinstance(ours, dict) and isinstance(theirs, dict) and ours.keys() == theirs.keys():
+        pairs = [_state_apart(ours[key], theirs[key]) for key in ours]
+    elif isinstance(ours, list | tuple | deque) and type(ours) is type(theirs) and len(ours) == len(theirs):
+        pairs = list(itertools.starmap(_state_apart, zip(ours, theirs, strict=True)))
+    elif same(ours, theirs):
+        return 0.0, 0.0
+    elif isinstance(ours, float | Tensor | numpy.ndarray) and isinstance(theirs, float | Tensor | numpy.ndarray):
+        mine, other = torch.as_tensor(ours), torch.as_tensor(theirs)
+        return (_apart(mine, other), _most(other)) if _real(other) else (math.inf, 0.0)
+    else:
+        return math.inf, 0.0
+    return max((value for value, _ in pairs), default=0.0), max((largest for _, largest in pairs), default=0.0)
 
 
 def _most(tensor: Tensor) -> float:

@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -88,8 +87,11 @@ def _hooks_noted() -> Iterator[list[Tensor]]:
     def register_hook(tensor: Tensor, hook: Any) -> Any:
         noted.append(tensor)
         return original(tensor, hook)
-    with mock.patch.object(Tensor, "register_hook", register_hook):
+    Tensor.register_hook = register_hook            # type: ignore[method-assign, assignment]
+    try:
         yield noted
+    finally:
+        Tensor.register_hook = original             # type: ignore[method-assign]
 
 
 def _hooked(module: nn.Module) -> bool:

@@ -43,9 +43,7 @@ def before(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> None:
     """
     if trainer.exchange is not None:
         if trainer.splits and (trainer.taken + 1).bit_count() == 1:            # the 2nd, 4th, 8th, ...
-            here = torch.tensor([float(_given_as_loaded(trainer, inputs, target))])
-            as_loaded = bool(trainer.world.all_reduced(here, "MIN"))
-            _prepare(trainer, batch, inputs, target, as_loaded, loss_alone=True)
+            _prepare(trainer, batch, inputs, target, _all_given_as_loaded(trainer, inputs, target), loss_alone=True)
         return
     seen = _seen(trainer)
     found, as_loaded = (seen, True) if seen else looked_at(trainer, batch, inputs, target)
@@ -105,14 +103,7 @@ def _in_double(trainer: Trainer, kept: Before, batch: Batch, inputs: Any, target
             loaded = _given_as_loaded(trainer, inputs, target)
             twin.fetched = pair if loaded else None
             before(twin, batch, *pair)
-            assert twin.exchange is not None
-            if twin.proof is None:
-                return None
-            twin.gradients_of(batch, *pair)
-            weight, loss, _, doubt = twin.exchange.counted()
-            weight = twin.proof.serial.weight if doubt else weight
-            twin.exchange.average(weight)
-            return compared(twin, loss / weight, weight)
+            return compared(twin, *_averaged(twin, batch, *pair)) if twin.proof else None
     except Exception:
         return None
     finally:
@@ -146,19 +137,26 @@ def wired(trainer: Trainer, some_unused: bool) -> Alone:
 def rehearse(trainer: Trainer, batch: Batch, inputs: Any, target: Any, of: str) -> None:
     """The first step, or one of fewer samples, without an update, and without autocast, in which a reversed batch hardly
     differs and a right split does."""
-    assert trainer.exchange is not None
     trainer.rehearsing, spans = True, list(trainer.log.spans)
     try:
         with untouched(trainer.module):
-            trainer.gradients_of(batch, inputs, target)
-            weight, loss, _, doubt = trainer.exchange.counted()
-            weight = settled(trainer, weight, doubt) if doubt else weight
-            if not weight:
-                return                      # the step itself says so
-            trainer.exchange.average(weight)
-            prove(trainer, loss / weight, weight, of)
+            loss, weight = _averaged(trainer, batch, inputs, target)
+            if weight:                      # otherwise the step itself says so
+                prove(trainer, loss, weight, of)
     finally:
         trainer.rehearsing, trainer.log.spans[:] = False, spans
+
+
+def _averaged(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> tuple[float, float]:
+    """(mean loss, weight) of a step that is made up to its update."""
+    assert trainer.exchange is not None
+    trainer.gradients_of(batch, inputs, target)
+    weight, loss, _, doubt = trainer.exchange.counted()
+    weight = settled(trainer, batch, inputs, target, weight, doubt)
+    if not weight:
+        return 0.0, 0.0
+    trainer.exchange.average(weight)
+    return loss / weight, weight
 
 
 def looked_at(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> tuple[Probe, bool]:
@@ -192,6 +190,11 @@ def _given_as_loaded(trainer: Trainer, inputs: Any, target: Any) -> bool:
     return all(a is b for a, b in itertools.zip_longest(tensors_of([inputs, target]), gave))
 
 
+def _all_given_as_loaded(trainer: Trainer, inputs: Any, target: Any) -> bool:
+    """The same of every rank. Collective."""
+    return bool(trainer.world.all_reduced(torch.tensor([float(_given_as_loaded(trainer, inputs, target))]), "MIN"))
+
+
 def _repeated(trainer: Trainer, batch: Batch, inputs: Any, target: Any, samples: int, count: int,
               as_loaded: bool) -> tuple[Any, Any]:
     """A batch of one sample so many times: loaded anew, or, where step was given something else, cut out of that."""
@@ -212,21 +215,21 @@ def _examine(trainer: Trainer, inputs: Any, target: Any, samples: int, draws: Dr
         raise StepFailed(wrong)
 
 
-def settled(trainer: Trainer, weight: float, doubt: float) -> float:
+def settled(trainer: Trainer, batch: Batch, inputs: Any, target: Any, weight: float, doubt: float) -> float:
     """The global weight, where some shares' may be that of nothing: their loss is exactly 0, and one worker's weight says
     whether they count. Collective."""
-    assert trainer.given is not None
-    batch, inputs, target = trainer.given
+    if not doubt or not trainer.splits:
+        return weight
     found, because = trainer.proof, ""
     if found is None:
-        here = torch.tensor([float(_given_as_loaded(trainer, inputs, target))])
-        as_loaded = bool(trainer.world.all_reduced(here, "MIN"))
+        as_loaded = _all_given_as_loaded(trainer, inputs, target)
         found, because = proof(trainer, batch, inputs, target, as_loaded, loss_alone=True)
-    if found is not None and weight == doubt:           # nothing counts on any rank
-        return found.serial.weight
-    for counted in (weight, weight - doubt):
-        if found is not None and abs(counted - found.serial.weight) <= 1e-6 * max(1.0, weight):
-            return counted
+    if found is not None:
+        if weight == doubt:                             # nothing counts on any rank
+            return found.serial.weight
+        for counted in (weight, weight - doubt):
+            if abs(counted - found.serial.weight) <= 1e-6 * max(1.0, weight):
+                return counted
     raise StepFailed("a share's loss is exactly 0, and whether it counts cannot be seen" + (f" ({because})" if because else "")
                      + "; return the pair (sum, weight)", tensor="loss")
 

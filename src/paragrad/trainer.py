@@ -107,7 +107,6 @@ class Trainer:
         self.steps = 0
         self.taken = 0                              # steps of this trainer, which may have begun with a later one
         self.activations = 0
-        self.given: tuple[Batch, Any, Any] | None = None        # to the step under way
         self.scale, self.coarsest = 1.0, 0.0        # of this step's gradients; eps of the coarsest numbers that backward keeps
         self.draws, self.alike = Draws(), Alike(seed, world.device)
         self.proof: Proof | None = None             # of the step under way, that it is one worker's
@@ -174,10 +173,9 @@ class Trainer:
                 raise StepFailed("step got an earlier batch than the one trainer.batches gave last: something looks ahead, "
                                  "which would mix shares; loop over trainer.batches itself (loaders=1 loads ahead)")
             target = inputs if target is None else target
-            self.given = batch, inputs, target
             before(self, batch, inputs, target)
             loss, weight = self.gradients_of(batch, inputs, target)
-            result, rate = self._update()
+            result, rate = self._update(batch, inputs, target)
         except Exception as error:
             raise self._failed(error) from error
         assert self.exchange is not None
@@ -226,7 +224,7 @@ class Trainer:
                 total.backward(None if self.scale == 1.0 else total.new_tensor(self.scale))
         return value, weight
 
-    def _update(self) -> tuple[Result, float]:
+    def _update(self, batch: Batch, inputs: Any, target: Any) -> tuple[Result, float]:
         """The one division by the global weight, then clipping, the optimizer and the scheduler: as serial.
 
         Returns the result and the learning rate of this update.
@@ -234,8 +232,7 @@ class Trainer:
         with self.log.span("update", "update"):
             assert self.exchange is not None
             weight, loss, stop, doubt = self.exchange.counted()
-            if doubt and self.splits:
-                weight = settled(self, weight, doubt)
+            weight = settled(self, batch, inputs, target, weight, doubt)
             if weight == 0:
                 raise StepFailed("no sample of this batch counts: its weight is 0")
             if self.sabotage == "mean_twice":       # the planted bug divides the gradients, not the weight beside them

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
-import math
 import random
 import types
 from collections import deque
@@ -73,13 +71,13 @@ class Before:
         for name, owner in self.owners.items():
             now, before = vars(owner), self.state[name]
             state.update({f"{name}.{what}".lstrip("."): _copied(now[what]) for what in _names(owner)
-                          if _plain(now[what]) and not (what in before and _same(now[what], before[what]))})
+                          if _plain(now[what]) and not (what in before and same(now[what], before[what]))})
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items() if self._moved(name)}, state
 
     def _moved(self, name: str) -> bool:
         parameter = self.parameters[name]
         return parameter._version != self.versions[name] or (
-            name in self.values and not _same(parameter.detach(), self.values[name][1]))
+            name in self.values and not same(parameter.detach(), self.values[name][1]))
 
     def put_back(self) -> None:
         for name, (data, value, gradient) in self.values.items():
@@ -98,7 +96,7 @@ class Before:
             for what in [what for what in _names(owner) if what not in self.names[name]]:
                 del now[what]
             for what, value in before.items():
-                if what not in now or not _same(now[what], value):
+                if what not in now or not same(now[what], value):
                     _put(now, what, value)
 
 
@@ -167,9 +165,9 @@ def _put(into: dict[str, Any], name: str, value: Any) -> None:
         generator.set_state(value.state)
 
 
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
     if isinstance(b, Drawing):
-        return _same(a.state if isinstance(a, Drawing) else _generator_state(a) if isinstance(a, GENERATORS) else None, b.state)
+        return same(a.state if isinstance(a, Drawing) else _generator_state(a) if isinstance(a, GENERATORS) else None, b.state)
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and (
             torch.equal(a, b) or (a.is_floating_point() and a.shape == b.shape and bool(
@@ -179,26 +177,7 @@ def _same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple | deque):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(same, a, b))
     return bool(a == b) or (a != a and b != b)
-
-
-def apart(ours: Any, theirs: Any) -> tuple[float, float]:
-    """(how far kept values are from others, the largest of them): numbers by their difference, anything else 0 or infinite."""
-    if isinstance(ours, dict) and isinstance(theirs, dict) and ours.keys() == theirs.keys():
-        return _most(apart(ours[key], theirs[key]) for key in ours)
-    if isinstance(ours, list | tuple | deque) and type(ours) is type(theirs) and len(ours) == len(theirs):
-        return _most(itertools.starmap(apart, zip(ours, theirs, strict=True)))
-    if not _same(ours, theirs) and isinstance(ours, float | Tensor | numpy.ndarray):
-        with contextlib.suppress(TypeError, ValueError, RuntimeError):      # of other shapes, or of a kind without differences
-            mine, other = torch.as_tensor(ours), torch.as_tensor(theirs)
-            if mine.shape == other.shape and other.is_floating_point():
-                return float((mine - other).abs().max()), float(other.abs().max())
-    return (0.0, 0.0) if _same(ours, theirs) else (math.inf, 0.0)
-
-
-def _most(pairs: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    found = list(pairs)
-    return max((value for value, _ in found), default=0.0), max((largest for _, largest in found), default=0.0)
