@@ -20,6 +20,7 @@ from paragrad.datasets.loading import (
     Dataset,
     Samples,
     WholeBatch,
+    alike,
     brought,
     called,
     copied,
@@ -285,14 +286,11 @@ def _check_loss(job: Job, model: nn.Module, train: Dataset) -> tuple[Probe, str 
 
 def _unsteady(samples: Samples, indices: list[int], loaded: Part) -> str | None:
     """Loaded again, are the samples others?"""
-    anew = tensors_of(list(parted(samples[0, indices])))
-    for tensor, again in zip(tensors_of([loaded.inputs, loaded.target]), anew, strict=False):
-        one, other = tensor.to_dense(), again.to_dense()
-        if one.shape != other.shape or not ((one == other) | (one != one)).all():
-            return ("train gives other values each time it is asked for the same samples: dataset or collate keeps a state or "
-                    "a random generator of its own; draw by torch, numpy.random or random themselves, which are seeded for "
-                    "every sample")
-    return None
+    both = [[tensor.to_dense() for tensor in tensors_of(list(pair))]
+            for pair in ((loaded.inputs, loaded.target), parted(samples[0, indices]))]
+    return None if alike(*both) else (
+        "train gives other values each time it is asked for the same samples: dataset or collate keeps a state or a random "
+        "generator of its own; draw by torch, numpy.random or random themselves, which are seeded for every sample")
 
 
 def _refusal(job: Job, module: Summed, part: Part, error: Exception) -> Refused:

@@ -97,7 +97,7 @@ def single() -> bool:
     os.waitpid(child, 0)
     until = time.monotonic() + 1.0                      # an ended thread is listed for a moment
     while threads() > 1 and time.monotonic() < until:
-        time.sleep(0.001)
+        time.sleep(0.001)                               # nothing can be waited for: /proc alone says when it is gone
     return threads() == 1
 
 
