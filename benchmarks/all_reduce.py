@@ -115,7 +115,7 @@ def of_torch(kind: str) -> Prepared:
     import torch
     import torch.distributed as dist
 
-    import paragrad.backends  # noqa: F401
+    import paragrad.world.backends  # noqa: F401
     torch.set_num_threads(1)
     dist.init_process_group(kind)
 
@@ -130,8 +130,8 @@ def of_the_limit() -> Prepared:
     import torch
     import torch.distributed as dist
 
-    import paragrad.backends  # noqa: F401
-    from paragrad.backends.shm.region import OwnRegion, opened
+    import paragrad.world.backends  # noqa: F401
+    from paragrad.world.backends.shm.region import OwnRegion, opened
     torch.set_num_threads(1)
     dist.init_process_group("shm")
     rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -41,10 +41,10 @@ from pages import DOCS, FIGURES, filled, milliseconds, table
 from workers import Stopwatch, Workers, serve
 
 from paragrad.planner.choosing import Chooser, candidates
-from paragrad.planner.machine import Cluster, Machine, read_machine
 from paragrad.planner.price import seconds as closed_form
 from paragrad.players.clock import timed
-from paragrad.strategy import Data, Native, strategy
+from paragrad.players.machine import Cluster, Machine, read_machine
+from paragrad.strategies.strategy import Data, Native, strategy
 
 RANKS_OF_ONE_HOST = 4
 ENOUGH = 5              # rounds from which on a sign test can say anything
@@ -219,7 +219,7 @@ def worker(address: str) -> None:
 
     from paragrad.planner.measuring import links_of, machine_with
     from paragrad.players.wire import all_reduce
-    from paragrad.world import joined_from_environment
+    from paragrad.world.world import joined_from_environment
     torch.set_num_threads(1)
     with joined_from_environment("gloo") as world:
         def play(algorithm: Any, vector: torch.Tensor) -> None:

@@ -36,13 +36,13 @@ from torch import Tensor, nn
 from workers import Workers, serve
 
 import paragrad as pg
-from paragrad.admission import admitted
-from paragrad.launching import Ranks
-from paragrad.launching.processes import server
-from paragrad.record import lines_of
-from paragrad.settings import Settings
-from paragrad.training import run
-from paragrad.trial import settled
+from paragrad.record.record import lines_of
+from paragrad.training.admission import admitted
+from paragrad.training.settings import Settings
+from paragrad.verbs.train import run
+from paragrad.verbs.trial import settled
+from paragrad.world.launching import Ranks
+from paragrad.world.launching.processes import server
 
 SAMPLES = 8192
 
@@ -194,7 +194,7 @@ def proportional(pids: list[int]) -> int:
 def worker(kind: str, address: str) -> None:
     import torch.distributed as dist
 
-    import paragrad.backends  # noqa: F401
+    import paragrad.world.backends  # noqa: F401
     torch.set_num_threads(1)
     dist.init_process_group("shm" if kind == "bound" else kind)
     rank, parts = dist.get_rank(), 2 if kind == "bound" else dist.get_world_size()

@@ -34,14 +34,14 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import paragrad as pg
-from paragrad.admission import admitted
-from paragrad.launching import Ranks
-from paragrad.record import Record
-from paragrad.settings import Settings
-from paragrad.strategy import Serial
-from paragrad.trainer import Trainer
-from paragrad.training import run
-from paragrad.world import World
+from paragrad.record.record import Record
+from paragrad.strategies.strategy import Serial
+from paragrad.training.admission import admitted
+from paragrad.training.settings import Settings
+from paragrad.training.trainer import Trainer
+from paragrad.verbs.train import run
+from paragrad.world.launching import Ranks
+from paragrad.world.world import World
 
 JOBS = ("digits", "mnist-mlp", "mnist-cnn", "gpt2 of 4 layers")
 REPEATS = 5             # first steps in one process, of which the median counts

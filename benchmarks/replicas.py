@@ -18,7 +18,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parameters_to_vector
 
 from paragrad.datasets.mnist import Digits
-from paragrad.job import Job
+from paragrad.jobs.job import Job
 from paragrad.players.proof import prove
 from paragrad.players.walk import walk
 from paragrad.schedules.actions import Collective, Compute, Recv, ScheduleError, Send, Slot, evenly, parts_in

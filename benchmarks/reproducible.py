@@ -36,10 +36,10 @@ def main() -> None:
 def worker(backend: str, address: str) -> None:
     import torch
 
-    from paragrad.data_parallel.reproducible import reproducible_all_reduce
     from paragrad.players.wire import all_reduce
     from paragrad.schedules.ring import Ring
-    from paragrad.world import joined_from_environment
+    from paragrad.techniques.data_parallel.reproducible import reproducible_all_reduce
+    from paragrad.world.world import joined_from_environment
     torch.set_num_threads(1)
     with joined_from_environment(backend) as world:
         def taken(order: tuple[int, bool]) -> float:

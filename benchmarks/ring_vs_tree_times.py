@@ -18,11 +18,11 @@ from hosts import hosts
 from workers import MPIRUN, Stopwatch, Workers, serve
 
 from paragrad.errors import Refused
-from paragrad.planner.machine import Cluster, Link
 from paragrad.planner.price import seconds as closed_form
 from paragrad.players.clock import timed
+from paragrad.players.machine import Cluster, Link
 from paragrad.players.rounds import simulated
-from paragrad.strategy import Data, strategy
+from paragrad.strategies.strategy import Data, strategy
 
 WIDTHS = (16, 64, 256, 1024, 4096)
 WIDTH = 256                                     # where ranks vary
@@ -197,7 +197,7 @@ def worker(address: str) -> None:
     import paragrad as pg
     from paragrad.planner.measuring import added, measured_link
     from paragrad.players.wire import all_reduce
-    from paragrad.world import joined_from_environment
+    from paragrad.world.world import joined_from_environment
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paragrad.launching import Ranks
+from paragrad.world.launching import Ranks
 
 # a test never takes its world from the shell that runs it (its data only where it asks for the fixture `data`)
 for name in list(os.environ):

@@ -13,20 +13,22 @@ import pytest
 from equality import CELLS, JOBS, ROWS, SERIAL, WORKERS, covering
 
 import paragrad
-from paragrad.strategy import ALGORITHMS, STRATEGIES, strategy
+from paragrad.strategies.strategy import ALGORITHMS, STRATEGIES, strategy
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "paragrad"
 MODULES = {".".join(path.relative_to(SOURCE.parent).with_suffix("").parts): path for path in SOURCE.rglob("*.py")}
 
 # who speaks to torch.distributed itself, beside its backends; everybody else speaks to World, Exchange or the wire
-DISTRIBUTED = {"paragrad.world", "paragrad.players.wire"}
-# rooms without torch: what a rank does is a value there, not an act
-PURE = ("paragrad.errors", "paragrad.grammar", "paragrad.notation", "paragrad.planned", "paragrad.strategy", "paragrad.shares",
-        "paragrad.schedules", "paragrad.players.walk", "paragrad.players.proof", "paragrad.players.draw",
-        "paragrad.players.clock", "paragrad.players.work", "paragrad.planner.machine", "paragrad.planner.price",
-        "paragrad.datasets.order", "paragrad.record", "paragrad.launched", "paragrad.planner.layers",
-        "paragrad.planner.sequences")
+DISTRIBUTED = {"paragrad.world.world", "paragrad.players.wire"}
+# without torch: what a rank does is a value there, not an act
+PURE = ("paragrad.errors", "paragrad.notation", "paragrad.strategies", "paragrad.schedules", "paragrad.players.walk",
+        "paragrad.players.proof", "paragrad.players.draw", "paragrad.players.clock", "paragrad.players.work",
+        "paragrad.players.machine", "paragrad.planner.price", "paragrad.planner.layers", "paragrad.planner.sequences",
+        "paragrad.datasets.order", "paragrad.record.record", "paragrad.world.launched")
+# each imports only from itself and those above it; docs/architecture.md says what each holds
+ROOMS = ("notation", "world", "datasets", "schedules", "jobs", "record", "strategies", "players", "planner", "techniques",
+         "training", "report", "verbs")
 
 
 def imports(path: Path) -> set[str]:
@@ -40,9 +42,27 @@ def imports(path: Path) -> set[str]:
     return found
 
 
+def test_the_rooms_are_those_of_the_architecture() -> None:
+    folders = {path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()}
+    assert folders == set(ROOMS)
+    assert len(ROOMS) <= 13
+    assert len(list(SOURCE.glob("*.py"))) <= 6
+    told = re.findall(r"^\| `(\w+)/` \|", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+    assert tuple(told) == ROOMS
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.split(".")[1] in ROOMS])
+def test_a_room_imports_from_itself_and_those_above_it(name: str) -> None:
+    """Also inside functions, and for type checkers alone."""
+    above = ROOMS[:ROOMS.index(name.split(".")[1]) + 1]
+    for found in imports(MODULES[name]):
+        if found.startswith("paragrad.") and found in MODULES | dict.fromkeys(f"paragrad.{room}" for room in ROOMS):
+            assert found.split(".")[1] in (*above, "errors", "version"), found
+
+
 def test_who_imports_torch_distributed() -> None:
     users = {name for name, path in MODULES.items() if any(found.startswith("torch.distributed") for found in imports(path))}
-    assert {name for name in users if not name.startswith("paragrad.backends.")} == DISTRIBUTED
+    assert {name for name in users if not name.startswith("paragrad.world.backends.")} == DISTRIBUTED
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.startswith(PURE)])
@@ -61,7 +81,7 @@ def test_schedules_know_nothing_of_time_files_or_players(name: str) -> None:
 
 def test_rank_variables_are_read_in_launched_alone() -> None:
     variable = re.compile(r"[\"']((LOCAL_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|(OMPI|PMIX?|MPI|SLURM)_\w+)[\"']")
-    assert {name for name, path in MODULES.items() if variable.search(path.read_text())} == {"paragrad.launched"}
+    assert {name for name, path in MODULES.items() if variable.search(path.read_text())} == {"paragrad.world.launched"}
 
 
 def test_all_is_what_is_exported() -> None:
@@ -78,12 +98,10 @@ def test_public_names_are_found_where_type_checkers_are_told_they_are() -> None:
     assert set(told) == {*paragrad.__all__, "__version__"}
 
 
-def test_importing_paragrad_imports_no_torch_and_functions_win_over_modules_of_their_name() -> None:
-    """Two public functions are named like modules inside; an import of such a module sets it in the package."""
-    code = ("import sys, paragrad, paragrad.launching.processes; assert 'torch' not in sys.modules; import paragrad.job, "
-            "paragrad.strategy; print(callable(paragrad.job), callable(paragrad.strategy), 'train' in dir(paragrad))")
+def test_importing_paragrad_and_starting_ranks_imports_no_torch() -> None:
+    code = "import sys, paragrad, paragrad.world.launching.processes; print('torch' in sys.modules, 'train' in dir(paragrad))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
-                          check=True).stdout.split() == ["True"] * 3
+                          check=True).stdout.split() == ["False", "True"]
 
 
 def test_every_built_strategy_and_algorithm_has_rows_in_the_equality_table() -> None:

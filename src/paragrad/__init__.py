@@ -5,20 +5,16 @@ server of its ranks before it imports torch itself.
 """
 
 import importlib
-import sys
-import types
 import typing
 
 if typing.TYPE_CHECKING:
-    from paragrad.certificate import Certificate, verify
-    from paragrad.comparison import compare
-    from paragrad.data_parallel.hook import hook
     from paragrad.datasets.loading import WholeBatch
     from paragrad.errors import RankFailed, Refused
-    from paragrad.job import Job, accuracy
-    from paragrad.jobs import job
-    from paragrad.own_loop import parallelize
-    from paragrad.results import Table
+    from paragrad.jobs.finding import job
+    from paragrad.jobs.job import Job, accuracy
+    from paragrad.report.certificate import Certificate
+    from paragrad.report.run import Run
+    from paragrad.report.table import Table
     from paragrad.schedules.butterfly import Butterfly
     from paragrad.schedules.direct import Direct
     from paragrad.schedules.double_tree import DoubleTree
@@ -27,8 +23,12 @@ if typing.TYPE_CHECKING:
     from paragrad.schedules.star import Star
     from paragrad.schedules.tree import Tree
     from paragrad.schedules.two_level import TwoLevel
-    from paragrad.strategy import Data, Native, Serial, strategy
-    from paragrad.training import Run, train
+    from paragrad.strategies.strategy import Data, Native, Serial, strategy
+    from paragrad.verbs.compare import compare
+    from paragrad.verbs.hook import hook
+    from paragrad.verbs.parallelize import parallelize
+    from paragrad.verbs.train import train
+    from paragrad.verbs.verify import verify
     from paragrad.version import __version__ as __version__
 
 __all__ = ["Butterfly", "Certificate", "Data", "Direct", "DoubleTree", "Halving", "Job", "Native", "RankFailed", "Refused",
@@ -37,34 +37,21 @@ __all__ = ["Butterfly", "Certificate", "Data", "Direct", "DoubleTree", "Halving"
 
 # where each public name is; tests/test_structure.py compares it with what type checkers are told above
 _HOMES = {name: home for home, names in {
-    "certificate": "Certificate verify", "comparison": "compare", "data_parallel.hook": "hook",
-    "datasets.loading": "WholeBatch", "errors": "RankFailed Refused",
-    "job": "Job accuracy", "jobs": "job", "own_loop": "parallelize", "results": "Table", "schedules.butterfly": "Butterfly",
+    "datasets.loading": "WholeBatch", "errors": "RankFailed Refused", "jobs.finding": "job", "jobs.job": "Job accuracy",
+    "report.certificate": "Certificate", "report.run": "Run", "report.table": "Table", "schedules.butterfly": "Butterfly",
     "schedules.direct": "Direct", "schedules.double_tree": "DoubleTree", "schedules.halving": "Halving",
     "schedules.ring": "Ring RingAsync", "schedules.star": "Star", "schedules.tree": "Tree", "schedules.two_level": "TwoLevel",
-    "strategy": "Data Native Serial strategy", "training": "Run train",
-    "version": "__version__"}.items() for name in names.split()}
+    "strategies.strategy": "Data Native Serial strategy", "verbs.compare": "compare", "verbs.hook": "hook",
+    "verbs.parallelize": "parallelize", "verbs.train": "train", "verbs.verify": "verify", "version": "__version__",
+}.items() for name in names.split()}
 
 
-class _Package(types.ModuleType):
-    """This module. `job` and `strategy` are functions here and modules inside: the functions win, whatever comes first."""
-
-    def __getattr__(self, name: str) -> typing.Any:
-        if name not in _HOMES:
-            raise AttributeError(f"module 'paragrad' has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"paragrad.{_HOMES[name]}"), name)
-        vars(self)[name] = value
-        return value
-
-    def __setattr__(self, name: str, value: typing.Any) -> None:
-        if not (name in _HOMES and isinstance(value, types.ModuleType)):      # as an import sets a module in its package
-            super().__setattr__(name, value)
-
-    def __reduce__(self) -> tuple[typing.Any, ...]:
-        return importlib.import_module, (__name__,)     # a job file's functions go to the ranks with the `pg` they use
-
-    def __dir__(self) -> list[str]:
-        return sorted({*vars(self), *__all__})
+def __getattr__(name: str) -> typing.Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'paragrad' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"paragrad.{_HOMES[name]}"), name)
+    return value
 
 
-sys.modules[__name__].__class__ = _Package
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

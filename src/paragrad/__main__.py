@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from paragrad.errors import Refused
-from paragrad.launched import launched
-from paragrad.signals import leaving_at_once
+from paragrad.world.launched import launched
+from paragrad.world.signals import leaving_at_once
 
 STARTING = ("train", "compare", "verify")       # the verbs that start ranks
 ASKING = ("--help", "--dry-run")                # and what keeps them from it
@@ -16,9 +16,9 @@ def main() -> None:
     """Run the command line; exits with its code."""
     with leaving_at_once():
         if starts_ranks(sys.argv[1:]):
-            from paragrad.launching import processes
+            from paragrad.world.launching import processes
             processes.server()
-        from paragrad.cli import main as run
+        from paragrad.verbs.cli import main as run
     run()
 
 

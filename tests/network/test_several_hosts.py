@@ -15,7 +15,7 @@ import pytest
 import torch
 from hosts import Cluster, HostFailed
 
-from paragrad.planner.machine import read_machine
+from paragrad.players.machine import read_machine
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -19,10 +19,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from paragrad import Job, batches, beside, first_step, loss, start, trainer
-from paragrad.data_parallel import alone as by_itself
-from paragrad.data_parallel import batch_norm, shared_memory
-from paragrad.data_parallel.updating import ELEMENT
+from paragrad import Job
+from paragrad.jobs.finding import loss
+from paragrad.techniques import batch_norm
+from paragrad.techniques.data_parallel import alone as by_itself
+from paragrad.techniques.data_parallel import shared_memory
+from paragrad.techniques.updating import ELEMENT
+from paragrad.training import batches, trainer
+from paragrad.training.first_step import beside, start
+from paragrad.training.first_step import proof as first_step
 
 IMAGES = TensorDataset(numbers(30, 2, 8, 8, seed=3), whole(4, 30, 2, seed=4).masked_fill(whole(3, 30, 2, seed=8) == 0, -100))
 

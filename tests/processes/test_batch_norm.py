@@ -18,9 +18,9 @@ from torch.utils.data import Dataset, TensorDataset
 
 import paragrad as pg
 from paragrad.errors import RankFailed, StepFailed
-from paragrad.job import Job
-from paragrad.trainer import Trainer
-from paragrad.world import World
+from paragrad.jobs.job import Job
+from paragrad.training.trainer import Trainer
+from paragrad.world.world import World
 
 BOUND = 1e-10
 # the last batch has 5 or 6 samples: with the shares of the third some parts are empty, and some are one sample

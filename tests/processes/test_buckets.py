@@ -12,11 +12,11 @@ from equality import job as make_job
 from torch import nn
 
 import paragrad as pg
-from paragrad.admission import admitted
-from paragrad.launching import Ranks
-from paragrad.record import Line, Record
-from paragrad.settings import Settings
-from paragrad.training import run
+from paragrad.record.record import Line, Record
+from paragrad.training.admission import admitted
+from paragrad.training.settings import Settings
+from paragrad.verbs.train import run
+from paragrad.world.launching import Ranks
 
 
 def just_below_a_megabyte(dtype: torch.dtype) -> nn.Module:

@@ -20,22 +20,22 @@ from equality import job as make_job
 from torch import Tensor, nn
 
 import paragrad as pg
-from paragrad import checkpoint
-from paragrad.admission import admitted
-from paragrad.checkpoint import FILES, newest
 from paragrad.datasets.loading import parted
-from paragrad.door import examined
 from paragrad.errors import StepFailed
-from paragrad.job import Job
-from paragrad.launching import Ranks
-from paragrad.record import Record
+from paragrad.jobs.job import Job
+from paragrad.record.record import Record
 from paragrad.report import listing
-from paragrad.settings import Settings
-from paragrad.strategy import Serial, Strategy, resolve, strategy
-from paragrad.trainer import Trainer
-from paragrad.training import run
-from paragrad.verification import differences
-from paragrad.world import World
+from paragrad.strategies.strategy import Serial, Strategy, resolve, strategy
+from paragrad.training import checkpoint
+from paragrad.training.admission import admitted
+from paragrad.training.checkpoint import FILES, newest
+from paragrad.training.door import examined
+from paragrad.training.settings import Settings
+from paragrad.training.trainer import Trainer
+from paragrad.verbs.lockstep import differences
+from paragrad.verbs.train import run
+from paragrad.world.launching import Ranks
+from paragrad.world.world import World
 
 # 29 samples in batches of 12: three steps an epoch; step 4 is in the middle of the second
 SAVED = 4

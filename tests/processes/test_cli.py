@@ -13,11 +13,11 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from paragrad.cli import app
-from paragrad.jobs import find
+from paragrad.jobs.finding import find
 from paragrad.players.proof import prove
-from paragrad.results import Table
-from paragrad.strategy import SCHEDULES, Data, strategy
+from paragrad.report.table import Table
+from paragrad.strategies.strategy import SCHEDULES, Data, strategy
+from paragrad.verbs.cli import app
 
 JOB_FILES = Path(__file__).parents[1] / "job_files"
 SEVEN = ("serial; data(2); data(2, reduce=native); data(2, reduce=ring); data(2, reduce=ring_async); data(2, reduce=tree); "

@@ -32,12 +32,12 @@ from paragrad.datasets.idx import labelled, read
 from paragrad.datasets.loading import Samples
 from paragrad.datasets.mnist import DEVIATION, MEAN, mnist
 from paragrad.datasets.text import CHARACTERS, NUMBERS, Speeches, pad, speeches
-from paragrad.door import examined
 from paragrad.errors import Refused
-from paragrad.job import Job, accuracy
+from paragrad.jobs.job import Job, accuracy
+from paragrad.jobs.loss import Summed
 from paragrad.jobs.mnist import mnist_cnn, mnist_mlp
 from paragrad.jobs.shakespeare import shakespeare_lstm
-from paragrad.loss import Summed
+from paragrad.training.door import examined
 
 CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}
 PLAY = "\n\n".join(f"FIRST CITIZEN:\nWe are accounted poor, {word}." for word in ("good", "bad", "mad", "sad") * 5) + "\n"

@@ -17,10 +17,10 @@ import torch
 from typer.testing import CliRunner
 
 import paragrad
-from paragrad.cli import app
-from paragrad.job import Job
+from paragrad.jobs.job import Job
 from paragrad.players.proof import prove
-from paragrad.strategy import SCHEDULES
+from paragrad.strategies.strategy import SCHEDULES
+from paragrad.verbs.cli import app
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

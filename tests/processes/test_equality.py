@@ -11,18 +11,18 @@ from equality import CELLS, JOBS, NOT_EXACT, ROWS, SERIAL, VECTORS, covering, ml
 from equality import job as make_job
 from torch import Tensor, nn
 
-from paragrad.data_parallel.reproducible import reproducible_all_reduce
 from paragrad.datasets.loading import brought, called, parted
 from paragrad.errors import RankFailed
-from paragrad.job import CPU, Job
-from paragrad.launching import Ranks
+from paragrad.jobs.job import CPU, Job
 from paragrad.schedules.sabotage import SABOTAGES
 from paragrad.schedules.tree import Tree
-from paragrad.settings import Settings
-from paragrad.strategy import Serial, Strategy, resolve, strategy
-from paragrad.trainer import Trainer
-from paragrad.verification import Difference, difference, differences
-from paragrad.world import World
+from paragrad.strategies.strategy import Serial, Strategy, resolve, strategy
+from paragrad.techniques.data_parallel.reproducible import reproducible_all_reduce
+from paragrad.training.settings import Settings
+from paragrad.training.trainer import Trainer
+from paragrad.verbs.lockstep import Difference, difference, differences
+from paragrad.world.launching import Ranks
+from paragrad.world.world import World
 
 BOUND = 1e-10       # float64, 20 steps
 

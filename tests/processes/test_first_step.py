@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import paragrad as pg
-from paragrad.made import Gap, Made, gaps, pooled
-from paragrad.record import Record
+from paragrad.record.record import Record
+from paragrad.training.first_step.made import Gap, Made, gaps, pooled
 
 STRATEGIES = ("data(2)", "data(2, reduce=ring)")
 SHOWN = {wrong: shown.kinds for wrong, shown in WRONGS.items() if isinstance(shown, BeforeTheUpdate)}

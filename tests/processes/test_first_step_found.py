@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import paragrad as pg
-from paragrad import made
+from paragrad.training.first_step import made
 
 
 class Keeping(nn.Module):

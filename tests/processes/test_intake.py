@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.utils.data import Dataset, IterableDataset
 
 import paragrad as pg
-from paragrad.launching import Ranks
-from paragrad.world import World
+from paragrad.world.launching import Ranks
+from paragrad.world.world import World
 
 CUT = ("data(2)", "data(2, reduce=ring)", "data(2, state=shared_memory)", "data(2, micro=2)")
 WHOLE = CUT[:3]

@@ -16,11 +16,11 @@ import torch
 from equality import JOBS
 
 from paragrad.errors import RankFailed, StepFailed
-from paragrad.launched import cores
-from paragrad.launching import Ranks
-from paragrad.strategy import resolve, strategy
-from paragrad.verification import difference
-from paragrad.world import World
+from paragrad.strategies.strategy import resolve, strategy
+from paragrad.verbs.lockstep import difference
+from paragrad.world.launched import cores
+from paragrad.world.launching import Ranks
+from paragrad.world.world import World
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_sys_exit_in_a_task_is_a_failure(two: Ranks) -> None:
 
 SCRIPT = textwrap.dedent("""
     import signal
-    from paragrad.launching import Ranks, processes
+    from paragrad.world.launching import Ranks, processes
 
     def wait(world, report):
         report(None)

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import paragrad as pg
-from paragrad.admission import admitted
 from paragrad.datasets.loading import Samples, brought, called, cut, loaded, mapped, parted
-from paragrad.door import examined
-from paragrad.job import CPU
-from paragrad.launching import Ranks
-from paragrad.settings import Settings
-from paragrad.training import run
+from paragrad.jobs.job import CPU
+from paragrad.training.admission import admitted
+from paragrad.training.door import examined
+from paragrad.training.settings import Settings
+from paragrad.verbs.train import run
+from paragrad.world.launching import Ranks
 
 # more loaders than this machine has cores is what some of these tests want
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

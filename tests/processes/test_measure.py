@@ -13,26 +13,26 @@ import pytest
 import torch
 
 import paragrad as pg
-from paragrad.launching import Ranks
 from paragrad.planner import choosing, measuring
 from paragrad.planner.choosing import Chooser, candidates, predicted
-from paragrad.planner.machine import ASSUMED, Cluster, Link, Machine, read_machine
 from paragrad.planner.measuring import measured_link
+from paragrad.players.machine import ASSUMED, Cluster, Link, Machine, read_machine
 from paragrad.players.wire import all_reduce
 from paragrad.schedules.butterfly import Butterfly
 from paragrad.schedules.direct import Direct
 from paragrad.schedules.halving import Halving
 from paragrad.schedules.ring import Ring, RingAsync
 from paragrad.schedules.two_level import TwoLevel
-from paragrad.strategy import Native
-from paragrad.world import World
+from paragrad.strategies.strategy import Native
+from paragrad.world.launching import Ranks
+from paragrad.world.world import World
 
 
 def invoke(words: list[str]) -> Any:
     """The command's answer. Imported here: ranks import this module, and need no command line."""
     from typer.testing import CliRunner
 
-    from paragrad.cli import app
+    from paragrad.verbs.cli import app
     return CliRunner().invoke(app, words)
 
 

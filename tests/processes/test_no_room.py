@@ -14,7 +14,7 @@ from planted import WRONGS, planted
 from torch import Tensor, nn
 
 import paragrad as pg
-from paragrad import beside
+from paragrad.training.first_step import beside
 
 
 def cramped(model: nn.Module, samples: int) -> nn.Module:

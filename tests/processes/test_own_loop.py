@@ -18,8 +18,8 @@ from torch.nn import functional
 
 import paragrad as pg
 from paragrad.errors import StepFailed
-from paragrad.launching import Ranks
-from paragrad.world import World
+from paragrad.world.launching import Ranks
+from paragrad.world.world import World
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "own_loop.py"

@@ -21,10 +21,10 @@ import pytest
 from rich.console import Console
 
 import paragrad
-from paragrad.record import Line, Record
+from paragrad.jobs.finding import find
+from paragrad.record.record import Line, Record
 from paragrad.report import charts, page, table
-from paragrad.report.table import columns_of
-from paragrad.results import Table
+from paragrad.report.table import Table, columns_of
 
 CHROMIUM, DRIVER = Path("/usr/bin/chromium"), Path("/usr/bin/chromedriver")
 JOB_FILES = Path(__file__).parents[1] / "job_files"
@@ -200,7 +200,7 @@ def test_needs_no_network_and_says_how_it_was_made(compared: Path) -> None:
 @in_browser
 def test_a_failed_row_and_a_name_that_is_a_script(tmp_path: Path) -> None:
     """A job's name and an error's message are the user's; neither may run in the reader's browser."""
-    job = paragrad.jobs.find(str(JOB_FILES / "fails_on_two.py"), {})
+    job = find(str(JOB_FILES / "fails_on_two.py"), {})
     table = paragrad.compare(job, "serial; data(2, reduce=tree); data(3)", runs=tmp_path)
     for header in table.folder.glob("*/run.jsonl"):
         header.write_text(header.read_text().replace('"name":"picky"', '"name":"<script>document.title=1</script>&"')

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from paragrad import launching
-from paragrad.cli import app
+from paragrad.verbs.cli import app
+from paragrad.world import launching
 
 ROOT = Path(__file__).parents[2]
 TABLE = re.findall(r"^\| `(.+)` \| (.+) \|$", (ROOT / "docs" / "refused.md").read_text(), re.MULTILINE)

@@ -20,9 +20,9 @@ from test_launching import wait_for_ends
 
 from paragrad.__main__ import starts_ranks
 from paragrad.errors import RankFailed
-from paragrad.launching import Ranks, processes
-from paragrad.launching.processes import Server
-from paragrad.world import World
+from paragrad.world.launching import Ranks, processes
+from paragrad.world.launching.processes import Server
+from paragrad.world.world import World
 
 
 @pytest.fixture
@@ -230,7 +230,7 @@ def script(text: str, *words: str, **settings: str) -> subprocess.Popen[str]:
 def test_a_server_that_still_imports_ends_with_its_launcher(tmp_path: Path) -> None:
     with script("""
             import signal
-            from paragrad.launching import processes
+            from paragrad.world.launching import processes
             print(processes.server().popen.pid, flush=True)
             signal.pause()""", TMPDIR=str(tmp_path)) as launcher:
         assert launcher.stdout is not None
@@ -243,7 +243,7 @@ def test_a_server_that_still_imports_ends_with_its_launcher(tmp_path: Path) -> N
 def test_a_child_that_the_user_forks_has_a_server_of_its_own_and_leaves_the_other(tmp_path: Path) -> None:
     with script("""
             import os, sys
-            from paragrad.launching import Ranks, processes
+            from paragrad.world.launching import Ranks, processes
             first = processes.server().popen.pid
             if child := os.fork():
                 assert os.waitpid(child, 0)[1] == 0

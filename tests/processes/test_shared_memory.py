@@ -15,22 +15,23 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import TensorDataset
 
 from paragrad import Job, RankFailed, Refused, parallelize, train, verify
-from paragrad.admission import admitted, backend_of
-from paragrad.backends.shm.region import aligned
-from paragrad.checkpoint import newest
-from paragrad.data_parallel.shared_memory import SharedMemory
-from paragrad.data_parallel.slices import FOREACH, FUSED, slices
-from paragrad.data_parallel.updating import Alike, set_mode, updates_by
-from paragrad.datasets.loading import brought, generator_states, parted
-from paragrad.job import CPU
-from paragrad.launched import cores
-from paragrad.launching import Ranks
-from paragrad.record import lines_of
-from paragrad.settings import Settings
-from paragrad.strategy import strategy
-from paragrad.trainer import Trainer
-from paragrad.verification import difference
-from paragrad.world import World
+from paragrad.datasets.loading import brought, parted
+from paragrad.jobs.job import CPU
+from paragrad.record.record import lines_of
+from paragrad.strategies.strategy import strategy
+from paragrad.techniques.data_parallel.shared_memory import SharedMemory
+from paragrad.techniques.slices import FOREACH, FUSED, slices
+from paragrad.techniques.updating import Alike, set_mode, updates_by
+from paragrad.training.admission import admitted, backend_of
+from paragrad.training.checkpoint import newest
+from paragrad.training.settings import Settings
+from paragrad.training.trainer import Trainer
+from paragrad.verbs.lockstep import difference
+from paragrad.world.backends.shm.region import aligned
+from paragrad.world.generators import generator_states
+from paragrad.world.launched import cores
+from paragrad.world.launching import Ranks
+from paragrad.world.world import World
 
 
 class Lion(torch.optim.Optimizer):

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paragrad.backends.shm.region import no_address, opened
-from paragrad.launching import Ranks
-from paragrad.world import World
+from paragrad.world.backends.shm.region import no_address, opened
+from paragrad.world.launching import Ranks
+from paragrad.world.world import World
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8)
 LONG = 1_200_001        # float32: more than two areas, and an odd number

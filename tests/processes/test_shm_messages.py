@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from test_shm import LONG, same, values
 
-from paragrad.launching import Ranks
-from paragrad.world import World
+from paragrad.world.launching import Ranks
+from paragrad.world.world import World
 
 
 # ---- messages ----------------------------------------------------------------------------------------------------------

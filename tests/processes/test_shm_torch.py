@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from paragrad.launching import Ranks
-from paragrad.world import World
+from paragrad.world.launching import Ranks
+from paragrad.world.world import World
 
 STEPS, BATCH = 4, 16
 

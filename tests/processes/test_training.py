@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paragrad as pg
-from paragrad.admission import admitted
-from paragrad.data_parallel.walker import Walker
 from paragrad.datasets.loading import parted
 from paragrad.errors import Refused
-from paragrad.launching import Ranks
-from paragrad.record import Record, lines_of
-from paragrad.settings import Settings
-from paragrad.strategy import resolve, strategy
-from paragrad.trainer import Trainer
-from paragrad.training import run
-from paragrad.verification import differences
-from paragrad.world import World
+from paragrad.record.record import Record, lines_of
+from paragrad.strategies.strategy import resolve, strategy
+from paragrad.techniques.data_parallel.walker import Walker
+from paragrad.training.admission import admitted
+from paragrad.training.settings import Settings
+from paragrad.training.trainer import Trainer
+from paragrad.verbs.lockstep import differences
+from paragrad.verbs.train import run
+from paragrad.world.launching import Ranks
+from paragrad.world.world import World
 
 LSTM_IN_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 DIGITS = pg.job("digits").replace(epochs=2)

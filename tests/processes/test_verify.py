@@ -13,9 +13,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import paragrad as pg
-from paragrad.cli import app
 from paragrad.report.progress import Shown
 from paragrad.schedules.sabotage import SABOTAGES
+from paragrad.verbs.cli import app
 
 BUILT_IN = ("digits", "mnist-mlp", "mnist-cnn", "shakespeare-lstm")
 

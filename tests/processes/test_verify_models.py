@@ -15,13 +15,13 @@ from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
 
 import paragrad as pg
-from paragrad.certificate import Certificate
-from paragrad.cli import app
 from paragrad.datasets.loading import Samples
 from paragrad.datasets.order import Order
-from paragrad.differing import apart, differences, each_apart
-from paragrad.job import Job
-from paragrad.picking import telling_batches
+from paragrad.jobs.job import Job
+from paragrad.report.certificate import Certificate
+from paragrad.verbs.cli import app
+from paragrad.verbs.differing import apart, differences, each_apart
+from paragrad.verbs.picking import telling_batches
 
 PLAIN = TensorDataset(numbers(24, 10, seed=1), whole(4, 24, seed=2))        # no share of 24 in batches of 12 is short
 

@@ -17,11 +17,11 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset, default_collate
 
 import paragrad as pg
-from paragrad.admission import admitted
 from paragrad.datasets.loading import Samples, why_whole
-from paragrad.door import examined
 from paragrad.errors import StepFailed
-from paragrad.job import Job
+from paragrad.jobs.job import Job
+from paragrad.training.admission import admitted
+from paragrad.training.door import examined
 
 OWN = "it puts samples in an order of its own"
 STRATEGIES = ("data(2)", "data(3, reduce=ring, shares=[2, 1, 1], micro=2)", "serial(micro=3)")

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from paragrad.errors import RankFailed
-from paragrad.launching import Ranks
 from paragrad.players.proof import prove
 from paragrad.players.walk import Deadlock, walk
 from paragrad.players.wire import SCRATCH, Play, Traffic, all_reduce
@@ -31,7 +30,8 @@ from paragrad.schedules.ring import Ring, RingAsync
 from paragrad.schedules.star import Star
 from paragrad.schedules.tree import Tree
 from paragrad.schedules.two_level import TwoLevel
-from paragrad.world import World
+from paragrad.world.launching import Ranks
+from paragrad.world.world import World
 
 SCHEDULES: list[AllReduce] = [Ring(), Ring(blocking=True), RingAsync(), RingAsync(5), Tree(), Butterfly(), Star(), Direct(),
                               Halving(1), Halving(3), DoubleTree(2), TwoLevel(Halving(), Direct(), 1)]

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from paragrad.planner.machine import Cluster, Link
 from paragrad.players.clock import timed
+from paragrad.players.machine import Cluster, Link
 from paragrad.players.rounds import simulated, timed_rounds
 from paragrad.schedules.actions import AllReduce, Compute, Program, Recv, ScheduleError, Send
 from paragrad.schedules.butterfly import Butterfly

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paragrad.divisor import divisor
 from paragrad.errors import StepFailed
-from paragrad.loss import Summed
+from paragrad.jobs.divisor import divisor
+from paragrad.jobs.loss import Summed
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(6, 4, generator=GENERATOR).requires_grad_()

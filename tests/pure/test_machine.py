@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from paragrad.errors import Refused
-from paragrad.planner.machine import ASSUMED, SCHEMA, Link, Machine, machine_of, read_machine
 from paragrad.planner.measuring import fitted
 from paragrad.planner.simulation import read_bytes, read_slow, simulate
+from paragrad.players.machine import ASSUMED, SCHEMA, Link, Machine, machine_of, read_machine
 from paragrad.players.work import work_and_depth
 from paragrad.schedules.butterfly import Butterfly
 from paragrad.schedules.direct import Direct
 from paragrad.schedules.ring import Ring
 from paragrad.schedules.star import Star
 from paragrad.schedules.tree import Tree
-from paragrad.strategy import strategy
+from paragrad.strategies.strategy import strategy
 
 MEASURED = Machine({"gloo": Link(1e-4, 1e-9, 2e-6, 3e-5, 1e-10, ((64, 1e-4), (1000, 2e-4), (100_000, 3e-4))),
                     "shm": Link(1e-5, 1e-10)}, gamma=1e-10, cores=2, measured="2026, here", errors={"gloo": 0.5, "shm": 0.0},

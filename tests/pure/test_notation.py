@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paragrad import planned
 from paragrad.errors import Refused
-from paragrad.notation import Choice, Decimal, Flag, Integer, Integers, One, Word, options_of
+from paragrad.notation.choices import Choice, Decimal, Flag, Integer, Integers, One, Word, options_of
 from paragrad.schedules.ring import Ring, RingAsync
-from paragrad.strategy import (
+from paragrad.strategies import planned
+from paragrad.strategies.strategy import (
     ALGORITHMS,
     STRATEGIES,
     Data,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paragrad.datasets.order import Order, permutation
 from paragrad.schedules.actions import evenly
-from paragrad.shares import divide, micro_batches
+from paragrad.strategies.shares import divide, micro_batches
 
 
 @given(st.integers(1, 300), st.integers(1, 70), st.integers(0, 5), st.integers(0, 5))

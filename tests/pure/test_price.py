@@ -7,9 +7,9 @@ from fractions import Fraction
 
 import pytest
 
-from paragrad.planner.machine import Cluster, Link
 from paragrad.planner.price import Price, crossover, least, price, seconds
 from paragrad.players.clock import timed
+from paragrad.players.machine import Cluster, Link
 from paragrad.players.proof import prove
 from paragrad.schedules.butterfly import Butterfly, inner
 from paragrad.schedules.compose import Composed

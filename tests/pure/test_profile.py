@@ -22,11 +22,12 @@ from typer.testing import CliRunner
 
 from paragrad import Job
 from paragrad import job as built_in
-from paragrad.cli import app
 from paragrad.errors import Refused
-from paragrad.loss import Summed
+from paragrad.jobs.loss import Summed
 from paragrad.planner import layers, sequences
-from paragrad.planner.profile import counted, profile, unfused
+from paragrad.planner.profile import counted, unfused
+from paragrad.verbs.cli import app
+from paragrad.verbs.work import profile
 
 
 class Before(nn.Module):

@@ -8,7 +8,7 @@ import pytest
 
 from paragrad.datasets.order import Order
 from paragrad.errors import Refused
-from paragrad.record import Record, Recorder, lines_of, new_folder
+from paragrad.record.record import Record, Recorder, lines_of, new_folder
 
 
 def written(folder: Path, shares: list[list[range]], samples: int = 10) -> Record:

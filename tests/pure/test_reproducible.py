@@ -8,7 +8,7 @@ from itertools import permutations
 import pytest
 import torch
 
-from paragrad.data_parallel.reproducible import BITS, NOT_FINITE, SMALLEST, exponent, from_whole, to_whole
+from paragrad.techniques.data_parallel.reproducible import BITS, NOT_FINITE, SMALLEST, exponent, from_whole, to_whole
 
 TYPES = torch.float32, torch.float64, torch.bfloat16, torch.float16
 ADVERSARIAL = {

@@ -8,8 +8,9 @@ import models_page
 import pytest
 from rows import STRATEGIES
 
-from paragrad import certificate, training
-from paragrad.launching import Ranks
+from paragrad.verbs import train as training
+from paragrad.verbs import verify as certificate
+from paragrad.world.launching import Ranks
 
 
 class Kept(Ranks):

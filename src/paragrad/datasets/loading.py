@@ -7,8 +7,6 @@ is one argument of the model.
 
 from __future__ import annotations
 
-import contextlib
-import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
 from paragrad.errors import Refused, StepFailed
+from paragrad.world.generators import generator_states, generators_kept, seed_generators
 
 Dataset = Any           # map-style: __len__ and __getitem__(index) -> (input, target) or {name: value}
 Collate = Callable[[list[Any]], Any]
@@ -264,38 +263,3 @@ def cut(value: Any, part: slice | list[int], samples: int) -> Any:
                              "into micro-batches; let the samples be its first dimension, or train with micro=1")
         return pieces.setdefault(id(leaf), leaf[part])
     return mapped(cut_leaf, value)
-
-
-def seed_generators(text: str) -> None:
-    """Seed torch, numpy and random by a text."""
-    seed = random.Random(f"paragrad {text}").getrandbits(32)
-    torch.default_generator.manual_seed(seed)
-    numpy.random.seed(seed)
-    random.seed(seed)
-
-
-def generator_states() -> dict[str, Any]:
-    """The states of torch's, numpy's and random's generators, which can be compared."""
-    kind, keys, *place = numpy.random.get_state()
-    return {"torch": torch.default_generator.get_state().numpy().tobytes(),
-            "numpy": (kind, numpy.asarray(keys).tobytes(), *place), "random": random.getstate()}
-
-
-@contextlib.contextmanager
-def generators_seeded(text: str) -> Iterator[None]:
-    """The generators of torch, numpy and random begin as the text says; afterwards they are as they were."""
-    with generators_kept():
-        seed_generators(text)
-        yield
-
-
-@contextlib.contextmanager
-def generators_kept() -> Iterator[None]:
-    """Afterwards the generators of torch, numpy and random are as they were."""
-    states = torch.default_generator.get_state(), numpy.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(states[0])
-        numpy.random.set_state(states[1])
-        random.setstate(states[2])

@@ -1,5 +1,1 @@
-"""Built-in jobs, and finding the job a user names."""
-
-from paragrad.jobs.finding import JOBS, find, job
-
-__all__ = ["JOBS", "find", "job"]
+"""The Job, its loss, the built-in ones, and finding the one a user names."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from paragrad.job import Job, accuracy
+from paragrad.jobs.job import Job, accuracy
 
 
 def digits(width: int = 64) -> Job:

@@ -12,12 +12,12 @@ from types import ModuleType
 from typing import Any
 
 from paragrad.errors import Refused
-from paragrad.job import Job
 from paragrad.jobs.digits import digits
+from paragrad.jobs.job import Job
 from paragrad.jobs.mnist import mnist_cnn, mnist_mlp
 from paragrad.jobs.shakespeare import shakespeare_lstm
-from paragrad.launching import files
-from paragrad.notation import unknown
+from paragrad.notation.choices import unknown
+from paragrad.world.launching import files
 
 JOBS: dict[str, Callable[..., Job]] = {"digits": digits, "mnist-mlp": mnist_mlp, "mnist-cnn": mnist_cnn,
                                       "shakespeare-lstm": shakespeare_lstm}

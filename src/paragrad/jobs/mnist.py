@@ -9,8 +9,8 @@ from torch import nn
 
 from paragrad.datasets.mnist import mnist
 from paragrad.errors import Refused
-from paragrad.job import Job, accuracy
-from paragrad.notation import unknown
+from paragrad.jobs.job import Job, accuracy
+from paragrad.notation.choices import unknown
 
 # with its learning rate: a sigmoid's slope is a quarter at most, and the gradient passes two of them
 ACTIVATIONS: dict[str, tuple[type[nn.Module], float]] = {"relu": (nn.ReLU, 0.05), "sigmoid": (nn.Sigmoid, 0.2)}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from paragrad.datasets.text import CHARACTERS, pad, speeches
 from paragrad.errors import Refused
-from paragrad.job import Job
+from paragrad.jobs.job import Job
 
 
 class NextCharacter(nn.Module):

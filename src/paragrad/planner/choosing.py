@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 
-from paragrad.launched import cores
-from paragrad.notation import Choice
-from paragrad.planner.machine import Cluster, Machine
+from paragrad.notation.choices import Choice
 from paragrad.planner.measuring import BRIEF, added, first_elsewhere, measured_link, ranks_on_hosts
 from paragrad.players.clock import timed
+from paragrad.players.machine import Cluster, Machine
 from paragrad.schedules.butterfly import Butterfly
 from paragrad.schedules.compose import Composed
 from paragrad.schedules.direct import Direct
@@ -31,7 +30,8 @@ from paragrad.schedules.ring import Ring, RingAsync
 from paragrad.schedules.star import Star
 from paragrad.schedules.tree import Tree
 from paragrad.schedules.two_level import TwoLevel
-from paragrad.world import World
+from paragrad.world.launched import cores
+from paragrad.world.world import World
 
 CANDIDATES: tuple[Composed, ...] = (
     Star(), Tree(), DoubleTree(1), DoubleTree(4), DoubleTree(16), Butterfly(), Halving(1), Halving(2), Halving(4), Direct(),

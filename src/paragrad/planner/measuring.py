@@ -22,15 +22,15 @@ from statistics import median
 import numpy as np
 import torch
 
-from paragrad.backends.shm.region import unavailable
 from paragrad.errors import Refused
-from paragrad.launched import cores
-from paragrad.launching import Ranks
-from paragrad.notation import unknown
-from paragrad.planner.machine import Link, Machine
+from paragrad.notation.choices import unknown
+from paragrad.players.machine import Link, Machine
 from paragrad.players.wire import Play
 from paragrad.schedules.actions import Action, Recv, Send
-from paragrad.world import World, check_interfaces, joined_from_environment, launched_size, ranks_here
+from paragrad.world.backends.shm.region import unavailable
+from paragrad.world.launched import cores
+from paragrad.world.launching import Ranks
+from paragrad.world.world import World, check_interfaces, joined_from_environment, launched_size, ranks_here
 
 SIZES = (64, 1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)         # bytes
 BRIEF = (64, 1 << 14, 1 << 18)

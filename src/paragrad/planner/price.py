@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any
 
-from paragrad.notation import Choice
-from paragrad.planner.machine import Cluster, Link
+from paragrad.notation.choices import Choice
+from paragrad.players.machine import Cluster, Link
 from paragrad.schedules.butterfly import ButterflyReduce, Unfold, inner
 from paragrad.schedules.compose import Composed
 from paragrad.schedules.direct import DirectAllGather, DirectReduceScatter

@@ -7,13 +7,11 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode, conv_backward_flop
 
-from paragrad.datasets.loading import brought, copied, generators_kept, parted, tensors_of
-from paragrad.door import examined
-from paragrad.errors import Refused
-from paragrad.job import CPU, Job, opened
-from paragrad.loss import Summed
+from paragrad.datasets.loading import tensors_of
+from paragrad.jobs.loss import Summed
 from paragrad.planner.calls import COUNTED, MOVES, wanted
 from paragrad.planner.layers import NOTHING, Layer, Pass, after, brent
 
@@ -91,38 +86,6 @@ class Profile:
 
 def _passes(layer: Layer) -> tuple[Pass, Pass, Pass]:
     return layer.output, layer.input_gradient, layer.weight_gradient
-
-
-def profile(job: Job, data: Path | None = None) -> Profile:
-    """Count one step of a job's global batch. data: folder for jobs that read files. Raises Refused with the repair."""
-    if not isinstance(job, Job):
-        raise Refused(f"a job is a paragrad.Job; got {type(job).__name__}")
-    job = _on_copies(job)
-    with generators_kept():
-        facts = examined(job, data)
-        job, order = facts.ready(job), facts.order
-        places = next(order.batches())
-        fetched = parted(job.samples(opened(job.train, data))[0, order.indices(0, places)])
-        inputs, target = brought(copied(fetched), CPU, job.parameter_dtype)
-        module = Summed(job.built_model(), job.built_loss())
-        try:
-            calls, products, missed = counted(module, inputs, target, len(places), job.autocast)
-        except (RuntimeError, ValueError, TypeError) as error:
-            raise Refused(f"job {job.name}: one step of its model raised {type(error).__name__}: {error}; mend the model, or "
-                          "give another --batch") from error
-    return Profile(job.name, len(places), tuple(calls), products, tuple(missed))
-
-
-def _on_copies(job: Job) -> Job:
-    """The job with a copy of what its model function builds: that may be a model that somebody holds."""
-    def copy_of_model() -> Any:
-        try:
-            return copy.deepcopy(job.model())
-        except RuntimeError as error:   # tensors that are results, such as those of the old weight_norm
-            raise Refused(
-                f"job {job.name}: the model cannot be copied ({error}); keep no tensor with a history as an attribute "
-                "(torch.nn.utils.parametrizations.weight_norm instead of torch.nn.utils.weight_norm)") from error
-    return job if isinstance(job.model, nn.Module) or not callable(job.model) else job.replace(model=copy_of_model)
 
 
 def counted(module: Summed, inputs: Any, target: Any, samples: int,

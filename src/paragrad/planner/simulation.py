@@ -8,13 +8,13 @@ from itertools import islice
 from typing import Any
 
 from paragrad.errors import Refused
-from paragrad.planner.machine import Cluster, Machine
 from paragrad.planner.price import Price, least, price, seconds
 from paragrad.players.clock import Timeline, timed
+from paragrad.players.machine import Cluster, Machine
 from paragrad.players.rounds import simulated
 from paragrad.players.work import WorkAndDepth, work_and_depth
 from paragrad.schedules.actions import Send
-from paragrad.strategy import Data, Native, Strategy, refuse_unbuilt, resolve
+from paragrad.strategies.strategy import Data, Native, Strategy, refuse_unbuilt, resolve
 
 WALKED = 64             # ranks up to which work and depth are walked
 KEPT = 100_000          # messages up to which a timeline is kept

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, count
 from typing import Any
 
-from paragrad.planner.machine import Cluster, Link
+from paragrad.players.machine import Cluster, Link
 from paragrad.schedules.actions import Collective, Compute, Recv, ScheduleError, Send, Slot, evenly, shown
 
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
-from paragrad.world import World
+from paragrad.world.world import World
 
 SECONDS = 2.0           # for the others to say where they stand: who waits for this rank fails with it, within milliseconds
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from paragrad.planner.machine import Cluster
 from paragrad.players.clock import Timeline, timed
+from paragrad.players.machine import Cluster
 from paragrad.schedules.actions import Collective, Recv, Send, evenly
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from paragrad.errors import StepFailed
 from paragrad.players.hang import Lines, Place
 from paragrad.schedules.actions import Action, Collective, Compute, Recv, Send, Slot, evenly, parts_in, shown
-from paragrad.world import World
+from paragrad.world.world import World
 
 # bytes of scratch for receives under way. Short messages need many, as each costs gloo 0.4 ms whatever its length. Of long ones
 # one ahead is enough, and more do harm: what is asked for early comes early, and takes the link from what is waited for.

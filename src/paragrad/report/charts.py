@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 
-from paragrad.record import Line
+from paragrad.record.record import Line
 
 if TYPE_CHECKING:                   # matplotlib takes a second to import, and only a page needs it
     from matplotlib.axes import Axes

@@ -12,18 +12,28 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from paragrad.admission import Admitted
-from paragrad.certificate import Certificate
 from paragrad.errors import Refused
-from paragrad.job import accuracy
-from paragrad.notation import Choice
+from paragrad.jobs.job import accuracy
+from paragrad.notation.choices import Choice
 from paragrad.players.draw import draw as drawn
+from paragrad.report.certificate import Certificate
 from paragrad.report.drawing import write_space_time
 from paragrad.report.printing import print_facts, print_rows
+from paragrad.report.run import Run
 from paragrad.report.table import COMPUTED, sent
-from paragrad.shares import micro_batches
-from paragrad.strategy import ALGORITHMS, SCHEDULES, STRATEGIES, Data, Native, Strategy, refuse_unbuilt, resolve, share_weights
-from paragrad.training import Run
+from paragrad.strategies.shares import micro_batches
+from paragrad.strategies.strategy import (
+    ALGORITHMS,
+    SCHEDULES,
+    STRATEGIES,
+    Data,
+    Native,
+    Strategy,
+    refuse_unbuilt,
+    resolve,
+    share_weights,
+)
+from paragrad.training.admission import Admitted
 
 
 def run(finished: Run, as_json: bool, typed: Sequence[str] = ("paragrad", "train", "JOB")) -> None:

@@ -12,18 +12,18 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from paragrad.jobs import JOBS
-from paragrad.record import Line, Record
+from paragrad.jobs.finding import JOBS
+from paragrad.record.record import Line, Record
 from paragrad.report import charts
+from paragrad.report.results import TWIN, Results, Row
 from paragrad.report.table import cells, columns_of, notes, sent
-from paragrad.results import TWIN, Row, Table
-from paragrad.settings import Settings
+from paragrad.training.settings import Settings
 from paragrad.version import __version__
 
 Points = list[tuple[float, float]]
 
 
-def write_page(table: Table) -> Path:
+def write_page(table: Results) -> Path:
     """Write page.html into the comparison's folder; its path."""
     page = table.folder / "page.html"
     partial = page.with_name("page.html.partial")
@@ -32,7 +32,7 @@ def write_page(table: Table) -> Path:
     return page
 
 
-def rendered(table: Table) -> str:
+def rendered(table: Results) -> str:
     """The page as text. What a record lacks is a sentence in the place of its chart."""
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
                             trim_blocks=True, lstrip_blocks=True)
@@ -81,7 +81,7 @@ class Section:
 @dataclass(frozen=True)
 class Sections:
     """The charts of a comparison."""
-    table: Table
+    table: Results
     looks: list[charts.Look]
 
     def all(self) -> list[Section]:
@@ -210,7 +210,7 @@ def breakable(text: str) -> Markup:
 
 
 # ---- words -------------------------------------------------------------------------------------------------------------
-def lead_of(table: Table) -> str:
+def lead_of(table: Results) -> str:
     """What was compared, and how far from serial it came out, in a few sentences."""
     seeds = table.asked["seeds"]
     words = [f"{_count(table)}{' and the rounding twin' if _twin(table) else ''}, "
@@ -227,11 +227,11 @@ def lead_of(table: Table) -> str:
     return " ".join(words)
 
 
-def _twin(table: Table) -> bool:
+def _twin(table: Results) -> bool:
     return any(row.strategy == TWIN for row in table.rows)
 
 
-def _count(table: Table) -> str:
+def _count(table: Results) -> str:
     """How many strategies, the twin not counted."""
     count = len(table.rows) - _twin(table)
     return "1 strategy" if count == 1 else f"{count} strategies"
@@ -241,7 +241,7 @@ def _many(count: int, thing: str) -> str:
     return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
-def definitions(table: Table) -> list[tuple[str, str]]:
+def definitions(table: Results) -> list[tuple[str, str]]:
     """What the columns mean: (column, meaning)."""
     several = any(row.seeds > 1 for row in table.rows)
     told = {
@@ -263,7 +263,7 @@ def definitions(table: Table) -> list[tuple[str, str]]:
     return list(told.items())
 
 
-def ran(table: Table, row: Row) -> Line:
+def ran(table: Results, row: Row) -> Line:
     """What a strategy was resolved to, on what it ran, and what was picked for it and why."""
     records = [table.records[run] for run in row.runs if run in table.records]
     header = records[0].header
@@ -275,7 +275,7 @@ def ran(table: Table, row: Row) -> Line:
             "seeds": ", ".join(str(record.header["seed"]) for record in records)}
 
 
-def facts(table: Table) -> list[tuple[str, str]]:
+def facts(table: Results) -> list[tuple[str, str]]:
     """Job, machine and versions: (name, value)."""
     job, machine = table.header["job"], table.machine
     given = ", ".join(f"{name}={value!r}" for name, value in job["arguments"].items())
@@ -290,7 +290,7 @@ def facts(table: Table) -> list[tuple[str, str]]:
                          f"paragrad {machine.get('paragrad', __version__)}")]
 
 
-def call(table: Table) -> str:
+def call(table: Results) -> str:
     """The Python call that made the comparison, where no command did."""
     header, asked = table.header, table.asked
     job = header["job"]

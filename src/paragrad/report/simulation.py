@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from paragrad.errors import Refused
-from paragrad.planner.machine import Machine
 from paragrad.planner.simulation import Simulation
+from paragrad.players.machine import Machine
 from paragrad.report.printing import print_facts
 
 

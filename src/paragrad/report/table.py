@@ -9,8 +9,8 @@ from rich.box import SIMPLE_HEAVY
 from rich.console import Console
 from rich.table import Table as Drawn
 
-from paragrad.record import Line
-from paragrad.results import TWIN, Row, Table
+from paragrad.record.record import Line
+from paragrad.report.results import TWIN, Results, Row
 
 TOO_SHORT = 5e-3        # seconds of a serial step below which one exchange costs more than a second worker saves
 
@@ -25,7 +25,14 @@ STRATEGY = len("data(2, reduce=ring_async)")        # characters that a strategy
 NARROW: dict[str, Any] = {"box": SIMPLE_HEAVY, "pad_edge": False, "padding": (0, 1, 0, 0), "show_edge": False}
 
 
-def columns_of(table: Table) -> list[str]:
+class Table(Results):
+    """A comparison, read from its folder; it prints as its table."""
+
+    def __str__(self) -> str:
+        return plain(self)
+
+
+def columns_of(table: Results) -> list[str]:
     """The names of the columns of a comparison."""
     named = [column.format(metric=table.metric) for column in COLUMNS]
     if table.until:
@@ -33,7 +40,7 @@ def columns_of(table: Table) -> list[str]:
     return named
 
 
-def show(table: Table, console: Console) -> None:
+def show(table: Results, console: Console) -> None:
     """Print the table and the lines that explain it."""
     if not console.is_terminal:
         print("\t".join(columns_of(table)))
@@ -74,7 +81,7 @@ def fitting(columns: list[str], rows: list[list[str]], width: int) -> list[int]:
     return kept
 
 
-def plain(table: Table) -> str:
+def plain(table: Results) -> str:
     """The table as text in columns, with its notes: what print(table) shows."""
     columns, rows = columns_of(table), [_without_message(cells(table, row)) for row in table.rows]
     widths = [max(len(line[place]) for line in [columns, *rows]) for place in range(len(columns))]
@@ -82,7 +89,7 @@ def plain(table: Table) -> str:
     return "\n".join([*lines, *_failures(table), *_below(table)])
 
 
-def _below(table: Table) -> list[str]:
+def _below(table: Results) -> list[str]:
     return [*notes(table), f"record: {table.folder}", f"page: {table.folder / 'page.html'}"]
 
 
@@ -91,11 +98,11 @@ def _without_message(texts: list[str]) -> list[str]:
     return ["failed" if text.startswith("failed: ") else text for text in texts]
 
 
-def _failures(table: Table) -> list[str]:
+def _failures(table: Results) -> list[str]:
     return [f"{row.strategy} failed: {row.failure}" for row in table.rows if row.failure]
 
 
-def cells(table: Table, row: Row) -> list[str]:
+def cells(table: Results, row: Row) -> list[str]:
     """A row as text."""
     if row.seconds_per_step is None:
         return [row.strategy, f"failed: {row.failure}", *[""] * (len(columns_of(table)) - 2)]
@@ -130,7 +137,7 @@ def _times(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.2f}x"
 
 
-def notes(table: Table) -> list[str]:
+def notes(table: Results) -> list[str]:
     """The lines under the table."""
     machine = table.machine
     lines = [f"machine: {machine['cores']} cores, {machine['cpu']}, torch {machine['torch']}, Python {machine['python']}",

@@ -6,7 +6,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from paragrad.notation import Choice
+from paragrad.notation.choices import Choice
 from paragrad.schedules.actions import Half, Program
 
 

@@ -20,7 +20,7 @@ from functools import cache
 from itertools import product
 from typing import ClassVar
 
-from paragrad.notation import Flag, Integer, Word, choice, option
+from paragrad.notation.choices import Flag, Integer, Word, choice, option
 from paragrad.schedules.actions import Half, Program, Recv, Send
 from paragrad.schedules.compose import Segmented
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from paragrad.notation import Flag, Integer, Word, choice, option
+from paragrad.notation.choices import Flag, Integer, Word, choice, option
 from paragrad.schedules.actions import Half, Program, Recv, Send, Slot, neighbours
 from paragrad.schedules.butterfly import fold, inner, rounds, unfold
 from paragrad.schedules.compose import Segmented

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paragrad.notation import Flag, Integer, Word, choice, option
+from paragrad.notation.choices import Flag, Integer, Word, choice, option
 from paragrad.schedules.actions import Half, Program, Recv, Send
 from paragrad.schedules.compose import Composed, Segmented
 

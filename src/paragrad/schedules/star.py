@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paragrad.notation import Flag, choice, option
+from paragrad.notation.choices import Flag, choice, option
 from paragrad.schedules.actions import Half, Program, Recv, Send
 from paragrad.schedules.compose import AtRoot, Composed
 

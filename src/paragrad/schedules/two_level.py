@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paragrad.errors import Refused
-from paragrad.notation import Choice, Flag, Integer, One, Word, choice, option
+from paragrad.notation.choices import Choice, Flag, Integer, One, Word, choice, option
 from paragrad.schedules.actions import Compute, Program, Recv, Send, Slot, neighbours
 from paragrad.schedules.butterfly import Butterfly
 from paragrad.schedules.compose import Composed

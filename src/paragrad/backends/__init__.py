@@ -1,5 +1,0 @@
-"""Backends of torch.distributed. Importing this registers them: `dist.init_process_group("shm")`."""
-
-from paragrad.backends.shm.group import register
-
-register()

@@ -1,0 +1,112 @@
+"""Job: what to train, in serial words. Nothing in it speaks of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from paragrad.datasets.loading import Collate, Dataset, Samples
+from paragrad.datasets.order import Order
+from paragrad.errors import Refused, StepFailed
+from paragrad.jobs.loss import Loss, loss_in
+from paragrad.jobs.precision import in_precision
+from paragrad.world.generators import seed_everything
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+TRAINED: WeakSet[nn.Module] = WeakSet()         # the models that trainings of this process have changed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One serial training. Callables, because every rank builds its own model and optimizer, under `seed`.
+
+    model: () -> nn.Module;  loss: the mean over samples (torch's ignore_index understood), or f(output, target) ->
+    (sum, weight);  optimizer: parameters -> torch.optim.Optimizer;  train, test: map-style datasets of (input, target) or
+    of dicts, or f(data folder) -> dataset;  batch: the global one, the only one;  collate: samples -> batch, where torch's
+    own does not do;  scheduler: optimizer -> LRScheduler, which counts steps of the global batch;  clip_norm: the largest
+    norm of all gradients together;  metric: f(output, target) -> (sum, weight), such as paragrad.accuracy;  dtype: float32,
+    float64, or bfloat16 (by autocast: parameters, gradients and optimizer stay in float32).
+
+    model(inputs) is called with a sample's input: a tuple in its order, a dict by name. The target of a dict is the dict.
+    """
+    model: Callable[[], nn.Module]
+    loss: Loss
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    train: Dataset | Callable[[Path | None], Dataset]
+    batch: int
+    epochs: int
+    test: Dataset | Callable[[Path | None], Dataset] | None = None
+    seed: int = 0
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    clip_norm: float | None = None
+    metric: Callable[[Any, Any], tuple[Any, Any]] | None = None
+    dtype: torch.dtype = torch.float32
+    collate: Collate | None = None
+    name: str = "job"
+    arguments: tuple[tuple[str, Any], ...] = ()         # of a built-in job, for the record
+
+    def replace(self, **changes: Any) -> Job:
+        """The same job with some fields changed."""
+        return replace(self, **changes)
+
+    def built_model(self) -> nn.Module:
+        """The model as every rank builds it: under `seed`, in the parameters' type."""
+        seed_everything(self.seed)
+        model = self.model()
+        if not isinstance(model, nn.Module):
+            raise Refused(f"job {self.name}: model() returned {type(model).__name__}; return a torch.nn.Module")
+        return in_precision(model, self.parameter_dtype)
+
+    def model_to_train(self) -> nn.Module:
+        """The same for a training in this process, which is to change it. Raises StepFailed where one did already."""
+        model = self.built_model()
+        if model in TRAINED:
+            raise StepFailed("model() returned a module that was trained before; every training builds its own: write "
+                             "model=lambda: Net()")
+        TRAINED.add(model)
+        return model
+
+    def built_loss(self, device: torch.device = CPU) -> Loss:
+        """The loss, its own tensors on a device and in the parameters' type."""
+        return loss_in(self.loss, device, self.parameter_dtype)
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """What parameters, gradients and optimizer state are kept in."""
+        return torch.float32 if self.dtype == torch.bfloat16 else self.dtype
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """What forward and loss are computed in, where it is another type."""
+        return self.dtype if self.dtype == torch.bfloat16 else None
+
+    @property
+    def metric_name(self) -> str:
+        """What the test measures: the metric's name, or the loss."""
+        return getattr(self.metric, "__name__", "metric") if self.metric else "loss"
+
+    def samples(self, dataset: Dataset) -> Samples:
+        """A dataset, drawn from and collated as this job says."""
+        return Samples(dataset, self.seed, self.collate)
+
+    def order(self, samples: int) -> Order:
+        return Order(samples, self.batch, self.seed)
+
+
+def accuracy(output: Tensor, target: Tensor) -> tuple[float, int]:
+    """Per cent of targets that have the largest output (class dimension 1 or last of one): (sum, weight)."""
+    right = output.argmax(1 if output.dim() > 1 else 0) == target
+    return 100.0 * float(right.sum()), right.numel()
+
+
+def opened(dataset: Dataset | Callable[[Path | None], Dataset], data: Path | None) -> Dataset:
+    """The dataset itself, or what its function makes of the data folder."""
+    is_dataset = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    return dataset if is_dataset else dataset(data)

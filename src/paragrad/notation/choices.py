@@ -1,0 +1,232 @@
+"""The notation of strategies: choices are frozen values that print as the call that makes them, and parse back.
+
+A choice is a frozen dataclass whose fields are made by `option(...)`: which kinds of value it takes, and its default.
+A bare word (`auto`, `replicated`) is a string; `none` is None; a technique (`ring`, `top_k(0.01)`) is a choice itself.
+How text becomes calls is in `grammar.py`; here calls become choices.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, ClassVar, TypeVar, dataclass_transform
+
+from paragrad.errors import Refused
+from paragrad.notation.grammar import Call, parse_call
+
+T = TypeVar("T")
+MEANT = {"gpu": "cuda", "ddp": "data"}          # what people say elsewhere, too far from our word to be found as a slip
+
+
+# ---- what a field takes ------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Integer:
+    """A whole number from `least`."""
+    least: int = 1
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= self.least
+
+    def __str__(self) -> str:
+        return f"a whole number from {self.least}"
+
+
+@dataclass(frozen=True)
+class Decimal:
+    """A number above `above`, at most `most`."""
+    above: float = 0.0
+    most: float = float("inf")
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and self.above < value <= self.most
+
+    def __str__(self) -> str:
+        return f"a number above {self.above:g}" + (f", at most {self.most:g}" if self.most < float("inf") else "")
+
+
+@dataclass(frozen=True)
+class Flag:
+    """true or false."""
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, bool)
+
+    def __str__(self) -> str:
+        return "true or false"
+
+
+@dataclass(frozen=True)
+class Integers:
+    """A list of whole numbers from `least`, such as [3, 1]."""
+    least: int = 1
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, tuple) and bool(value) and all(number in Integer(self.least) for number in value)
+
+    def __str__(self) -> str:
+        return f"a list of whole numbers from {self.least}, such as [3, 1]"
+
+
+class Word:
+    """One of some bare words; `none` stands for None."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def __contains__(self, value: object) -> bool:
+        return (value is None and "none" in self.names) or value in self.names
+
+    def __str__(self) -> str:
+        return " or ".join(self.names)
+
+
+class One:
+    """One of some choices: `One(Ring, Tree)` takes Ring(), "ring" and ring(...)."""
+
+    def __init__(self, *classes: type[Choice]) -> None:
+        self.classes = classes
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, self.classes)
+
+    def __str__(self) -> str:
+        return "one of " + ", ".join(cls.name for cls in self.classes)
+
+
+Kind = Integer | Decimal | Flag | Integers | Word | One
+
+
+def option(*kinds: Kind, default: Any = MISSING, later: tuple[object, ...] = ()) -> Any:
+    """A field of a choice: the kinds of value it takes; `later`: values known by name and not built yet."""
+    return field(default=default, metadata={"kinds": kinds, "later": later})
+
+
+# ---- choices -------------------------------------------------------------------------------------------------------
+class Choice:
+    """A frozen value that checks its fields, prints as the call that makes it and parses back to an equal value."""
+    __slots__ = ()
+    name: ClassVar[str]
+    built: ClassVar[bool] = True                    # False: known by name, refused at the door
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", cls.__name__).lower()
+
+    def __post_init__(self) -> None:
+        for spec in options_of(type(self)):
+            given = getattr(self, spec.name)
+            value = _fitted(given, spec, self.name)
+            if value is not given:
+                object.__setattr__(self, spec.name, value)
+        self.check()
+
+    def check(self) -> None:
+        """Refuse options that do not fit together."""
+
+    def __str__(self) -> str:
+        shown = self._shown(_text)
+        return f"{self.name}({', '.join(shown)})" if shown else self.name
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self._shown(repr))})"
+
+    def _shown(self, text: Callable[[object], str]) -> list[str]:
+        """The arguments that the call needs: those without a default by place, of the others what differs, by name."""
+        return [text(value) if spec.default is MISSING else f"{spec.name}={text(value)}"
+                for spec in options_of(type(self))
+                if (value := getattr(self, spec.name)) != spec.default or spec.default is MISSING]
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(option,))
+def choice(cls: type[T]) -> type[T]:
+    """Make a Choice a frozen dataclass that keeps the Choice's own printing."""
+    return dataclass(frozen=True, repr=False)(cls)
+
+
+def options_of(cls: type[Choice]) -> tuple[Field[Any], ...]:
+    return fields(cls)  # type: ignore[arg-type]
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_text, value)) + "]"
+    return str(value)
+
+
+def _fitted(value: object, spec: Field[Any], owner: str) -> object:
+    """The value as the field keeps it (a list as a tuple, text and calls resolved), or Refused."""
+    kinds: tuple[Kind, ...] = spec.metadata["kinds"]
+    if isinstance(value, list):
+        value = tuple(value)
+    if isinstance(value, str) and not any(value in kind for kind in kinds):
+        value = parse_call(value)
+    if isinstance(value, Call):
+        value = _resolved(value, kinds, f"{owner}({spec.name}=...)")
+    if value == "none" and any(None in kind for kind in kinds):
+        value = None
+    if not any(value in kind for kind in kinds):
+        takes = " or ".join(map(str, kinds))
+        raise Refused(f"{owner}({spec.name}=...) takes {takes}; got {_text(value)}")
+    return value
+
+
+def _resolved(call: Call, kinds: Iterable[Kind], where: str) -> object:
+    """A call in the place of a value: a bare word of the field, or one of its choices."""
+    words = [name for kind in kinds if isinstance(kind, Word) for name in kind.names]
+    classes = [cls for kind in kinds if isinstance(kind, One) for cls in kind.classes]
+    if call.name in words and not call.positional and not call.named:
+        return call.name
+    if not classes:
+        return call                             # no such word: the message about the field's kinds says it best
+    return build(call, {cls.name: cls for cls in classes}, where, words)
+
+
+def build(call: Call, classes: dict[str, type[Choice]], where: str, words: Iterable[str] = (),
+          elsewhere: Mapping[str, str] | None = None) -> Choice:
+    """The choice that a call names, or Refused with the nearest name. elsewhere: names that stand in other places, and how."""
+    if elsewhere and call.name in elsewhere:
+        raise Refused(f"{where}: no name {call.name!r}; did you mean {elsewhere[call.name]}?")
+    if call.name not in classes:
+        raise Refused(f"{where}: " + unknown("name", call.name, [*classes, *words]))
+    cls = classes[call.name]
+    names = [spec.name for spec in options_of(cls)]
+    if len(call.positional) > len(names):
+        takes = f"at most {len(names)}: {', '.join(names)}" if names else "no arguments"
+        raise Refused(f"{call.name} takes {takes}; got {len(call.positional)}")
+    arguments = dict(zip(names, call.positional, strict=False))
+    for name, value in call.named:
+        if name not in names:
+            raise Refused(f"{call.name}: " + unknown("option", name, names))
+        if name in arguments:
+            raise Refused(f"{call.name}: option {name} is given twice; give it once")
+        arguments[name] = value
+    missing = [spec.name for spec in options_of(cls) if spec.default is MISSING and spec.name not in arguments]
+    if missing:
+        raise Refused(f"{call.name} needs {', '.join(missing)}: write {call.name}({', '.join(missing)})")
+    return cls(**arguments)
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> str:
+    """The message about a name nobody knows, with the nearest one offered."""
+    known = list(known)
+    near = [MEANT[name]] if MEANT.get(name) in known else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    offer = f"did you mean {near[0]}?" if near else "known: " + (", ".join(known) or "none")
+    return f"no {what} {name!r}; {offer}"
+
+
+def parts_of(value: object) -> Iterator[tuple[Choice, Field[Any], object]]:
+    """Every field of a choice and of the choices inside it: (owner, field, value)."""
+    if isinstance(value, Choice):
+        for spec in options_of(type(value)):
+            inner = getattr(value, spec.name)
+            yield value, spec, inner
+            yield from parts_of(inner)
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from parts_of(item)

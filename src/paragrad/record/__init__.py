@@ -1,0 +1,1 @@
+"""What a run writes of itself, and its reading."""

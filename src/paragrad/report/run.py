@@ -1,0 +1,55 @@
+"""Run: a finished training, read from its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from paragrad.jobs.job import Job
+from paragrad.record.record import Record
+from paragrad.strategies.strategy import Strategy, strategy
+from paragrad.training.tensor_files import load_weights
+
+
+class Run(Record):
+    """A finished training: its record, and the trained model."""
+
+    def __init__(self, job: Job, folder: Path) -> None:
+        super().__init__(folder)
+        self.job = job
+
+    def __repr__(self) -> str:
+        """What it was and how it ended, in one line."""
+        told = [f"Run of {self.job.name} under {self.header['strategy']}: {self.end['status'] if self.end else 'died'}"]
+        if losses := self.losses:
+            told.append(f"{len(losses)} steps, last loss {losses[-1]:.4f}")
+        if self.test is not None:
+            told.append(f"test {self.job.metric_name} {self.test:.2f}")
+        if self.seconds_per_step is not None:
+            told.append(f"{1e3 * self.seconds_per_step:.2f} ms per step")
+        if self.stopped:
+            told.append(f"stopped at step {self.resumable}, to go on with resume={str(self.folder)!r}")
+        return ", ".join([*told, f"in {self.folder}"])
+
+    @property
+    def resolved(self) -> Strategy:
+        """The strategy with every `auto` replaced."""
+        return strategy(self.header["resolved"])
+
+    @property
+    def stopped(self) -> bool:
+        """It was asked to stop, and saved a checkpoint to go on from."""
+        return bool(self.end and self.end["status"] == "stopped")
+
+    @property
+    def resumable(self) -> int | None:
+        """The step of its newest checkpoint."""
+        found = sorted(path.name for path in self.folder.glob("checkpoint-*") if not path.suffix)
+        return int(found[-1].removeprefix("checkpoint-")) if found else None
+
+    def model(self) -> nn.Module:
+        """The trained model, a plain module with its serial names."""
+        model = self.job.built_model()
+        load_weights(model, self.folder / "model.safetensors")
+        return model

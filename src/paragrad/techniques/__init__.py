@@ -1,0 +1,1 @@
+"""What strategies need inside a rank: exchanges, slices of state, batch norm and draws that do not see the split."""

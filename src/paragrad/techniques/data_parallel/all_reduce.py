@@ -1,0 +1,159 @@
+"""Synchronous data parallelism: every worker computes its share of the batch, gradients are summed over all workers.
+
+The contract with DistributedDataParallel, which cuts gradients into buckets and tells when one is ready:
+
+* backward runs on the *sum* of losses; the exchange sums; the one division by the global weight is the trainer's, for
+  every strategy, serial included. The weight itself travels as one more gradient (`Counted`).
+* every algorithm, `native` too, goes through the same communication hook. The hook queues the bucket and returns a Future;
+  one walker thread per rank plays the buckets in DDP's order, over a process group of its own.
+* only the last micro-batch of a step is exchanged. A rank whose part is empty runs one sample with weight 0, so that all
+  hooks fire in the same order.
+* parameters unused in step 0 on any rank: DDP looks for unused ones in every step; unused everywhere leaves grad None.
+  Where all were used in step 0, one that gets no gradient later ends the run with its name.
+* buffers are not broadcast: exact batch norm (`batch_norm.py`) keeps them equal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from paragrad.errors import StepFailed
+from paragrad.jobs.loss import Summed
+from paragrad.planner.choosing import Pick
+from paragrad.planner.price import computed_bytes
+from paragrad.players.machine import Machine
+from paragrad.players.wire import Traffic
+from paragrad.record.log import Log
+from paragrad.techniques.data_parallel.alone import Alone
+from paragrad.techniques.data_parallel.walker import Bucket, Walker, waiting_bucket
+from paragrad.world.world import World
+
+# torch 2.13 renamed the switch that leaves buffers alone in forward
+_new_name = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+KEEP_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _new_name else "broadcast_buffers": False}
+
+
+class Counted(nn.Module):
+    """A summed loss whose gradients tell more: `counter` is a parameter with the gradient (weight, loss, ranks asked to stop,
+    doubtful weight).
+
+    Whatever sums the gradients, over micro-batches, over ranks, along any schedule, sums these too, in the same message.
+    """
+
+    def __init__(self, summed: Summed) -> None:
+        super().__init__()
+        self.summed = summed
+        parameter = next(parameter for parameter in summed.model.parameters() if parameter.requires_grad)
+        # the gradients' own type, to share their bucket; never below float32, which counts to 2^24
+        real = parameter.dtype.to_real() if parameter.is_complex() else parameter.dtype
+        dtype = torch.promote_types(real, torch.float32)
+        self.counter = nn.Parameter(torch.zeros(4, dtype=dtype, device=parameter.device))
+        self.stop = 0.0
+
+    def forward(self, inputs: Any, target: Any, samples: int) -> tuple[Tensor, float]:
+        total, weight = self.summed(inputs, target, samples)
+        counted = self.counter.new_tensor([weight, 0.0, self.stop, self.summed.doubtful if samples else 0.0])
+        counted[1] = total.detach()
+        return total + (self.counter * counted).sum(), weight
+
+
+class Wrapped(DistributedDataParallel):
+    """SyncBatchNorm, which DDP refuses on the CPU, is computed by ours (`batch_norm.py`)."""
+
+    def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
+        pass
+
+
+class Exchange(Alone):
+    """Wraps a module so that its backward sums the gradients of all ranks; every rank updates all parameters.
+
+    log is told of every bucket's exchange, and of its parts. With overlap=False the exchange begins when backward has ended.
+    machine: what is known of the links, for `auto`.
+    """
+
+    def __init__(self, module: Summed, world: World, optimizer: torch.optim.Optimizer, clip_norm: float | None, algorithm: Any,
+                 *, some_unused: bool, overlap: bool, log: Log, machine: Machine | None = None) -> None:
+        super().__init__(module, optimizer, clip_norm)
+        self.walker = Walker(algorithm, world, log.now, self._played, self._picked, machine)
+        self.world, self.overlap, self.log = world, overlap, log
+        self.counting = Counted(module)
+        self.module = Wrapped(                          # its own messages stay out of the walker's group
+            self.counting, process_group=world.group, gradient_as_bucket_view=True, find_unused_parameters=some_unused,
+            **KEEP_BUFFERS)
+        self.module.register_comm_hook(self, _hook)
+        self.parameters = len(list(self.counting.parameters()))
+        self.trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self.some_unused = some_unused
+        self.held: list[Bucket] = []
+        self.complete = False
+
+    def begin(self) -> None:
+        """A step begins: nothing was sent in it yet. DDP exchanges what could be trained when it was made, and no more."""
+        super().begin()
+        self.sent, self.complete = {}, False
+        self.counting.counter.grad = None
+        changed = [name.removeprefix("model.") for name, parameter in self.summed.named_parameters()
+                   if parameter.requires_grad != (name in self.trained)]
+        if changed:
+            raise StepFailed("it was frozen or unfrozen after step 0, and would not be exchanged; parallelize the model anew "
+                             "when what is trained changes", tensor=", ".join(changed))
+
+    def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Around the forward and backward of one micro-batch: only the last one is exchanged."""
+        if not last:
+            return self.module.no_sync()
+        self.counting.stop = float(self.stop)
+        if self.some_unused:                            # DDP's own map of used parameters, int32
+            self.count("used", computed_bytes("all_reduce", 4 * self.parameters, self.world.size), computed=True)
+        return contextlib.nullcontext()
+
+    def finish(self, weight: float, loss: float) -> None:
+        """After the last backward: everything was exchanged, or the names of what got no gradient."""
+        if not self.complete:
+            names = [name.removeprefix("model.") for name, parameter in self.summed.named_parameters()
+                     if parameter.requires_grad and parameter.grad is None]
+            raise StepFailed("no gradient in this step, although all parameters had one in step 0; a parameter whose use "
+                             "depends on the data must go unused on some rank in step 0 too, or be used always",
+                             tensor=", ".join(names) or None)
+
+    def counted(self) -> list[float]:
+        assert self.counting.counter.grad is not None
+        return self.counting.counter.grad.tolist()      # type: ignore[no-any-return]
+
+    def ready(self, bucket: Bucket, last: bool) -> None:
+        """DDP says that a bucket's gradients are there."""
+        self.held.append(bucket)
+        self.largest = max(self.largest, bucket.vector.numel() * bucket.vector.element_size())
+        self.complete |= last
+        if self.overlap or last:
+            for each in self.held:
+                self.walker.put(each)
+            self.held = []
+
+    def _played(self, bucket: Bucket, start: float, traffic: Traffic) -> None:
+        name = f"reduce {bucket.number}"
+        self.count("gradients", traffic.bytes, computed=traffic.computed)
+        self.log.add_span(name, "send", start, bytes=traffic.bytes)
+        if not traffic.computed:                        # of the same time: one after the other, whatever turns they took
+            for lane, seconds in (("wait", traffic.waiting), ("receive", traffic.transfer), ("compute", traffic.own)):
+                self.log.add_span(name, lane, start, seconds=seconds)
+                start += seconds
+
+    def _picked(self, bytes_: int, pick: Pick) -> None:
+        self.log.choice("reduce", str(pick.algorithm), pick.because, bytes_)
+
+    def close(self) -> None:
+        self.walker.close()
+        del self.module                     # DDP holds its hook's state, this object: a circle Python cannot see
+
+
+def _hook(exchange, bucket):  # type: ignore[no-untyped-def]      # DDP looks at annotations, and wants none or its own
+    waiting = waiting_bucket(bucket)
+    exchange.ready(waiting, bucket.is_last())
+    return waiting.future

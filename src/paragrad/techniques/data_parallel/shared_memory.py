@@ -1,0 +1,250 @@
+"""Data parallelism of ranks that share memory: parameters, and the optimizer's state, are on the host once.
+
+In a step every rank puts its gradients into a row of its own; all meet; every rank adds up *its slice* of all rows, divides it
+by the global weight and updates that slice of the parameters with that slice of the optimizer's state; all meet again, and the
+parameters are new for everybody. With clipping they meet once more, for the norm. So the exchange is one reading of every
+gradient, and the update, which data parallelism usually repeats on every rank, is done once, in parallel (as ZeRO does it
+between hosts: Rajbhandari et al. 2020, arXiv 1910.02054).
+
+* A large gradient moves into the row as soon as backward has it, and is freed; small ones in one operation at the end.
+* The sum, and then the mean, lies in row 0 (each rank writes its own slice there), until the next step begins.
+* The optimizer is the user's own object: its parameter groups hold the slice's pieces instead of the parameters, so schedulers
+  and settings by group go on working. `updating.py` tries how it may be cut.
+* Parameters of which no rank had a gradient in a step have none, as in serial: every rank says which it used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paragrad.errors import StepFailed
+from paragrad.jobs.loss import Summed
+from paragrad.techniques.data_parallel.alone import Alone, OptimizerState
+from paragrad.techniques.data_parallel.host_memory import HostMemory
+from paragrad.techniques.slices import FOREACH, Piece, slices, updated
+from paragrad.techniques.updating import ALL, ELEMENT, KINDS, has_modes, in_eval_mode, set_mode, updates_by
+from paragrad.world.backends.shm.region import aligned
+from paragrad.world.world import World
+
+LARGE = 2**16           # bytes from which a gradient moves in backward
+BLOCK = 2**18           # bytes that are added up at once
+
+
+class SharedMemory(Alone):
+    """The exchange of `data(n, state=shared_memory)`. Collective: all ranks make it together."""
+
+    def __init__(self, module: Summed, world: World, optimizer: torch.optim.Optimizer, clip_norm: float | None,
+                 clock: Callable[[], float], span: Callable[..., None]) -> None:
+        super().__init__(module, optimizer, clip_norm)
+        self.world, self.clock, self.span, self.sharing = world, clock, span, world.size
+        self.step, self.stepping = 0, False
+        trained = {name: parameter for name, parameter in module.model.named_parameters() if parameter.requires_grad}
+        self.names, self.parameters = list(trained), list(trained.values())
+        self.frozen = [parameter for parameter in module.model.parameters() if not parameter.requires_grad]
+        set_mode(optimizer, "train")            # here, where every rank has parameters of its own, once for all steps
+        kind = updates_by(optimizer, known=type(optimizer) in FOREACH)
+        kind = KINDS[int(world.all_reduced(torch.tensor(float(KINDS.index(kind))), "MAX"))]
+        self.pieces, self.because = slices(optimizer, kind, [each.numel() for each in self.parameters], world.size)
+        self.memory = HostMemory(world, list(module.model.parameters()), self.parameters)
+        self._share()
+        self.row = [self.memory.gradient(world.rank, index) for index in range(len(self.parameters))]
+        self.mean = [self.memory.gradient(0, index) for index in range(len(self.parameters))]
+        self.sums = [[self.memory.stretch(rank, *block) for rank in range(world.size)] for block in self._blocks()]
+        self.read = sum(rows[0].numel() * rows[0].element_size() for rows in self.sums) * (world.size - 1)
+        self.largest = self.memory.row
+        self.cut, self.updates = kind == ELEMENT, kind != ALL or world.rank == 0
+        self.own = [(piece, self._piece(self.parameters, piece), self._piece(self.mean, piece))
+                    for piece in self.pieces[world.rank]]
+        if self.cut:
+            _cut(optimizer, self.parameters, self.own)
+        self.used = [False] * len(self.parameters)          # in this step, by this rank
+        self.anyone = bytes(len(self.parameters))           # in the last step, by any rank
+        self.hooks = [parameter.register_post_accumulate_grad_hook(self._mover(index))
+                      for index, parameter in enumerate(self.parameters)
+                      if parameter.numel() * parameter.element_size() >= LARGE]
+
+    def _share(self) -> None:
+        """Rank 0's values become everybody's, in one place."""
+        parameters = list(self.summed.model.parameters())
+        if self.world.rank == 0:
+            torch._foreach_copy_(self.memory.shared, [parameter.detach() for parameter in parameters])
+        self._meet("sharing the parameters")
+        for parameter, place in zip(parameters, self.memory.shared, strict=True):
+            parameter.data = place
+
+    def _piece(self, tensors: list[Any], piece: Piece) -> Tensor:
+        """A flat piece where the optimizer updates by element, otherwise the tensor itself."""
+        tensor: Tensor = tensors[piece.index]
+        return tensor.detach().view(-1)[piece.start:piece.stop] if self.cut else tensor
+
+    def _blocks(self) -> Iterator[tuple[torch.dtype, int, int]]:
+        """(type, start, stop in bytes of the row): this rank's slice, in pieces that stay in the cache until divided."""
+        for dtype, first, last in self._runs():
+            for start in range(first, last, BLOCK):
+                yield dtype, start, min(start + BLOCK, last)
+
+    def _runs(self) -> list[tuple[torch.dtype, int, int]]:
+        """The stretches of a row that make up this rank's slice, over the bounds of parameters."""
+        runs: list[tuple[torch.dtype, int, int]] = []
+        for piece in self.pieces[self.world.rank]:
+            parameter = self.parameters[piece.index]
+            place, size = self.memory.places[piece.index], parameter.element_size()
+            start, stop = place + piece.start * size, place + piece.stop * size
+            if runs and runs[-1][0] == parameter.dtype and aligned(runs[-1][2]) == start:
+                runs[-1] = (parameter.dtype, runs[-1][1], stop)         # what lies between is zero in every row
+            else:
+                runs.append((parameter.dtype, start, stop))
+        return runs
+
+    # ---- in a step -----------------------------------------------------------------------------------------------------
+    def begin(self) -> None:
+        self.sent = {}
+        self.used = [False] * len(self.parameters)
+        if not all(parameter.requires_grad for parameter in self.parameters) or any(
+                parameter.requires_grad for parameter in self.frozen):
+            changed = [name for name, parameter in self.summed.model.named_parameters()
+                       if parameter.requires_grad != (name in self.names)]
+            raise StepFailed("it was frozen or unfrozen after step 0; train with what is trained from the beginning",
+                             tensor=", ".join(changed))
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        self.stepping = True
+        try:
+            yield
+        finally:
+            self.stepping = False
+
+    def _mover(self, index: int) -> Callable[[Tensor], None]:
+        row = self.row[index]
+
+        def move(parameter: Tensor) -> None:
+            if not self.stepping:                           # one worker's step, beside
+                return
+            assert parameter.grad is not None
+            if self.used[index]:                            # a later micro-batch
+                row.add_(parameter.grad)
+            else:
+                row.copy_(parameter.grad)
+                self.used[index] = True
+            parameter.grad = None
+        return move
+
+    def finish(self, weight: float, loss: float) -> None:
+        rows, gradients = [], []
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                rows.append(self.row[index])
+                gradients.append(parameter.grad)
+                parameter.grad = None
+                self.used[index] = True
+            elif not self.used[index] and self.anyone[index]:
+                self.row[index].zero_()                     # of the last gradient, or in row 0 of the mean
+        if rows:
+            torch._foreach_copy_(rows, gradients)
+        self.memory.used(self.world.rank)[:] = bytes(self.used)
+        self.memory.count(self.world.rank, weight, loss, float(self.stop), self.doubt)
+        self._meet("adding up gradients")
+
+    def counted(self) -> list[float]:
+        return [sum(numbers) for numbers in zip(*map(self.memory.counts, range(self.world.size)), strict=True)]
+
+    def average(self, weight: float) -> None:
+        start = self.clock()
+        for mean, *others in self.sums:
+            for row in others:
+                mean.add_(row)
+            mean.div_(weight)
+        self.count("gradients", self.read, computed=False)
+        self.span("reduce", "receive", start, bytes=self.read)
+        anyone = bytes(map(max, *map(self.memory.used, range(self.world.size))))
+        if anyone != self.anyone or not self.cut:
+            for piece, place, gradient in self.own:
+                place.grad = gradient if anyone[piece.index] else None
+        self.anyone = anyone
+
+    def averaged(self) -> dict[str, Tensor | None]:
+        self._meet("averaging gradients")
+        return self.gradients()
+
+    def update(self) -> None:
+        if self.clip_norm is not None:
+            self._clip(self.clip_norm)
+        if self.updates:
+            updated(self.optimizer)
+        else:
+            self.optimizer._opt_called = True               # type: ignore[attr-defined]    # schedulers want to know
+        self._meet("updating parameters")
+        self.step += 1
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        if not has_modes(self.optimizer):
+            yield
+            return
+        self._meet("going to eval mode")
+        with in_eval_mode(self.optimizer, [place for _, place, _ in self.own]) if self.updates else nullcontext():
+            self._meet("reading parameters in eval mode")
+            yield
+            self._meet("going back from eval mode")
+        self._meet("reading parameters in training mode")
+
+    def _clip(self, most: float) -> None:
+        """As torch.nn.utils.clip_grad_norm_, over all slices."""
+        self.memory.norms[self.world.rank] = sum(
+            float(torch.linalg.vector_norm(mean, dtype=torch.promote_types(mean.dtype, torch.float32))) ** 2
+            for mean, *_ in self.sums)
+        self._meet("taking the norm of gradients")
+        norm = float(self.memory.norms.sum().sqrt())
+        for mean, *_ in self.sums:
+            mean.mul_(min(1.0, most / (norm + 1e-6)))
+
+    def _meet(self, doing: str) -> None:
+        self.memory.meet(lambda: f"{doing}, step {self.step}")
+
+    # ---- what others look at -------------------------------------------------------------------------------------------
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Until any rank begins the next step."""
+        found: dict[str, Tensor | None] = dict.fromkeys(name for name, _ in self.summed.model.named_parameters())
+        found.update({name: self.mean[index].clone() for index, name in enumerate(self.names) if self.anyone[index]})
+        return found
+
+    def optimizer_state(self) -> OptimizerState:
+        """As Alone's; empty on the other ranks."""
+        mine = [(piece, self.optimizer.state.get(place, {})) for piece, place, _ in self.own]
+        found: OptimizerState = {}
+        for piece, values in (each for pieces in self.world.collected(mine) for each in pieces):
+            parameter = self.parameters[piece.index]
+            for what, value in values.items():
+                whole = found.setdefault(parameter, {})
+                if self.cut and isinstance(value, Tensor) and value.dim():
+                    whole.setdefault(what, torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False))
+                    whole[what].view(-1)[piece.start:piece.stop] = value
+                else:
+                    whole[what] = value
+        return found
+
+    def close(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        self.memory.forget()
+
+
+def _cut(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], own: list[tuple[Piece, Tensor, Tensor]]) -> None:
+    """Let the optimizer hold a slice's pieces, and their part of the state, instead of the parameters."""
+    before, optimizer.state = optimizer.state, type(optimizer.state)(dict)
+    pieces = {parameters[piece.index]: (piece, place) for piece, place, _ in own}
+    for group in optimizer.param_groups:
+        held = [pieces[parameter] for parameter in group["params"] if parameter in pieces]
+        for parameter in group["params"]:
+            if parameter in pieces and parameter in before:
+                piece, place = pieces[parameter]
+                optimizer.state[place] = {
+                    what: value.reshape(-1)[piece.start:piece.stop].clone() if isinstance(value, Tensor) and value.dim() else
+                    value for what, value in before[parameter].items()}
+        group["params"] = [place for _, place in held]

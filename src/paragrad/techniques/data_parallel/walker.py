@@ -1,0 +1,102 @@
+"""The walker: a thread that plays DistributedDataParallel's buckets along an all-reduce, in the order in which they come."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paragrad.planner.choosing import Chooser, Pick
+from paragrad.planner.price import computed_bytes
+from paragrad.players.machine import Machine
+from paragrad.players.wire import Traffic, all_reduce
+from paragrad.strategies.strategy import Native
+from paragrad.techniques.data_parallel.reproducible import reproducible_all_reduce
+from paragrad.world.world import World
+
+
+@dataclass
+class Bucket:
+    """Gradients sent together, waiting for their exchange."""
+    number: int
+    vector: Tensor
+    future: torch.futures.Future[Tensor]
+    computed: torch.cuda.Event | None = None            # on a GPU: when the gradients are really there
+
+
+class Walker:
+    """Sums buckets over all ranks, over a process group of its own. Collective.
+
+    played(bucket, start, traffic) is told of each, with clock()'s time at its start. A schedule's messages go through the host.
+    algorithm "auto": picks one for every size of buckets, from a machine file or what it measures; picked is told of it.
+    """
+
+    def __init__(self, algorithm: Any, world: World, clock: Callable[[], float] = lambda: 0.0,
+                 played: Callable[[Bucket, float, Traffic], None] = lambda bucket, start, traffic: None,
+                 picked: Callable[[int, Pick], None] = lambda bytes_, pick: None, machine: Machine | None = None) -> None:
+        if algorithm == "auto" and world.backend != "gloo":     # shm's and NCCL's own are the quickest there
+            algorithm = Native()
+        self.algorithm, self.clock, self.played = algorithm, clock, played
+        self.sum = reproducible_all_reduce if getattr(algorithm, "reproducible", False) else all_reduce
+        self.world = world.twin(through_host=not isinstance(algorithm, Native))
+        self.chooser = Chooser(self.world, Native(), self._sum, machine, told=picked) if algorithm == "auto" else None
+        self.queue: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._walk, name="paragrad-walker", daemon=True)
+        self.thread.start()
+
+    def put(self, bucket: Bucket) -> None:
+        """Its future completes when it is summed."""
+        self.queue.put(bucket)
+
+    def _walk(self) -> None:
+        while (bucket := self.queue.get()) is not None:
+            start = self.clock()
+            try:
+                if bucket.computed is not None:
+                    torch.cuda.set_device(bucket.vector.device)         # of this thread
+                    bucket.computed.synchronize()
+                traffic = self._play(bucket.vector)
+                if bucket.computed is not None:
+                    torch.cuda.current_stream().synchronize()
+                self.played(bucket, start, traffic)
+                bucket.future.set_result(bucket.vector)
+            except Exception as error:
+                bucket.future.set_exception(error)
+
+    def _play(self, vector: Tensor) -> Traffic:
+        """Sum a bucket in place; complex numbers as pairs of real ones."""
+        if vector.is_complex():
+            vector = torch.view_as_real(vector).view(-1)
+        if isinstance(self.algorithm, Native):
+            return self._sum(self.algorithm, vector)
+        on_host = vector.cpu()
+        traffic = self._sum(self.chooser.pick(on_host) if self.chooser else self.algorithm, on_host)
+        if on_host is not vector:
+            vector.copy_(on_host)
+        return traffic
+
+    def _sum(self, algorithm: Any, vector: Tensor) -> Traffic:
+        """Sum a vector in place by one algorithm. A backend's own all-reduce tells neither times nor bytes."""
+        if not isinstance(algorithm, Native):
+            return self.sum(algorithm, vector, self.world)
+        vector.copy_(self.world.all_reduced(vector))
+        return Traffic(computed_bytes("all_reduce", vector.nbytes, self.world.size), computed=True)
+
+    def close(self) -> None:
+        self.queue.put(None)
+        self.thread.join(timeout=1)         # it may wait for a rank that failed; the launcher ends both
+
+
+def waiting_bucket(bucket: Any) -> Bucket:
+    """DDP's bucket, with the future that its hook returns."""
+    vector, computed = bucket.buffer(), None
+    if vector.is_cuda:
+        computed = torch.cuda.Event()
+        computed.record()
+    devices = [vector.device] if vector.is_cuda else None
+    return Bucket(bucket.index(), vector, torch.futures.Future(devices=devices), computed)

@@ -1,0 +1,176 @@
+"""Random draws that do not depend on the layout: a function of (seed, step, call, sample, block, element).
+
+Every sample draws the same numbers whichever rank, share or micro-batch it is in, so what a model draws under `data(4)` is
+what it draws under `serial`. For the time of a step torch's random kernels themselves are replaced (`Keyed`): that sees
+dropout wherever it is (inside attention, an LSTM, a function imported by name), DropPath, noise, and what gradient
+checkpointing recomputes in backward, and costs other operations nothing.
+
+Which dimension of a drawn tensor the samples are is seen, not guessed (`seen`): the model runs on two samples and on three;
+the dimension that grew, by so many blocks (the heads of an attention), is theirs. Where none grew the draw is common to all
+samples (a mask of a weight), so to all ranks. A draw of which two dimensions grew, or calls in another order, depend on the
+layout, and a strategy with such a model is not exact.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from paragrad.errors import StepFailed
+from paragrad.techniques.hashing import Distribution, filled, rows, without
+from paragrad.techniques.kernels import Drawing, drawing, drawn
+from paragrad.world.generators import generator_states, seed_generators
+
+GENERATORS = ("torch", "numpy", "random")
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A random call of a model's forward. dim: where its samples are, None: common to all samples."""
+    name: str
+    dims: int
+    dim: int | None
+    rest: tuple[int, ...]           # the other dimensions, as they were seen
+
+
+@dataclass(frozen=True)
+class Draws:
+    """All random calls of a model's forward, as `seen`. by_layout: what makes them depend on the layout, or None.
+
+    others: generators (torch, numpy, random) that other draws moved, which are common to all samples.
+    """
+    calls: tuple[Draw, ...] = ()
+    by_layout: str | None = None
+    others: tuple[str, ...] = ()
+    places: dict[Any, tuple[int | None, int]] = field(default_factory=dict, compare=False, repr=False)    # found in steps
+
+    def __bool__(self) -> bool:
+        return bool(self.calls or self.others or self.by_layout)
+
+    def __or__(self, other: Draws) -> Draws:
+        """What two parts of a batch draw: equal calls of one part stay, for a call is also known by its place among them."""
+        lacking = (call for call in other.calls if call not in self.calls)
+        return Draws((*self.calls, *dict.fromkeys(lacking)), self.by_layout or other.by_layout,
+                     tuple(dict.fromkeys(self.others + other.others)))
+
+
+class Recording(Drawing):
+    """Notes every call, and gives every sample the same numbers."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[int, ...]]] = []
+        self.owners: set[str] = set()
+
+    def numbers(self, name: str, tensor: Tensor, distribution: Distribution) -> Tensor:
+        self.calls.append((name, tuple(tensor.shape)))
+        filled(tensor, None, rows(len(self.calls), (0,), 1, tensor.device), distribution)
+        return tensor
+
+    def own(self, name: str) -> None:
+        self.owners.add(name)
+
+
+class Keyed(Drawing):
+    """Keys every draw by the places in the global batch of the samples in this forward (`positions`).
+
+    Gradient checkpointing runs parts of the forward again in backward, and restores torch's generator for it: every call draws
+    one number there, and a number that was drawn before is the same call again.
+    strict: a draw that was not `seen` so ends the step; otherwise (on one worker) it is common to all samples.
+    """
+
+    def __init__(self, draws: Draws, seed: int, step: int, positions: list[int], strict: bool = True) -> None:
+        self.draws, self.seed, self.step, self.positions, self.strict = draws, seed, step, tuple(positions) or (0,), strict
+        self.calls: dict[int, int] = {}         # number drawn -> which call it is
+
+    def numbers(self, name: str, tensor: Tensor, distribution: Distribution) -> Tensor:
+        if not tensor.numel():
+            return tensor
+        call = self.calls.setdefault(drawn(), len(self.calls))
+        key = int.from_bytes(hashlib.blake2b(f"{self.seed} {self.step} {call}".encode(), digest_size=4).digest()) >> 1
+        shape = tuple(tensor.shape)
+        known = name, shape, len(self.positions), call
+        if known not in self.draws.places:
+            self.draws.places[known] = self._place(name, shape, call)
+        dim, blocks = self.draws.places[known]
+        positions = (0,) if dim is None else self.positions
+        filled(tensor, dim, rows(key, positions, blocks, tensor.device), distribution)
+        return tensor
+
+    def _place(self, name: str, shape: tuple[int, ...], call: int) -> tuple[int | None, int]:
+        """(sample dimension, blocks) of this call: of all that were seen the one that fits, by its order where several do."""
+        samples = len(self.positions)
+        fits = [draw for draw in self.draws.calls if draw.name == name and draw.dims == len(shape) and (
+            draw.rest == shape if draw.dim is None else shape[draw.dim] % samples == 0)]
+        dims = {draw.dim for draw in fits}
+        if len(dims) > 1:
+            here = self.draws.calls[call] if call < len(self.draws.calls) else None
+            alike = {draw.dim for draw in fits if draw.dim is None or draw.rest == without(shape, draw.dim)}
+            dims = {here.dim} if here in fits else alike if len(alike) == 1 else dims
+        if len(dims) == 1:
+            dim = dims.pop()
+            return dim, 1 if dim is None else shape[dim] // samples
+        if self.strict:
+            raise StepFailed(f"{name} draws a tensor of shape {shape} for {samples} samples, not as in the first step: which "
+                             "numbers are whose is not known, so it would be another training than on one worker")
+        return None, 1
+
+
+@contextlib.contextmanager
+def keyed(draws: Draws, seed: int, step: int, positions: list[int], strict: bool = False) -> Iterator[None]:
+    """Around forward and backward of some samples: what they draw is keyed (`Keyed`), if they draw. Draws from other
+    generators, which are common to all samples, begin alike in every forward of a step, on every rank."""
+    if not draws and not strict:
+        yield
+        return
+    if draws.others:
+        seed_generators(f"forward {seed} {step}")
+    with drawing(Keyed(draws, seed, step, positions, strict)):
+        yield
+
+
+# ---- what a forward draws ----------------------------------------------------------------------------------------------------
+def seen(forward: Callable[[int], object]) -> Draws:
+    """What forward(samples) draws, run on two samples and on three."""
+    recordings, moved = [], []
+    for samples in (2, 3):
+        seed_generators("what a model draws")
+        before = generator_states()
+        with drawing(Recording()) as recording:
+            forward(samples)
+        recordings.append(recording)
+        moved.append({name: state for name, state in generator_states().items() if state != before[name]})
+    two, three = (recording.calls for recording in recordings)
+    if not (two or three or moved[0] or moved[1] or recordings[0].owners):
+        return Draws()
+    wrong = [f"{name} by a generator of its own" for name in sorted(recordings[0].owners)]
+    wrong += [f"draws from {name}, which differ with the number of samples" for name in GENERATORS
+              if moved[0].get(name) != moved[1].get(name)]
+    if [name for name, _ in two] != [name for name, _ in three]:
+        wrong.append("other random calls where there are more samples")
+        return Draws((), "; ".join(wrong))
+    calls = []
+    for (name, shape), (_, larger) in zip(two, three, strict=True):
+        call = _call(name, shape, larger)
+        if isinstance(call, str):
+            wrong.append(call)
+        else:
+            calls.append(call)
+    return Draws(tuple(calls), "; ".join(dict.fromkeys(wrong)) or None, tuple(name for name in GENERATORS if name in moved[0]))
+
+
+def _call(name: str, two: tuple[int, ...], three: tuple[int, ...]) -> Draw | str:
+    grown = [dim for dim, (a, b) in enumerate(zip(two, three, strict=False)) if a != b]
+    if len(two) != len(three) or len(grown) > 1:
+        return f"{name} of shape {two} for two samples and {three} for three, which is no number of its own for each"
+    if not grown:
+        return Draw(name, len(two), None, two)
+    dim = grown[0]
+    blocks, rest = divmod(two[dim], 2)
+    if name == "randperm" or rest or three[dim] != 3 * blocks:
+        return f"{name} of shape {two} for two samples and {three} for three, which mixes samples"
+    return Draw(name, len(two), dim, without(two, dim))

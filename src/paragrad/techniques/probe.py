@@ -1,0 +1,162 @@
+"""Looking at a model without touching it: forwards and backwards that leave nothing behind; the search for a value that is not
+finite."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paragrad.datasets.loading import called, copied
+from paragrad.jobs.loss import Summed
+from paragrad.techniques.batch_norm import BatchNorm
+from paragrad.techniques.draws import Draws, Recording, seen
+from paragrad.techniques.kernels import drawing
+from paragrad.world.generators import generator_states
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What one forward and backward showed."""
+    some_unused: bool               # a trainable parameter got no gradient
+    activations: int                # bytes for each sample that backward keeps besides parameters
+    known: bool                     # the weight of the loss is more than the number of samples
+    normed: bool                    # a batch norm took statistics
+    coarsest: float                 # eps of the coarsest real numbers that backward keeps
+    linear: bool                    # gradients grow as the loss does
+    draws: Draws
+
+    def __or__(self, other: Probe) -> Probe:
+        """What two ranks' looks show together."""
+        return Probe(self.some_unused or other.some_unused, max(self.activations, other.activations),
+                     self.known and other.known, self.normed or other.normed,
+                     max(self.coarsest, other.coarsest), self.linear and other.linear, self.draws | other.draws)
+
+
+def probed(module: Summed, inputs: Any, target: Any, samples: int, norm: BatchNorm,
+           repeated: Callable[[int], tuple[Any, Any]]) -> Probe:
+    """One forward and backward of the module on copies of its inputs; what it leaves behind is the caller's (`untouched`).
+
+    norm: entered by the caller;  repeated(n): (inputs, target) of a batch that is n times one sample.
+    """
+    kept: dict[int, int] = {}
+    coarsest = 0.0
+
+    def keep(tensor: Tensor) -> Tensor:
+        nonlocal coarsest
+        coarsest = max(coarsest, torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0)
+        kept.update(_storage(tensor))
+        return tensor
+
+    def ran(hooks: contextlib.AbstractContextManager[Any]) -> tuple[Recording, bool]:
+        with hooks, drawing(Recording()) as recording, _hooks_noted() as hooked:
+            total, _ = module(*copied((inputs, target)), samples)
+            own = bool(hooked) or _hooked(module) or _has_functions(total)
+            total.backward(retain_graph=own)
+            return recording, not own or _is_linear(module, total)
+
+    before = generator_states()
+    try:
+        recording, linear = ran(torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor))
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        kept.clear()                    # torch.func takes no such hooks: what backward keeps stays unknown
+        before = generator_states()
+        recording, linear = ran(contextlib.nullcontext())
+    some_unused = any(parameter.requires_grad and parameter.grad is None for parameter in module.parameters())
+    draws = Draws()
+    if recording.calls or recording.owners or generator_states() != before:
+        batches = {count: repeated(count) for count in (2, 3)}         # what loading draws is no matter of the model's
+        draws = seen(lambda count: module(*copied(batches[count]), 0))       # what one sample weighs is no matter
+    for parameter in module.parameters():
+        kept.update(dict.fromkeys(_storage(parameter), 0))
+    return Probe(some_unused, sum(kept.values()) // max(samples, 1), module.known, norm.computed, coarsest, linear, draws)
+
+
+# ---- what is not linear in a gradient: hooks and autograd functions that clip it, or divide it by its norm -------------------
+@contextlib.contextmanager
+def _hooks_noted() -> Iterator[list[Tensor]]:
+    """The hidden tensors that get a hook."""
+    noted: list[Tensor] = []
+    original = Tensor.register_hook
+
+    def register_hook(tensor: Tensor, hook: Any) -> Any:
+        noted.append(tensor)
+        return original(tensor, hook)
+    Tensor.register_hook = register_hook            # type: ignore[method-assign, assignment]
+    try:
+        yield noted
+    finally:
+        Tensor.register_hook = original             # type: ignore[method-assign]
+
+
+def _hooked(module: nn.Module) -> bool:
+    return any(parameter._backward_hooks for parameter in module.parameters()) or any(
+        each._backward_hooks or each._backward_pre_hooks for each in module.modules())
+
+
+def _has_functions(total: Tensor) -> bool:
+    """Is a function in Python in its graph?"""
+    waiting, met = [total.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in met:
+            continue
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return True
+        met.add(node)
+        waiting += [each for each, _ in node.next_functions]
+    return False
+
+
+def _is_linear(module: nn.Module, total: Tensor) -> bool:
+    """Is the gradient of a sixteenth of the loss a sixteenth of its gradient?"""
+    first = [None if each.grad is None else each.grad.clone() for each in module.parameters()]
+    for parameter in module.parameters():
+        parameter.grad = None
+    try:
+        total.backward(total.new_tensor(2.0**-4))
+    except RuntimeError:                # a graph that goes backward once
+        return True
+    return all(one is None or each.grad is None or torch.allclose(16 * each.grad, one, rtol=1e-3, atol=0.0, equal_nan=True)
+               for one, each in zip(first, module.parameters(), strict=True))
+
+
+def _storage(tensor: Tensor) -> dict[int, int]:
+    """Its bytes, by its address; nothing where it has no storage, as a sparse tensor."""
+    try:
+        return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()}
+    except RuntimeError:
+        return {}
+
+
+def first_not_finite(model: nn.Module, inputs: Any, target: Any) -> str:
+    """The first tensor with a value that is not finite: inputs, target, parameters, buffers, then outputs in forward order."""
+    named = {"inputs": inputs, "target": target, **dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, value in named.items():
+        if not _finite(value):
+            return name
+    bad: list[str] = []
+    hooks = [module.register_forward_hook(lambda _module, _inputs, output, name=name: (
+        None if _finite(output) else bad.append(f"output of {name or type(model).__name__}")))
+        for name, module in model.named_modules()]
+    try:
+        called(model.eval(), inputs)        # eval: batch norm in training would wait for the other ranks
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.train()
+    return bad[0] if bad else "loss"
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, tuple | list):
+        return all(map(_finite, value))
+    return not isinstance(value, Tensor) or not value.is_floating_point() or bool(torch.isfinite(value).all())

@@ -1,0 +1,1 @@
+"""One rank's training: settings, the door, the step and its proof, batches, evaluation, checkpoints, the loop."""

@@ -1,0 +1,173 @@
+"""One worker's step, beside the strategy's own: the whole global batch on rank 0, and on rank 1 its rounding twin."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paragrad.datasets.loading import brought, parted
+from paragrad.jobs.loss import loss_in
+from paragrad.jobs.precision import move
+from paragrad.strategies.shares import micro_batches
+from paragrad.techniques.batch_norm import BatchNorm
+from paragrad.techniques.untouched import Before, set_values, untouched
+from paragrad.training.additive import Part
+from paragrad.training.batches import Batch
+from paragrad.training.first_step.made import Made
+from paragrad.training.first_step.proof import ORDERS, Order, Proof, made_alone, precise, spread
+from paragrad.world.launched import memory_left
+
+if TYPE_CHECKING:
+    from paragrad.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Beside:
+    """One worker's step on the global batch of the step under way, on the trainer's model, which is put back.
+
+    batch(order): its parts, the samples of each in that order;  buffers: as they are before the step;  kept: what else the
+    forward changes, so.
+    """
+    trainer: Trainer
+    batch: Callable[[Order], list[Part]]
+    loss_alone: bool
+    buffers: dict[str, torch.Tensor]
+    kept: list[Before]
+
+    def made(self, order: Order = list, moved: bool = False) -> Made:
+        """moved: every parameter up or down by one unit in its last place."""
+        trainer, parts = self.trainer, self.batch(order)
+        with untouched(trainer.module), trainer.batch_norm.looking():
+            self._as_before()
+            if moved:
+                move(trainer.model, torch.Generator().manual_seed(trainer.seed))
+            return made_alone(trainer.module, parts, trainer.draws, trainer.seed, trainer.steps, self.loss_alone)
+
+    def _as_before(self) -> None:
+        """The model as it was before the step: the strategy's own may have been made since."""
+        for name, buffer in self.trainer.model.named_buffers():
+            if name in self.buffers:
+                set_values(buffer, self.buffers[name])
+        for each in self.kept:
+            each.put_back()
+
+    def another(self, number: int) -> Made:
+        """Of the samples in one of several orders; the last time in the first order, and the parameters moved."""
+        return self.made(ORDERS[number]) if number < len(ORDERS) else self.made(moved=True)
+
+    def precise(self) -> Made:
+        """In float64. Raises what the model raises there."""
+        trainer = self.trainer
+        with untouched(trainer.module):             # in which a loss that holds the model leaves gradients
+            self._as_before()
+            model = copy.deepcopy(trainer.model)
+            with BatchNorm(trainer.world, model, trainer.part, lambda payload: None).looking():
+                return precise(model, trainer.module, self.batch(list), trainer.draws, trainer.seed, trainer.steps,
+                               loss_in(trainer.module.loss, trainer.world.device, torch.float64), self.loss_alone)
+
+
+def proof(trainer: Trainer, batch: Batch, inputs: Any, target: Any, as_loaded: bool,
+          loss_alone: bool = False) -> tuple[Proof | None, str]:
+    """Make one worker's step on rank 0 and its rounding twin on rank 1; or None, and why that cannot be.
+
+    as_loaded: `step` got, on every rank, what `batches` gave. Collective.
+    """
+    world = trainer.world
+    serial, twin, beside = None, None, None
+    room, told = _room(trainer, batch)
+    because = told if room < len(batch.indices) else None
+    given = None if as_loaded else world.agreed(world.collected((batch, inputs, target)))
+    like = Made(0.0, 0.0, {} if loss_alone else {name: each.detach() for name, each in trainer.parameters.items()},
+                {} if loss_alone else {name: each.detach() for name, each in trainer.model.named_buffers()})
+    if not because and world.rank < 2:
+        try:
+            parts = functools.partial(_loaded, trainer, batch) if given is None else functools.partial(_joined, trainer, given)
+            beside = Beside(trainer, parts, loss_alone,
+                            {name: buffer.clone() for name, buffer in trainer.model.named_buffers()}, [])
+            made = beside.made(list if world.rank == 0 else ORDERS[0])
+            beside.kept.append(Before(trainer.module, made.moved))
+            serial, twin = (made, None) if world.rank == 0 else (None, made)
+        except Exception as error:              # on rank 1: then there is no twin
+            because = f"one worker's step ended with {type(error).__name__}: {error}"
+    everywhere, because = spread(world, serial, like, because=because)
+    if everywhere is None:
+        return None, because or "not one worker's step was made"
+    eps = trainer.coarsest if trainer.precision == torch.float64 else 0.0       # what a model in float64 computes in less
+    return Proof(world, everywhere, twin, beside.another if beside else None, beside.precise if beside else None, eps,
+                 trainer.precision == torch.float64, loss_alone), ""
+
+
+def _groups(trainer: Trainer, samples: int) -> list[list[int]]:
+    """The micro-batches that are one worker's: all in one, unless batch norm sees them apart."""
+    if not trainer.batch_norm.computed or trainer.micro == 1:
+        return [list(range(samples))]
+    micros = micro_batches(range(samples), trainer.shares, trainer.micro)
+    return [list(itertools.chain.from_iterable(parts)) for parts in micros]
+
+
+def _loaded(trainer: Trainer, batch: Batch, order: Order) -> list[Part]:
+    """From the dataset, each part collated by itself."""
+    groups = [order(group) for group in _groups(trainer, len(batch.indices))]
+    return [Part(*fetched(trainer, batch, group), group) for group in groups]
+
+
+def fetched(trainer: Trainer, batch: Batch, places: list[int]) -> tuple[Any, Any]:
+    """(inputs, target) of what stands at some places of a global batch."""
+    assert trainer.samples is not None
+    fetched = brought(trainer.samples[batch.epoch, batch.indices, places], trainer.world.device, trainer.dtype)
+    return parted(fetched)          # type: ignore[no-any-return]
+
+
+def _joined(trainer: Trainer, given: list[tuple[Batch, Any, Any]], order: Order) -> list[Part]:
+    """What step was given on all ranks, put together; stand-ins of empty parts left out."""
+    if trainer.batch_norm.computed and trainer.micro > 1:
+        raise ValueError("step was given another batch than trainer.batches gave, and batch norm sees micro-batches")
+    parts = []
+    for batch, inputs, target in given:
+        places = [place for piece, part in batch.cuts() for place in range(part.start, part.stop) if piece.positions]
+        if places:
+            part = Part(inputs, target, batch.places)
+            try:
+                parts.append(part.cut(places))
+            except ValueError:                  # the loop dropped samples: what is left, as it is
+                parts.append(replace(part, positions=places))
+    whole = Part(_together([part.inputs for part in parts]), _together([part.target for part in parts]),
+                 [position for part in parts for position in part.positions])
+    places = list(range(len(whole.positions)))
+    return [whole if order is list else whole.cut(order(places))]
+
+
+def _together(values: list[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(values) if first.dim() else first
+    if isinstance(first, dict):
+        return {name: _together([value[name] for value in values]) for name in first}
+    if isinstance(first, tuple | list) and any(isinstance(each, torch.Tensor | dict | tuple | list) for each in first):
+        return type(first)(_together(list(each)) for each in zip(*values, strict=True))
+    return functools.reduce(operator.add, values) if isinstance(first, tuple | list) else first
+
+
+def _room(trainer: Trainer, batch: Batch) -> tuple[int, str]:
+    """For how many samples of the batch one worker's step has room here, where rank 0 and rank 1 make one each; in words."""
+    samples, left = len(batch.indices), memory_left()
+    if left is None or trainer.world.rank > 1:
+        return samples, ""
+    left //= min(2, trainer.world.size)
+    each = max(1, trainer.activations // max(1, len(batch.pieces[0].positions)))
+    model = 2 * sum(parameter.numel() * parameter.element_size() for parameter in trainer.parameters.values())
+    return (max(0, min(samples, (left - model) // each)),
+            f"{samples} samples want about {(model + samples * each) >> 20} MiB on one rank, and {left >> 20} MiB are left")
+
+
+def fewer(trainer: Trainer, batch: Batch) -> Batch | None:
+    """Of the batch as many samples as there is room for, or None where that is all, or not one for every share. Collective."""
+    room = int(trainer.world.all_reduced(torch.tensor(float(_room(trainer, batch)[0])), "MIN"))
+    return None if room >= len(batch.indices) else batch.fewer(room, trainer.shares, trainer.micro, trainer.parts)

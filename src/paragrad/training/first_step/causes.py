@@ -1,0 +1,76 @@
+"""What to say where a training is not one worker's: the tensor, the difference, the likeliest cause, the repair."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from paragrad.training.first_step.proof import Miss
+
+if TYPE_CHECKING:
+    from paragrad.training.trainer import Trainer
+
+GO_ON = "--unchecked (unchecked=True) trains it all the same"
+
+
+def by_layout(what: str) -> str:
+    """Of random draws (`Draws.by_layout`)."""
+    return (f"the model's random draws depend on how the batch is split: {what}; draw by torch's functions with the "
+            f"samples as a dimension of their own, or in the dataset; {GO_ON}")
+
+
+def not_the_same(trainer: Trainer, misses: list[Miss]) -> str:
+    """Of the first step that is not one worker's."""
+    first = min(misses, key=lambda miss: miss.kind not in ("parameter", "state"))           # of which the others follow
+    what = {"buffer": "a buffer", "parameter": "a parameter that the forward changes",
+            "state": "what the forward keeps in Python"}.get(first.kind, f"the {first.kind}")
+    scale = f" (the largest {first.kind} is {first.gap.largest:.3g})" if first.kind in ("gradient", "buffer") else (
+        f" (one worker's is {first.gap.largest:.6g})")
+    when, updated = ("the first update", "nothing was updated") if not trainer.taken else (
+        "this update", f"it was not made ({trainer.taken} were)")
+    return (f"not one worker's training: before {when} {what} is off by {first.gap.value:.3g}{scale}, where rounding "
+            f"explains {first.rounding:.1g}; {updated}. {likely(trainer, misses)}; {GO_ON}")
+
+
+def likely(trainer: Trainer, misses: list[Miss]) -> str:
+    """The likeliest cause of a step that differs, with the repair."""
+    kinds = {miss.kind for miss in misses}
+    if trainer.sabotage:
+        return f"Cause: the planted bug {trainer.sabotage}"
+    if kinds & {"parameter", "state"}:
+        return PARAMETER if "parameter" in kinds else STATE
+    if "weight" in kinds:
+        return WEIGHT
+    if "loss" in kinds and trainer.module.traced is False:
+        return UNTRACED
+    if hooked := [name for name, each in trainer.parameters.items() if each._backward_hooks]:
+        return HOOK.format(", ".join(hooked[:3]))
+    if "loss" in kinds or kinds == {"gradient"}:
+        drawn = ", ".join(dict.fromkeys(call.name for call in trainer.draws.calls))
+        return MIXES + (f"; or what {drawn} draws is not each sample's own" if drawn else "")
+    return BUFFER
+
+
+def of_difference(tensor: str, is_buffer: bool, sabotage: str | None) -> str:
+    """The likeliest cause of a training that differs first in a tensor (`verify`), with the repair."""
+    if sabotage:
+        return f"Cause: the planted bug {sabotage}"
+    if tensor == "loss of the whole batch":
+        return UNTRACED
+    return BUFFER if is_buffer else MIXES + "; or the loss weighs targets in a way that cannot be seen: return (sum, weight)"
+
+
+WEIGHT = ("Likely cause: the loss divides by something that does not add up over shares (padding that differs by share, a "
+          "constant); return the pair (sum, weight) from it, or collate whole batches: collate=paragrad.WholeBatch(collate)")
+UNTRACED = ("Likely cause: the mean in the loss is over something else than samples, and what it divides by cannot be read "
+            "off; return the pair (sum, weight)")
+MIXES = ("Likely cause: the model or the loss mixes samples (a mean over the batch, a comparison of samples), so that a share "
+         "gives another result than its part of the batch")
+STATE = ("Likely cause: what it keeps (a counter, a running mean) counts its share or its micro-batches; make it a function of "
+         "the step, or keep it in the loop")
+SHARED = ("the forward changes a parameter, which every rank would do, and here they share it; train with state=replicated, or "
+          "change it in the optimizer's step")
+PARAMETER = "Likely cause: every rank changes it by what its share has; change it in the optimizer's step"
+HOOK = ("Likely cause: a hook on the gradient of {} does something with it that is another thing for a share's gradient (clips "
+        "it, divides by its norm); do it in the optimizer")
+BUFFER = ("Likely cause: the buffer counts what a share has, not what the batch has; make what it holds a function of the "
+          "step, or go without (register_buffer is for what is equal on all workers)")

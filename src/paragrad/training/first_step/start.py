@@ -1,0 +1,264 @@
+"""Before the first step: the model is looked at, one worker's first step is made beside, then the exchange is wired."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import operator
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paragrad.datasets.loading import brought, cut, parted, tensors_of
+from paragrad.errors import Refused, StepFailed
+from paragrad.jobs.loss import loss_in
+from paragrad.jobs.precision import in_precision
+from paragrad.schedules.sabotage import sabotaged
+from paragrad.strategies.strategy import Data
+from paragrad.techniques.data_parallel.all_reduce import Exchange
+from paragrad.techniques.data_parallel.alone import Alone
+from paragrad.techniques.data_parallel.shared_memory import SharedMemory
+from paragrad.techniques.draws import Draws
+from paragrad.techniques.probe import Probe, probed
+from paragrad.techniques.untouched import Before, untouched
+from paragrad.training.additive import Part, wrong_with
+from paragrad.training.batches import Batch
+from paragrad.training.first_step.beside import fetched, fewer, proof
+from paragrad.training.first_step.causes import SHARED, by_layout, not_the_same
+from paragrad.training.first_step.made import Made
+from paragrad.training.first_step.proof import Miss
+
+if TYPE_CHECKING:
+    from paragrad.training.trainer import Trainer
+
+
+def before(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> None:
+    """Look at the model and wire up; make one worker's step beside, where this one has to show that it is the same.
+
+    That is the first one, and of steps 2, 4, 8, ... the loss: rare targets that do not count, longer padding, a term that grows
+    come late. Collective.
+    """
+    if trainer.exchange is not None:
+        if trainer.splits and (trainer.taken + 1).bit_count() == 1:            # the 2nd, 4th, 8th, ...
+            _prepare(trainer, batch, inputs, target, _all_given_as_loaded(trainer, inputs, target), loss_alone=True)
+        return
+    seen = _seen(trainer)
+    found, as_loaded = (seen, True) if seen else looked_at(trainer, batch, inputs, target)
+    trainer.draws, trainer.module.traced, trainer.coarsest = found.draws, found.known, found.coarsest
+    trainer.module.linear = found.linear
+    trainer.activations = found.activations * max(1, len(batch.pieces[0].positions))
+    if found.draws.by_layout and (trainer.splits or trainer.unchecked):
+        trainer.log.choice("random", "by layout", found.draws.by_layout)
+        if trainer.splits:
+            raise StepFailed(by_layout(found.draws.by_layout))
+    if trainer.splits:
+        _prepare(trainer, batch, inputs, target, as_loaded, wire=lambda: wired(trainer, found.some_unused))
+        return
+    if trainer.unchecked:
+        trainer.log.choice("first step", "not checked", "asked for")
+    trainer.exchange = wired(trainer, found.some_unused)
+
+
+def _prepare(trainer: Trainer, batch: Batch, inputs: Any, target: Any, as_loaded: bool, loss_alone: bool = False,
+             wire: Callable[[], Alone] | None = None) -> None:
+    """One worker's step beside, then the exchange; where that is to be compared at once and not in the step itself, compare."""
+    proved, of = (batch, inputs, target), "this step"
+    trainer.proof, because = proof(trainer, *proved, as_loaded, loss_alone)
+    if trainer.proof is None and as_loaded and (few := fewer(trainer, batch)):
+        proved = few, *fetched(trainer, few, few.places)
+        trainer.proof, because = proof(trainer, *proved, as_loaded, loss_alone)
+        of = f"its first {len(few.indices)} samples, for which there is room on one rank,"
+    if wire:
+        trainer.exchange = wire()
+    trainer.kept = Before(trainer.module, trainer.proof.serial.moved if trainer.proof else ())
+    if trainer.proof is None:
+        trainer.log.choice("loss again" if loss_alone else "first step", "not checked", because)
+        if trainer.log.recorder is None:            # a loop of one's own
+            warnings.warn(f"step {trainer.steps} is not compared with one worker's: {because}", stacklevel=2)
+        return
+    if trainer.precision != torch.float64:
+        trainer.proof.double = functools.partial(_in_double, trainer, trainer.kept, *proved)
+    if trainer.autocast is not None or proved[0] is not batch:
+        rehearse(trainer, *proved, of)
+
+
+def _in_double(trainer: Trainer, kept: Before, batch: Batch, inputs: Any, target: Any) -> list[Miss] | None:
+    """The misses of the same step in float64, by the strategy's own code on a copy; None where that cannot be. Collective."""
+    twin: Trainer | None = None
+    try:
+        with untouched(trainer.module):
+            trainer.world.barrier()                 # parameters that ranks share are as they are, on all of them
+            kept.put_back()
+            model = in_precision(copy.deepcopy(trainer.model), torch.float64)
+            model.zero_grad()
+            twin = type(trainer)(
+                trainer.world, model, loss_in(trainer.module.loss, trainer.world.device, torch.float64),
+                torch.optim.SGD(model.parameters(), lr=0.0), trainer.strategy, seed=trainer.seed, collate=trainer.collate,
+                dtype=torch.float64, overlap=trainer.overlap, sabotage=trainer.sabotage, examined=True, machine=trainer.machine)
+            twin.steps, twin.samples = trainer.steps, trainer.samples
+            pair = brought((inputs, target), trainer.world.device, torch.float64)
+            loaded = _given_as_loaded(trainer, inputs, target)
+            twin.fetched = pair if loaded else None
+            before(twin, batch, *pair)
+            return compared(twin, *_averaged(twin, batch, *pair)) if twin.proof else None
+    except Exception:
+        return None
+    finally:
+        if twin is not None:
+            twin.close()
+
+
+def _seen(trainer: Trainer) -> Probe | None:
+    """What the door saw, where a look by every rank would show no more: whether all parameters are used matters to an exchange
+    alone, which calls of batch norm ask other ranks only where there are some, and other devices draw by other kernels."""
+    strategy = trainer.strategy
+    exchanges = isinstance(strategy, Data) and strategy.state == "replicated"
+    by_rank = exchanges or trainer.world.device.type != "cpu" or (trainer.seen is not None and trainer.seen.normed)
+    return None if by_rank else trainer.seen
+
+
+def wired(trainer: Trainer, some_unused: bool) -> Alone:
+    """The exchange of the trainer's strategy."""
+    world, strategy, log = trainer.world, trainer.strategy, trainer.log
+    if world.size == 1:
+        return Alone(trainer.module, trainer.optimizer, trainer.clip_norm)
+    assert isinstance(strategy, Data)
+    if strategy.state == "shared_memory":
+        shared = SharedMemory(trainer.module, world, trainer.optimizer, trainer.clip_norm, log.now, log.add_span)
+        log.choice("slices", type(trainer.optimizer).__name__, shared.because)
+        return shared
+    return Exchange(trainer.module, world, trainer.optimizer, trainer.clip_norm, sabotaged(strategy.reduce, trainer.sabotage),
+                    some_unused=some_unused, overlap=trainer.overlap, log=log, machine=trainer.machine)
+
+
+def rehearse(trainer: Trainer, batch: Batch, inputs: Any, target: Any, of: str) -> None:
+    """The first step, or one of fewer samples, without an update, and without autocast, in which a reversed batch hardly
+    differs and a right split does."""
+    trainer.rehearsing, spans = True, list(trainer.log.spans)
+    try:
+        with untouched(trainer.module):
+            loss, weight = _averaged(trainer, batch, inputs, target)
+            if weight:                      # otherwise the step itself says so
+                prove(trainer, loss, weight, of)
+    finally:
+        trainer.rehearsing, trainer.log.spans[:] = False, spans
+
+
+def _averaged(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> tuple[float, float]:
+    """(mean loss, weight) of a step that is made up to its update."""
+    assert trainer.exchange is not None
+    trainer.gradients_of(batch, inputs, target)
+    weight, loss, _, doubt = trainer.exchange.counted()
+    weight = settled(trainer, batch, inputs, target, weight, doubt)
+    if not weight:
+        return 0.0, 0.0
+    trainer.exchange.average(weight)
+    return loss / weight, weight
+
+
+def looked_at(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> tuple[Probe, bool]:
+    """What one forward and backward of this rank's first micro-batch shows, and whether step got what batches gave; agreed by
+    all ranks. Collective."""
+    world, as_loaded = trainer.world, _given_as_loaded(trainer, inputs, target)
+    piece, part = next(batch.cuts())
+    if len(batch.pieces) > 1:
+        inputs, target = cut((inputs, target), part, len(batch.places))
+    trainer.part.samples = samples = len(piece.positions)
+    with untouched(trainer.module), trainer.batch_norm.looking():
+        with trainer.casting():
+            found = probed(trainer.module, inputs, target, samples, trainer.batch_norm, lambda count: _repeated(
+                trainer, batch, inputs, target, max(samples, 1), count, as_loaded))
+        if not trainer.examined and not found.draws.by_layout:
+            _examine(trainer, inputs, target, samples, found.draws)
+    told = world.collected((found, as_loaded, trainer.batch_norm.inside))
+    probe, as_loaded, inside = world.agreed(told and (
+        functools.reduce(operator.or_, (each for each, *_ in told)), all(loaded for _, loaded, _ in told),
+        set().union(*(inside for *_, inside in told))))
+    trainer.batch_norm.agree(inside)
+    return probe, as_loaded
+
+
+def _given_as_loaded(trainer: Trainer, inputs: Any, target: Any) -> bool:
+    """Did this rank's `step` get what `batches` gave?"""
+    try:
+        gave = tensors_of(list(parted(trainer.fetched)))
+    except Refused:                 # neither a pair nor a dict
+        return False
+    return all(a is b for a, b in itertools.zip_longest(tensors_of([inputs, target]), gave))
+
+
+def _all_given_as_loaded(trainer: Trainer, inputs: Any, target: Any) -> bool:
+    """The same of every rank. Collective."""
+    return bool(trainer.world.all_reduced(torch.tensor([float(_given_as_loaded(trainer, inputs, target))]), "MIN"))
+
+
+def _repeated(trainer: Trainer, batch: Batch, inputs: Any, target: Any, samples: int, count: int,
+              as_loaded: bool) -> tuple[Any, Any]:
+    """A batch of one sample so many times: loaded anew, or, where step was given something else, cut out of that."""
+    if as_loaded:
+        assert trainer.samples is not None
+        return parted(brought(trainer.samples[batch.epoch, batch.indices[:1] * count], trainer.world.device, trainer.dtype))
+    return cut((inputs, target), [0] * count, samples)      # type: ignore[no-any-return]
+
+
+def _examine(trainer: Trainer, inputs: Any, target: Any, samples: int, draws: Draws) -> None:
+    """Does the loss add up? What a Job is asked at the door."""
+    try:
+        parts = Part(inputs, target, list(range(samples))).in_parts()
+    except ValueError as error:
+        trainer.log.choice("loss", "not asked", f"whether it adds up: {error}")
+        return
+    if len(parts) == 3 and (wrong := wrong_with(trainer.module, parts, draws, tight=trainer.dtype == torch.float64)):
+        raise StepFailed(wrong)
+
+
+def settled(trainer: Trainer, batch: Batch, inputs: Any, target: Any, weight: float, doubt: float) -> float:
+    """The global weight, where some shares' may be that of nothing: their loss is exactly 0, and one worker's weight says
+    whether they count. Collective."""
+    if not doubt or not trainer.splits:
+        return weight
+    found, because = trainer.proof, ""
+    if found is None:
+        as_loaded = _all_given_as_loaded(trainer, inputs, target)
+        found, because = proof(trainer, batch, inputs, target, as_loaded, loss_alone=True)
+    if found is not None:
+        if weight == doubt:                             # nothing counts on any rank
+            return found.serial.weight
+        for counted in (weight, weight - doubt):
+            if abs(counted - found.serial.weight) <= 1e-6 * max(1.0, weight):
+                return counted
+    raise StepFailed("a share's loss is exactly 0, and whether it counts cannot be seen" + (f" ({because})" if because else "")
+                     + "; return the pair (sum, weight)", tensor="loss")
+
+
+def prove(trainer: Trainer, loss: float, weight: float, of: str = "this step") -> None:
+    """Compare; raises StepFailed before the update where the step is not one worker's. Collective."""
+    assert trainer.proof is not None
+    proof = trainer.proof
+    misses = compared(trainer, loss, weight)
+    if misses:
+        raise StepFailed(not_the_same(trainer, misses), tensor=misses[0].gap.tensor)
+    made = proof.serial
+    what = "the loss" if proof.loss_alone else f"loss, weight, {len(made.gradients)} gradients, {len(made.buffers)} buffers"
+    what += f" of {of} " + ("is" if proof.loss_alone else "are")
+    trainer.log.event("checked", f"{what} one worker's", step=trainer.steps)
+
+
+def compared(trainer: Trainer, loss: float, weight: float) -> list[Miss]:
+    """What of the step, before its update, is not one worker's. Collective."""
+    proof, trainer.proof = trainer.proof, None
+    kept, trainer.kept = trainer.kept, None
+    assert proof is not None
+    assert kept is not None
+    assert trainer.exchange is not None
+    if proof.loss_alone:
+        return proof.missed(Made(loss, weight, {}, {}), trainer.module.dtype)
+    if proof.serial.moved and trainer.exchange.sharing > 1:
+        raise StepFailed(SHARED, tensor=", ".join(list(proof.serial.moved)[:3]))
+    moved, state = kept.changed()
+    buffers = {name: buffer.detach() for name, buffer in trainer.model.named_buffers()}
+    made = Made(loss, weight, trainer.exchange.averaged(), buffers, frozenset(), moved, state)
+    return proof.missed(made, trainer.module.dtype)

@@ -1,0 +1,158 @@
+"""What every rank of a training does: all batches of all epochs in the exact order, a test after each epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from paragrad.datasets.loading import Dataset, parted
+from paragrad.errors import StepFailed
+from paragrad.jobs.job import opened
+from paragrad.record.record import Recorder
+from paragrad.record.tensorboard import events
+from paragrad.training import checkpoint
+from paragrad.training.admission import Admitted
+from paragrad.training.tensor_files import save_weights
+from paragrad.training.trainer import Trainer
+from paragrad.world.world import World
+
+Progress = Callable[[dict[str, Any]], None]         # told {"epoch", "step", "steps", "loss"} some times a second
+
+
+def train_rank(world: World, checked: Admitted, folder: Path, origin: float, report: Progress | None = None) -> str:
+    """What every rank does; how it ended: "finished" or "stopped"."""
+    settings = checked.settings
+    with Recorder(folder / f"rank-{world.rank}.jsonl", origin) as record, \
+            events(folder if settings.tensorboard and world.rank == 0 else None) as show:
+        trainer = Trainer.of_job(world, checked.job, checked.resolved, record=record, overlap=settings.overlap,
+                                 reverse=settings.reverse, sabotage=settings.sabotage, machine=settings.known_machine,
+                                 unchecked=settings.unchecked, seen=checked.facts.probe)
+        try:
+            training = Training(trainer, checked, folder, record, report or (lambda told: None), show)
+            status = training.run()
+            log_memory(trainer)
+            if status == "finished":
+                save_trained(trainer, folder / "model.safetensors")
+        finally:
+            trainer.close()
+    return status
+
+
+def save_trained(trainer: Trainer, path: Path) -> None:
+    """The model as it is to be used: by rank 0, in the eval mode of an optimizer that has one. Collective."""
+    with trainer.for_evaluation():
+        if trainer.world.rank == 0:
+            partial = path.with_name(path.name + ".partial")
+            save_weights(trainer.model, partial)
+            partial.rename(path)
+
+
+class Training:
+    """The loop over a job's epochs, on one rank: every batch in the exact order, a test after each epoch."""
+
+    def __init__(self, trainer: Trainer, checked: Admitted, folder: Path, record: Recorder, report: Progress,
+                 show: Callable[..., None]) -> None:
+        self.trainer, self.checked, self.folder, self.record = trainer, checked, folder, record
+        self.report, self.show, self.told = report, show, -1.0
+        self.last: tuple[int, float] | None = None          # (epoch, loss) of the last step
+        job, settings = checked.job, checked.settings
+        self.train: Dataset = opened(job.train, settings.folder)
+        self.test: Dataset | None = None if job.test is None else opened(job.test, settings.folder)
+        self.per_epoch = checked.facts.order.steps
+        self.steps = min(settings.limit or 2**62, job.epochs * self.per_epoch)
+        self.status = "finished"
+        self.saved_at: int | None = None
+
+    def run(self) -> str:
+        first, start = 0, 0
+        if self.checked.saved is not None:
+            self.load(self.checked.saved)
+            first, start = divmod(self.trainer.steps, self.per_epoch)
+            if first and not start and self.ended(first - 1, self.checked.saved):
+                return self.status
+        for epoch in range(first, self.checked.job.epochs):
+            begun = self.record.now()
+            if not self.epoch(epoch, start if epoch == first else 0) or self.end_epoch(epoch, begun):
+                break
+        if self.checked.settings.save and self.status == "finished":
+            self.save()
+        if self.status == "finished" and self.last and self.trainer.steps < self.steps:     # the goal was reached before
+            self.steps = self.trainer.steps
+            self.tell(*self.last)
+        return self.status
+
+    def epoch(self, epoch: int, start: int) -> bool:
+        """Train to the end of an epoch; False where the run ends before."""
+        settings, job = self.checked.settings, self.checked.job
+        for fetched in self.trainer.batches(self.train, job.batch, epoch, start=start, loaders=settings.loaders):
+            rate = self.trainer.optimizer.param_groups[0]["lr"]
+            result = self.trainer.step(*parted(fetched))
+            self.show(self.trainer.steps, loss=result.loss, lr=rate)
+            self.tell(epoch, result.loss)
+            if result.stop:
+                self.status = "stopped"
+                self.save()
+                return False
+            if settings.save and self.trainer.steps % settings.save == 0:
+                self.save()
+            if self.trainer.steps == settings.limit:
+                return False
+        return True
+
+    def end_epoch(self, epoch: int, begun: float) -> bool:
+        """The test after an epoch; True where the goal is reached."""
+        job, goal = self.checked.job, self.checked.settings.goal
+        test = self.trainer.evaluation(self.test, job.metric, self.checked.settings.loaders) if self.test is not None else None
+        self.record.write("epoch", epoch=epoch, test=test, start=round(begun, 6), seconds=round(self.record.now() - begun, 6))
+        if test is not None:
+            self.show(self.trainer.steps, **{f"test {job.metric_name}": test["value"]})
+        return bool(goal and test and goal.reached(test["value"]))
+
+    def ended(self, epoch: int, saved: checkpoint.Saved) -> bool:
+        """Going on from the last step of an epoch: its test, unless the run that was saved made it; True where the goal is
+        reached."""
+        line = self.trainer.world.agreed(saved.tested(epoch))
+        if line is None:
+            return self.end_epoch(epoch, self.record.now())
+        goal, test = self.checked.settings.goal, line["test"]
+        return bool(goal and test and goal.reached(test["value"]))
+
+    def tell(self, epoch: int, loss: float) -> None:
+        self.last = epoch, loss
+        if self.trainer.world.rank == 0 and (self.record.now() - self.told > 0.1 or self.trainer.steps == self.steps):
+            self.told = self.record.now()
+            self.report({"epoch": epoch, "step": self.trainer.steps, "steps": self.steps, "loss": loss})
+
+    def load(self, saved: checkpoint.Saved) -> None:
+        """Go on from a checkpoint, the same on every rank (hosts may have looked at folders of their own)."""
+        if self.trainer.world.agreed(saved.sums) != saved.sums:
+            raise StepFailed(f"this rank found another checkpoint in {saved.folder} than rank 0; put the run where all hosts "
+                             "see it")
+        checkpoint.load(self.trainer, saved)
+        self.saved_at = self.trainer.steps
+
+    def save(self) -> None:
+        """A checkpoint of this step, unless it is there already; rank 0 writes it."""
+        if self.saved_at == self.trainer.steps:
+            return
+        state = self.trainer.optimizer_state()
+        if self.trainer.world.rank == 0:
+            checkpoint.save(self.trainer, state, self.folder, checkpoint.identity_of(self.checked.job, self.checked.facts))
+        self.saved_at = self.trainer.steps
+
+
+def log_memory(trainer: Trainer) -> None:
+    """Write the bytes that a rank holds into the record."""
+    state = [value for group in trainer.optimizer.state.values() for value in group.values() if isinstance(value, Tensor)]
+    exchange = trainer.exchange
+    trainer.log.memory(
+        parameters=_bytes(trainer.parameters.values()) // (exchange.sharing if exchange else 1), optimizer=_bytes(state),
+        gradients=_bytes(each for each in trainer.parameters.values() if each.requires_grad),
+        activations=trainer.activations, exchange=exchange.largest if exchange else 0)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

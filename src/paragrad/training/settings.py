@@ -1,0 +1,112 @@
+"""Settings: how a training is run, beside what is trained (Job) and how it is split (Strategy)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from paragrad.errors import Refused
+from paragrad.jobs.job import Job
+from paragrad.notation.choices import unknown
+from paragrad.players.machine import Machine, machine_of, read_machine
+from paragrad.record import tensorboard
+from paragrad.schedules.sabotage import SABOTAGES
+from paragrad.world.launched import cores
+
+DEVICES = ("cpu", "cuda")
+BACKENDS = ("auto", "shm", "gloo", "nccl")
+
+
+@dataclass(frozen=True)
+class Until:
+    """Stop a run after the epoch whose test reaches `value`: from below for a metric, from above for the loss."""
+    metric: str
+    value: float
+
+    def reached(self, test: float) -> bool:
+        return test <= self.value if self.metric == "loss" else test >= self.value
+
+    def __str__(self) -> str:
+        return f"{self.metric}={self.value:g}"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """data: folder handed to the job's dataset functions;  device: "cpu" or "cuda";  backend: one of BACKENDS;
+    overlap: exchange gradients while backward still runs;  loaders: processes per rank that load samples ahead;
+    save: a checkpoint every so many steps and at the end (None: only when asked to stop);  resume: the folder of a run
+    whose last checkpoint to go on from, or of one checkpoint;  until: "accuracy=97.5", where to stop;
+    tensorboard: write event files too;  machine: a machine file, from which `auto` picks an all-reduce;
+    sabotage: a planted bug in the exchange;  unproved: do not prove the schedule at the door;
+    unchecked: do not compare the first step with one worker's, and go on with what is known to be another training;
+    reverse: every batch back to front (the rounding twin of serial);  limit: stop after so many steps.
+    """
+    data: str | Path | None = None
+    device: str = "cpu"
+    backend: str = "auto"
+    overlap: bool = True
+    loaders: int = 0
+    save: int | None = None
+    resume: str | Path | None = None
+    until: str | Until | None = None
+    tensorboard: bool = False
+    machine: str | Path | None = None
+    sabotage: str | None = None
+    unproved: bool = False
+    unchecked: bool = False
+    reverse: bool = False
+    limit: int | None = None
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of data."""
+        return Path(self.data) if self.data else None
+
+    @property
+    def goal(self) -> Until | None:
+        """`until`, read. Raises Refused."""
+        if not isinstance(self.until, str):
+            return self.until
+        metric, sign, value = self.until.partition("=")
+        try:
+            return Until(metric.strip(), float(value if sign else ""))
+        except ValueError:
+            raise Refused(f"--until {self.until}: write metric=value, for example accuracy=97.5") from None
+
+    @property
+    def known_machine(self) -> Machine | None:
+        """The machine of the file. Raises Refused."""
+        return read_machine(Path(self.machine), cores())[0] if self.machine else None
+
+    def check(self, job: Job | None = None) -> None:
+        """Refuse what no rank should see (and what does not fit the job). Raises Refused."""
+        for name, known in (("device", DEVICES), ("backend", BACKENDS), ("sabotage", SABOTAGES)):
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise Refused(unknown(name, str(value), known))
+        for name, least in (("loaders", 0), ("save", 1), ("limit", 1)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise Refused(f"{name} must be a whole number from {least}, got {value!r}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise Refused("device cuda: torch sees no CUDA device here; leave out --device, or run where a GPU is")
+        if self.backend == "nccl" and self.device != "cuda":
+            raise Refused("backend nccl moves tensors between GPUs; add --device cuda, or leave out --backend")
+        if self.tensorboard:
+            tensorboard.check()
+        if self.machine:
+            machine_of(Path(self.machine), cores())         # it refuses a file that is none, and warns of another machine's
+        if job is not None:
+            self._check_until(job)
+
+    def _check_until(self, job: Job) -> None:
+        goal = self.goal
+        if goal is None:
+            return
+        if job.test is None:
+            raise Refused(f"--until {goal}: job {job.name} has no test set; give it test=...")
+        if goal.metric != job.metric_name:
+            raise Refused(f"--until {goal}: job {job.name} measures {job.metric_name}; "
+                          f"write {job.metric_name}={goal.value:g}")

@@ -1,0 +1,318 @@
+"""Trainer: one rank's model, and the step that reads like the sentence
+
+    batch -> loss -> gradients -> exchange -> update
+
+`loop.py` drives it for Jobs, `own_loop.py` gives it to people who own their loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from paragrad.datasets.loading import (
+    Collate,
+    Dataset,
+    Samples,
+    brought,
+    cut,
+    loaded,
+    refuse_loader,
+    tensors_of,
+    whole_where_needed,
+)
+from paragrad.datasets.order import Order
+from paragrad.errors import Refused, StepFailed
+from paragrad.jobs.job import Job
+from paragrad.jobs.loss import Loss, Summed
+from paragrad.jobs.precision import shared_type
+from paragrad.planner.price import computed_bytes
+from paragrad.players.machine import Machine
+from paragrad.record.log import Log
+from paragrad.record.record import Recorder
+from paragrad.strategies.strategy import Data, Strategy, share_weights
+from paragrad.techniques.batch_norm import BatchNorm, Part
+from paragrad.techniques.data_parallel.alone import Alone, OptimizerState
+from paragrad.techniques.draws import Draws, keyed
+from paragrad.techniques.probe import Probe, first_not_finite
+from paragrad.techniques.untouched import Before
+from paragrad.techniques.updating import Alike, in_eval_mode
+from paragrad.training import checkpoint
+from paragrad.training.batches import Batch, Piece, batch_of
+from paragrad.training.evaluation import Metric, evaluated, evaluating
+from paragrad.training.first_step.proof import Proof
+from paragrad.training.first_step.start import before, prove, settled
+from paragrad.world.generators import seed_everything
+from paragrad.world.world import World
+
+
+@dataclass(frozen=True)
+class Result:
+    """A step's outcome, the same on every rank: the mean loss of the global batch, and its weight (samples or tokens).
+
+    stop: some rank was asked to stop.
+    """
+    loss: float
+    weight: float
+    stop: bool = False
+
+
+class Trainer:
+    """One rank of a resolved strategy, over a model on the world's device.
+
+    scheduler, clip_norm, collate: as in Job;  autocast: the type that forward and loss are computed in, or None;  dtype: what
+    inputs are brought to, otherwise what the model's real parameters share;
+    record: where steps and spans go, or None;  overlap: exchange gradients while backward runs;
+    like: compute what one worker must to be compared with that strategy (the union of all ranks' parts, micro-batch by
+    micro-batch);  reverse: each micro-batch in reverse order (the rounding twin);  sabotage: a planted bug, by its name;
+    examined: the loss was looked at, at the door; otherwise it is before the first step;  machine: known links, for `auto`;
+    unchecked: do not compare the first step with one worker's, and go on where draws depend on the layout;
+    seen: what a look at the model showed at the door.
+    """
+
+    def __init__(self, world: World, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, strategy: Strategy, *,
+                 seed: int = 0, scheduler: Any = None, clip_norm: float | None = None, autocast: torch.dtype | None = None,
+                 collate: Collate | None = None, dtype: torch.dtype | None = None, record: Recorder | None = None,
+                 overlap: bool = True, like: Strategy | None = None, reverse: bool = False, sabotage: str | None = None,
+                 examined: bool = False, machine: Machine | None = None, unchecked: bool = False,
+                 seen: Probe | None = None) -> None:
+        self.world, self.model, self.optimizer, self.strategy = world, model, optimizer, strategy
+        self.seed, self.scheduler, self.clip_norm, self.autocast, self.collate = seed, scheduler, clip_norm, autocast, collate
+        self.log, self.overlap, self.reverse, self.sabotage = Log(record), overlap, reverse, sabotage
+        self.examined, self.machine, self.unchecked, self.seen = examined, machine, unchecked, seen
+        self.shares, self.micro = share_weights(like or strategy)
+        self.parts = list(range(len(self.shares))) if like else [world.rank]        # whose parts this rank runs
+        self.splits = strategy.exact and not like and not unchecked and (world.size > 1 or self.micro > 1)
+        self.parameters = dict(model.named_parameters())
+        self.precision = max((parameter.dtype for parameter in model.parameters() if parameter.requires_grad),
+                             key=lambda dtype: torch.finfo(dtype).eps)         # the coarsest
+        self.dtype = dtype or shared_type(model)
+        self.module = Summed(model, loss)
+        self.everything = list(self.module.parameters())
+        self.part = Part()
+        self.exchange: Alone | None = None
+        self.batch: Batch | None = None             # what `batches` gave last, of which samples, and when it began to load
+        self.fetched: Any = None
+        self.samples: Samples | None = None
+        self.passed_over = WeakTensorKeyDictionary()            # what it gave before that, and no step took
+        self.began = 0.0
+        self.steps = 0
+        self.taken = 0                              # steps of this trainer, which may have begun with a later one
+        self.activations = 0
+        self.scale, self.coarsest = 1.0, 0.0        # of this step's gradients; eps of the coarsest numbers that backward keeps
+        self.draws, self.alike = Draws(), Alike(seed, world.device)
+        self.proof: Proof | None = None             # of the step under way, that it is one worker's
+        self.kept: Before | None = None             # what it began with
+        self.rehearsing = False
+        own = isinstance(strategy, Data) and strategy.batch_norm == "share"
+        self.batch_norm = BatchNorm(world, model, self.part, self._count_batch_norm, own)
+        seed_everything(seed + 1 + world.rank)              # what is drawn from here on differs by rank
+
+    @classmethod
+    def of_job(cls, world: World, job: Job, strategy: Strategy, **more: Any) -> Trainer:
+        """The trainer of a job, whose model and optimizer every rank builds itself."""
+        model = job.model_to_train().to(world.device)
+        optimizer = job.optimizer(model.parameters())
+        return cls(world, model, job.built_loss(world.device), optimizer, strategy, seed=job.seed, clip_norm=job.clip_norm,
+                   examined=True, scheduler=job.scheduler(optimizer) if job.scheduler else None, autocast=job.autocast,
+                   collate=job.collate, dtype=job.parameter_dtype, **more)
+
+    def _count_batch_norm(self, payload: int) -> None:
+        if self.exchange is not None:
+            self.exchange.count("batch_norm", computed_bytes("all_gather", payload, self.world.size), computed=True)
+
+    # ---- batches -------------------------------------------------------------------------------------------------------
+    def batches(self, dataset: Dataset, batch: int, epoch: int, *, start: int = 0, loaders: int = 0) -> Iterator[Any]:
+        """This rank's part of every global batch of an epoch, in the exact order: a function of (seed, epoch, index).
+
+        batch: the global size;  start: begin with that batch of the epoch;  loaders: processes that load ahead. Gives
+        (inputs, target), or the dict where samples are dicts, for `step`, which must take it before the next one.
+        """
+        refuse_loader(dataset, "the dataset")
+        order = Order(len(dataset), batch, self.seed)
+        if min(batch, order.samples) < len(self.shares):
+            raise Refused(f"{self.strategy} has {len(self.shares)} workers and the full batch {min(batch, order.samples)} "
+                          f"sample(s); give a batch of at least {len(self.shares)}, or fewer workers")
+        return self.batches_at(dataset, order, [(epoch, whole) for whole in itertools.islice(order.batches(), start, None)],
+                               loaders)
+
+    def batches_at(self, dataset: Dataset, order: Order, places: Iterable[tuple[int, range]],
+                   loaders: int = 0) -> Iterator[Any]:
+        """The same for chosen (epoch, positions of a global batch); places of one epoch follow each other."""
+        samples = Samples(dataset, self.seed, self.collate)
+        samples = self.samples = samples if self.examined or not self.splits else whole_where_needed(samples, order.batch)
+        for epoch, group in itertools.groupby(places, key=lambda place: place[0]):
+            batches = [batch_of(order, epoch, whole, self.shares, self.micro, self.parts, self.reverse) for _, whole in group]
+            data = loaded(samples, [(epoch, batch.indices, batch.places) for batch in batches], loaders)
+            for batch in batches:
+                self.began = self.log.now()
+                with self.log.span("load", "data"):
+                    fetched = brought(next(data), self.world.device, self.dtype)
+                self.batch, self.fetched = batch, fetched
+                yield fetched
+                if self.batch is batch:         # no step took it: it was skipped, or something looks ahead
+                    self.passed_over.update(dict.fromkeys(tensors_of(fetched)))
+
+    # ---- the step ------------------------------------------------------------------------------------------------------
+    def step(self, inputs: Any, target: Any = None) -> Result:
+        """Forward, backward, exchange, update on what `batches` gave last. Raises StepFailed with step and tensor."""
+        batch, self.batch = self.batch, None
+        try:
+            if batch is None:
+                raise StepFailed("step wants what trainer.batches(...) gave last, once; loop over trainer.batches and call "
+                                 "step in it")
+            if len(self.passed_over) and any(tensor in self.passed_over for tensor in tensors_of([inputs, target])):
+                raise StepFailed("step got an earlier batch than the one trainer.batches gave last: something looks ahead, "
+                                 "which would mix shares; loop over trainer.batches itself (loaders=1 loads ahead)")
+            target = inputs if target is None else target
+            before(self, batch, inputs, target)
+            loss, weight = self.gradients_of(batch, inputs, target)
+            result, rate = self._update(batch, inputs, target)
+        except Exception as error:
+            raise self._failed(error) from error
+        assert self.exchange is not None
+        self.log.step(self.steps, self.began, epoch=batch.epoch, loss=[loss, weight], order=batch.recorded,
+                      sent=dict(self.exchange.sent), lr=rate)
+        self.steps += 1
+        self.taken += 1
+        return result
+
+    def gradients_of(self, batch: Batch, inputs: Any, target: Any) -> tuple[float, float]:
+        """Summed over micro-batches and ranks; this rank's own sum of losses, and its weight."""
+        loss, weight = 0.0, 0.0
+        whole = len(batch.pieces) == 1
+        for number, (piece, part) in enumerate(batch.cuts()):
+            samples = len(batch.places)
+            pair: tuple[Any, Any] = (inputs, target) if whole else cut((inputs, target), part, samples)
+            if number == 0:
+                assert self.exchange is not None
+                for parameter in self.everything:   # also those that the optimizer does not hold
+                    parameter.grad = None
+                self.exchange.begin()
+                self.exchange.doubt = 0.0
+            more = self._forward_backward(batch, piece, number, *pair)
+            loss, weight = loss + more[0], weight + more[1]
+        assert self.exchange is not None
+        self.exchange.finish(weight, loss)
+        return loss, weight
+
+    def _forward_backward(self, batch: Batch, piece: Piece, number: int, inputs: Any, target: Any) -> tuple[float, float]:
+        assert self.exchange is not None
+        samples = self.part.samples = len(piece.positions)
+        last = number == len(batch.pieces) - 1
+        self.exchange.stop = last and self.world.stop.is_set()
+        with self.exchange.micro_batch(last), self._keyed(batch, piece), self.batch_norm:
+            with self.log.span(f"F{number}", "compute"), self.casting():
+                total, weight = self.exchange.module(inputs, target, samples)
+            value = float(total.detach())
+            self.exchange.doubt += self.module.doubtful if weight else 0.0
+            if not math.isfinite(value):
+                with self.batch_norm.looking():
+                    raise StepFailed("the loss is not finite", tensor=first_not_finite(self.model, inputs, target))
+            # what is not linear in a gradient (a hook that clips) sees on one worker that of the mean, as without this library
+            alone = self.world.size == len(batch.pieces) == 1
+            self.scale = 1.0 / weight if alone and weight and not self.module.linear else 1.0
+            with self.log.span(f"B{number}", "compute"):
+                total.backward(None if self.scale == 1.0 else total.new_tensor(self.scale))
+        return value, weight
+
+    def _update(self, batch: Batch, inputs: Any, target: Any) -> tuple[Result, float]:
+        """The one division by the global weight, then clipping, the optimizer and the scheduler: as serial.
+
+        Returns the result and the learning rate of this update.
+        """
+        with self.log.span("update", "update"):
+            assert self.exchange is not None
+            weight, loss, stop, doubt = self.exchange.counted()
+            weight = settled(self, batch, inputs, target, weight, doubt)
+            if weight == 0:
+                raise StepFailed("no sample of this batch counts: its weight is 0")
+            if self.sabotage == "mean_twice":       # the planted bug divides the gradients, not the weight beside them
+                weight, loss = weight * self.world.size, loss * self.world.size
+            rate = float(self.optimizer.param_groups[0]["lr"])
+            self.exchange.average(weight * self.scale)
+            if self.proof is not None and not self.rehearsing:
+                prove(self, loss / weight, weight)
+            self.alike("update", self.steps, self.exchange.update)
+            if self.scheduler is not None:
+                self.alike("schedule", self.steps, self.scheduler.step)
+        return Result(loss / weight, weight, stop > 0), rate
+
+    def _keyed(self, batch: Batch, piece: Piece) -> contextlib.AbstractContextManager[Any]:
+        """Around forward and backward: what is drawn is keyed by each sample's place in the global batch; where the first step
+        drew nothing, a draw ends the run."""
+        if not self.draws and not self.splits:
+            return contextlib.nullcontext()
+        return keyed(self.draws, self.seed, self.steps, [position - batch.whole.start for position in piece.positions],
+                     strict=self.splits)
+
+    def casting(self) -> contextlib.AbstractContextManager[Any]:
+        if self.autocast is None or self.rehearsing:
+            return contextlib.nullcontext()
+        return torch.autocast(self.world.device.type, self.autocast)
+
+    # ---- what others look at -------------------------------------------------------------------------------------------
+    def evaluate(self, dataset: Dataset, metric: Metric | None = None, loaders: int = 0) -> float:
+        """The metric over a dataset (or, without one, the loss): every sample once, over all ranks. Collective."""
+        return self.evaluation(dataset, metric, loaders)["value"]
+
+    def evaluation(self, dataset: Dataset, metric: Metric | None = None, loaders: int = 0) -> dict[str, float]:
+        """The same with the weight it stands on: {"value", "weight"}."""
+        samples = Samples(dataset, self.seed, self.collate)
+        with self.for_evaluation(), evaluating(self.model), self.casting():
+            return evaluated(self.world, self.module, samples, metric, self.dtype, loaders)
+
+    def for_evaluation(self) -> contextlib.AbstractContextManager[Any]:
+        """Parameters in the eval mode of an optimizer that has one (schedule-free); afterwards as they were. Collective."""
+        return self.exchange.evaluating() if self.exchange else in_eval_mode(self.optimizer, list(self.parameters.values()))
+
+    @property
+    def normed(self) -> set[str]:
+        """The names of the running statistics that batch norms in training changed."""
+        return self.batch_norm.normed
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """The gradient of every parameter as the last update used it (mean, clipped); until any rank begins the next step."""
+        assert self.exchange is not None
+        return self.exchange.gradients()
+
+    def optimizer_state(self) -> OptimizerState:
+        """The optimizer's state in serial shapes, by parameter; whole on rank 0. Collective."""
+        return self.exchange.optimizer_state() if self.exchange else dict(self.optimizer.state)
+
+    def state(self) -> dict[str, Tensor]:
+        """Parameters, and buffers unless the strategy lets them differ by rank."""
+        buffers = dict(self.model.named_buffers()) if self.strategy.exact else {}
+        return {**{name: parameter.detach() for name, parameter in self.parameters.items()}, **buffers}
+
+    def save(self, folder: str | Path) -> None:
+        """Write a checkpoint of this step below a folder, and keep the one before it. Collective."""
+        state = self.optimizer_state()
+        if self.world.rank == 0:
+            checkpoint.save(self, state, Path(folder))
+        self.world.barrier()
+
+    def load(self, folder: str | Path) -> None:
+        """Go on from the newest whole checkpoint below a folder, saved under any strategy: `trainer.steps` steps were made.
+
+        Collective: rank 0 chooses, and every rank reads that one. Raises Refused.
+        """
+        checkpoint.load(self, checkpoint.newest_of_all(self.world, Path(folder)))
+
+    def _failed(self, error: Exception) -> StepFailed:
+        message = str(error) if isinstance(error, StepFailed) else f"{type(error).__name__}: {error}"
+        return StepFailed(message, step=self.steps, tensor=getattr(error, "tensor", None))
+
+    def close(self) -> None:
+        """Let go of the exchange; the model is a plain one again."""
+        if self.exchange is not None:
+            self.exchange.close()

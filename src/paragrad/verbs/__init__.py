@@ -1,0 +1,1 @@
+"""What users call: train, compare, verify, parallelize, hook, and the command line."""

@@ -1,0 +1,240 @@
+"""The verbs of the command line; no logic.
+
+A verb imports what only it needs: torch takes two seconds, in which `simulate` is done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from paragrad.errors import RankFailed, Refused
+from paragrad.planner.simulation import read_bytes, read_slow
+from paragrad.planner.simulation import simulate as simulated
+from paragrad.players.machine import machine_of
+from paragrad.report import simulation
+from paragrad.report.progress import Shown
+from paragrad.schedules.sabotage import SABOTAGES
+from paragrad.strategies.strategy import strategy as read_strategy
+from paragrad.world.launched import cores
+
+if TYPE_CHECKING:
+    from paragrad.jobs.job import Job
+
+DIGITS = "serial; data(2); data(2, reduce=native); data(2, reduce=ring); data(2, reduce=ring_async); data(2, reduce=tree); " \
+         "data(2, reduce=butterfly)"
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+                  help="Train one plain PyTorch model on many workers, and see that it was the same training.")
+
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="a built-in job, path/file.py[:name], or module:name")]
+Strategy = Annotated[str, typer.Option(help="such as 'data(2, reduce=ring)'")]
+Runs = Annotated[Path, typer.Option(help="folder for the record of runs")]
+Data = Annotated[Path | None, typer.Option(envvar="PARAGRAD_DATA", help="folder of data, for jobs that read files")]
+Device = Annotated[str, typer.Option(help="cpu or cuda")]
+Backend = Annotated[str, typer.Option(help="auto, gloo or nccl")]
+Loaders = Annotated[int, typer.Option(help="processes per rank that load samples ahead")]
+Until = Annotated[str | None, typer.Option(metavar="METRIC=VALUE", help="stop after the epoch that reaches it: accuracy=97.5")]
+Batch = Annotated[int | None, typer.Option(help="global batch size, instead of the job's")]
+Epochs = Annotated[int | None, typer.Option(help="epochs, instead of the job's")]
+Seed = Annotated[int | None, typer.Option(help="seed, instead of the job's")]
+Machine = Annotated[Path | None, typer.Option(metavar="FILE", help="what `paragrad measure` wrote of a machine")]
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="an argument of a built-in job")]
+Sabotage = Annotated[str | None, typer.Option(help=f"plant a bug in the exchange: {', '.join(SABOTAGES)}")]
+Unchecked = Annotated[bool, typer.Option("--unchecked", help="do not compare the first step with one worker's")]
+Unproved = Annotated[bool, typer.Option("--unproved", help="do not prove the schedule before the ranks start")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON instead of text")]
+
+
+@app.command()
+def train(job: JobName, strategy: Strategy = "serial",
+          dry_run: Annotated[bool, typer.Option("--dry-run", help="print shares, steps and resolved choices")] = False,
+          overlap: Annotated[bool, typer.Option(help="exchange gradients while backward runs")] = True,
+          check: Annotated[bool, typer.Option(help="also compare with serial: float64, 20 steps")] = True,
+          save: Annotated[int | None, typer.Option(metavar="STEPS", help="a checkpoint every so many steps")] = None,
+          resume: Annotated[Path | None, typer.Option(
+              metavar="RUN", help="go on from a run's last checkpoint, or from RUN/checkpoint-N")] = None,
+          tensorboard: Annotated[bool, typer.Option("--tensorboard", help="write event files into the run's folder")] = False,
+          until: Until = None, runs: Runs = Path("runs"), data: Data = None, device: Device = "cpu", backend: Backend = "auto",
+          machine: Machine = None, loaders: Loaders = 0, batch: Batch = None, epochs: Epochs = None, seed: Seed = None,
+          set_: Set = None, sabotage: Sabotage = None, unproved: Unproved = False, unchecked: Unchecked = False,
+          as_json: Json = False) -> None:
+    """Train JOB under one strategy. SIGTERM saves a checkpoint and ends it."""
+    from paragrad.report import listing
+    from paragrad.training.admission import admitted
+    from paragrad.training.settings import Settings
+    from paragrad.verbs.train import train as trained
+    from paragrad.world.world import launched_rank
+    with answering():
+        chosen = _job(job, set_, batch, epochs, seed)
+        settings: dict[str, Any] = {
+            "data": data, "device": device, "backend": backend, "overlap": overlap, "loaders": loaders, "save": save,
+            "resume": resume, "until": until, "tensorboard": tensorboard, "sabotage": sabotage, "unproved": unproved,
+            "unchecked": unchecked,
+            "machine": machine}
+        if dry_run:
+            listing.dry_run(admitted(chosen, strategy, Settings(**settings)), as_json)
+            raise typer.Exit
+        with Shown(Console(stderr=True)) as shown:
+            run = trained(chosen, strategy, runs=runs, check=check, progress=shown.run(strategy),
+                          **settings)
+        if launched_rank() == 0:
+            listing.run(run, as_json, sys.argv)
+
+
+@app.command()
+def compare(job: JobName, strategies: Annotated[str, typer.Option(help="separated by ;")] = DIGITS,
+            seeds: Annotated[int, typer.Option(metavar="COUNT", help="trainings of each strategy, for mean and spread")] = 1,
+            twin: Annotated[bool, typer.Option("--twin", help="also train serial with every batch back to front")] = False,
+            until: Until = None, runs: Runs = Path("runs"), data: Data = None, device: Device = "cpu",
+            backend: Backend = "auto", machine: Machine = None, loaders: Loaders = 0, batch: Batch = None,
+            epochs: Epochs = None, seed: Seed = None, set_: Set = None, sabotage: Sabotage = None, unproved: Unproved = False,
+            unchecked: Unchecked = False,
+            as_json: Json = False) -> None:
+    """Train JOB under several strategies and print one table; page.html shows it with its charts."""
+    from paragrad.report import table
+    from paragrad.verbs.compare import compare as compared
+    with answering():
+        chosen = _job(job, set_, batch, epochs, seed)
+        with Shown(Console(stderr=True)) as shown:
+            result = compared(chosen, strategies, runs=runs, seeds=seeds, twin=twin, until=until, data=data, device=device,
+                              backend=backend, machine=machine, loaders=loaders, sabotage=sabotage,
+                              unproved=unproved, unchecked=unchecked,
+                              progress=shown.run, command=shlex.join(["paragrad", *sys.argv[1:]]))
+        if as_json:
+            print(json.dumps(result.as_json(), indent=1))
+        else:
+            table.show(result, Console())
+        if result.failed:
+            raise typer.Exit(1)
+
+
+@app.command()
+def verify(job: JobName, strategy: Strategy, runs: Runs = Path("runs"), data: Data = None, device: Device = "cpu",
+           backend: Backend = "auto", batch: Batch = None, seed: Seed = None, set_: Set = None, sabotage: Sabotage = None,
+           as_json: Json = False) -> None:
+    """Is it the same training as serial? 20 steps in float64, tensor by tensor, and a certificate."""
+    from paragrad.report import listing
+    from paragrad.verbs.verify import verify as verified
+    with answering():
+        chosen = _job(job, set_, batch, None, seed)
+        with Shown(Console(stderr=True)) as shown:
+            certificate = verified(chosen, strategy, runs=runs, data=data, device=device, backend=backend, sabotage=sabotage,
+                                   progress=shown.run(f"verify {strategy}"))
+        listing.certificate(certificate, as_json)
+        if not certificate.same:
+            raise typer.Exit(1)
+
+
+@app.command()
+def draw(strategy: Annotated[str, typer.Argument(help="such as 'data(4, reduce=ring)'")],
+         svg: Annotated[Path | None, typer.Option(metavar="FILE", help="also write a space-time diagram")] = None) -> None:
+    """Draw what the ranks of a strategy send each other."""
+    from paragrad.report import listing
+    with answering():
+        listing.draw(read_strategy(strategy), svg)
+
+
+@app.command()
+def work(job: JobName, data: Data = None, batch: Batch = None, set_: Set = None, as_json: Json = False) -> None:
+    """Work, depth and bytes of every layer of JOB in one step, and how many processors they could keep busy."""
+    from paragrad.report.work import work as show_work
+    from paragrad.verbs.work import profile
+    with answering():
+        show_work(profile(_job(job, set_, batch, None, None), data), as_json)
+
+
+@app.command()
+def simulate(strategy: Annotated[str, typer.Argument(help="such as 'data(4096, reduce=ring)'")],
+             size: Annotated[str, typer.Option("--bytes", metavar="N", help="of the vector: 4096, 64KiB, 100MB")],
+             machine: Machine = None,
+             link: Annotated[str | None, typer.Option(help="link of the machine file: gloo or shm")] = None,
+             inside: Annotated[str | None, typer.Option(help="link among the ranks of a host, where it is another")] = None,
+             per_link: Annotated[int, typer.Option("--ranks-per-link", min=1, help="ranks of a host, on one link")] = 1,
+             per_core: Annotated[int, typer.Option("--ranks-per-core", min=1, help="ranks that share a core")] = 1,
+             slow: Annotated[list[str] | None, typer.Option(metavar="RANK=FACTOR", help="a rank so many times slower")] = None,
+             timeline: Annotated[Path | None, typer.Option(metavar="FILE", help="also write every message as a span")] = None,
+             as_json: Json = False) -> None:
+    """What one exchange of a strategy will cost, on thousands of ranks too: by a clock, by formula, beside the lower bounds."""
+    with answering():
+        with Console(stderr=True).status("simulating"):
+            found = simulated(read_strategy(strategy), read_bytes(size), machine_of(machine, cores()), link=link, inside=inside,
+                              per_link=per_link, per_core=per_core, slow=tuple(map(read_slow, slow or ())),
+                              spans=timeline is not None)
+        simulation.simulation(found, as_json)
+        if timeline is not None:
+            simulation.timeline(found, timeline)
+
+
+@app.command()
+def measure(output: Annotated[Path, typer.Option(metavar="FILE", help="the machine file to write")] = Path("machine.json"),
+            backend: Annotated[str, typer.Option(help="shm, gloo, or both")] = "both",
+            interface: Annotated[str | None, typer.Option(help="what gloo talks over; on one host loopback")] = None,
+            as_json: Json = False) -> None:
+    """Measure this machine: alpha, beta, gamma of its links, its memory and its arithmetic. Under torchrun: between hosts."""
+    from paragrad.planner.measuring import measure as measured
+    with answering():
+        with Console(stderr=True).status("measuring"):
+            found = measured(backend, interface)
+        if found is not None:                   # on rank 0
+            simulation.machine(found, output, as_json)
+
+
+@app.command()
+def jobs(as_json: Json = False) -> None:
+    """List the built-in jobs."""
+    from paragrad.jobs.finding import JOBS
+    from paragrad.report import listing
+    with answering():
+        listing.jobs(JOBS, as_json)
+
+
+@app.command()
+def strategies(as_json: Json = False) -> None:
+    """List the strategies and algorithms, each with its source."""
+    from paragrad.report import listing
+    with answering():
+        listing.strategies(as_json)
+
+
+def _job(name: str, settings: list[str] | None, batch: int | None, epochs: int | None, seed: int | None) -> Job:
+    from paragrad.jobs.finding import find
+    pairs = [setting.partition("=") for setting in settings or []]
+    for name_, sign, _ in pairs:
+        if not sign:
+            raise Refused(f"--set {name_}: write --set name=value")
+    changes = {key: value for key, value in (("batch", batch), ("epochs", epochs), ("seed", seed)) if value is not None}
+    return find(name, {name_: value for name_, _, value in pairs}).replace(**changes)
+
+
+@contextmanager
+def answering() -> Iterator[None]:
+    """Exit codes: 0 done (or stopped by SIGTERM, and saved), 1 a run failed, 2 refused, 130 stopped; the message last."""
+    warnings.showwarning = lambda message, *_, **__: print(f"paragrad: {message}", file=sys.stderr)
+    try:
+        yield
+    except Refused as error:
+        print(f"paragrad: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    except RankFailed as error:
+        print(f"{error.traceback}\nparagrad: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        print("paragrad: stopped", file=sys.stderr)
+        raise typer.Exit(130) from None
+    except BrokenPipeError:                     # the reader of a pipe has left, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def main() -> None:
+    app()

@@ -1,0 +1,98 @@
+"""parallelize: a Trainer for people who own their loop, under python (a world of one), torchrun, mpirun or srun."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from paragrad.datasets.loading import Collate
+from paragrad.errors import Refused
+from paragrad.jobs.loss import Loss
+from paragrad.strategies.strategy import Data, Serial, Strategy, refuse_unbuilt, resolve
+from paragrad.strategies.strategy import strategy as read_strategy
+from paragrad.training.admission import backend_of, check_schedule, threads_of
+from paragrad.training.door import unfit
+from paragrad.training.lazy import lazy_names
+from paragrad.training.settings import Settings
+from paragrad.training.trainer import Trainer
+from paragrad.world.launched import cores
+from paragrad.world.world import TIMEOUT, World, joined_from_environment, launched_size, ranks_here
+
+
+@contextmanager
+def parallelize(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, strategy: str | Strategy = "data(auto)", *,
+                seed: int = 0, scheduler: Any = None, clip_norm: float | None = None, autocast: torch.dtype | None = None,
+                collate: Collate | None = None, device: str = "cpu", backend: str = "auto",
+                timeout: float = TIMEOUT, unchecked: bool = False) -> Iterator[Trainer]:
+    """One rank of a strategy over the user's own model, loss and optimizer; a context manager.
+
+    Under plain python the world is one worker; torchrun, mpirun and srun make it larger, and a process group that is there
+    already is taken as it is. All ranks begin with rank 0's parameters and buffers. The loop takes its batches from
+    `trainer.batches(dataset, batch, epoch)` (the global batch size) and hands them to `trainer.step`; loss: the mean over
+    samples, or f(output, target) -> (sum, weight);  scheduler, which counts steps, and clip_norm are the trainer's to apply;
+    autocast: torch.bfloat16, or None;  timeout: seconds to wait for another rank. After `trainer.world.stop.set()` on any rank
+    (in a signal handler, say) `result.stop` is true on all ranks at the same step. unchecked: do not compare the first step
+    with one worker's. Raises Refused before the first step.
+    """
+    settings = Settings(device=device, backend=backend)
+    _check(model, loss, optimizer, scheduler, clip_norm, autocast, settings)
+    chosen, size = _chosen(strategy), launched_size()
+    resolved = resolve(chosen, cores=cores(), workers=size or 1, group=ranks_here())
+    if isinstance(resolved, Data) and resolved.state == "shared_memory":
+        raise Refused(f"{chosen}: in a loop of your own every rank holds the parameters and their mean gradients; leave out "
+                      "state=shared_memory, or make it a Job")
+    check_schedule(chosen, resolved, settings)
+    if size is not None or (isinstance(chosen, Serial) and chosen.threads != "auto"):
+        torch.set_num_threads(threads_of(resolved))
+    with _world(backend_of(settings, size or 1), device, timeout, alone=size is None) as world:
+        model.to(world.device)
+        for tensor in [*model.parameters(), *model.buffers()]:
+            world.copy_from_first(tensor.data)
+        trainer = Trainer(world, model, loss, optimizer, resolved, seed=seed, scheduler=scheduler, clip_norm=clip_norm,
+                          autocast=autocast, collate=collate, unchecked=unchecked)
+        try:
+            yield trainer
+        finally:
+            trainer.close()
+
+
+def _chosen(asked: str | Strategy) -> Strategy:
+    chosen = read_strategy(asked)
+    refuse_unbuilt(chosen)
+    return chosen
+
+
+@contextmanager
+def _world(backend: str, device: str, timeout: float, alone: bool) -> Iterator[World]:
+    if alone:
+        yield World(device=torch.device(device))
+        return
+    with joined_from_environment(backend, timeout, device) as world:
+        yield world
+
+
+def _check(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, scheduler: Any, clip_norm: float | None,
+           autocast: torch.dtype | None, settings: Settings) -> None:
+    if not isinstance(model, nn.Module):
+        raise Refused(f"parallelize wants a torch.nn.Module, got {type(model).__name__}")
+    if not callable(loss):
+        raise Refused("parallelize wants a loss: f(output, target) -> the mean over samples, or (sum, weight)")
+    if clip_norm is not None and not clip_norm > 0:
+        raise Refused(f"clip_norm must be above 0 or None, got {clip_norm!r}")
+    if autocast not in (None, torch.bfloat16):
+        raise Refused(f"autocast must be torch.bfloat16 or None, got {autocast}")
+    if lazy := lazy_names(model):
+        raise Refused(f"parallelize: {', '.join(lazy)} of the model have no shapes yet (lazy modules); run one batch through "
+                      "the model before, and build the optimizer then")
+    if wrong := unfit(model, optimizer, scheduler):
+        raise Refused(f"parallelize: {wrong}")
+    own = set(model.parameters())
+    strange = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter not in own]
+    if strange:
+        raise Refused(f"the optimizer holds {len(strange)} parameter(s) that are not the model's; "
+                      "build it from model.parameters()")
+    settings.check()

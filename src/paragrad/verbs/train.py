@@ -1,0 +1,180 @@
+"""train: one job under one strategy, on ranks of this host or in the world that a launcher made."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paragrad.errors import RankFailed, StepFailed
+from paragrad.jobs.job import Job
+from paragrad.record.record import SCHEMA, Recorder, new_folder
+from paragrad.report.run import Run
+from paragrad.strategies.strategy import Data, Serial, Strategy
+from paragrad.training.admission import Admitted, admitted, not_sharing
+from paragrad.training.loop import Progress, train_rank
+from paragrad.training.settings import Settings
+from paragrad.verbs.lockstep import difference
+from paragrad.verbs.trial import settled
+from paragrad.version import __version__
+from paragrad.world.launched import cores
+from paragrad.world.launching import Ranks
+from paragrad.world.signals import Request, asking_to_stop
+from paragrad.world.world import joined_from_environment, launched_rank, launched_size
+
+
+def train(job: Job, strategy: str | Strategy = "serial", *, runs: str | Path = "runs", check: bool = False,
+          progress: Progress | None = None, **settings: Any) -> Run:
+    """Train a job under a strategy; returns when it is done.
+
+    runs: the folder in which the run's own folder is made;  check: afterwards compare 20 steps with serial in float64
+    (`run.difference`);  settings: data, device, backend, overlap, loaders, save, resume, until, tensorboard, sabotage,
+    unproved, unchecked, as in `paragrad.training.settings.Settings`. On SIGTERM the run saves a checkpoint and ends
+    (`run.stopped`). Raises Refused (at the door) or RankFailed.
+    """
+    checked = admitted(job, strategy, Settings(**settings))
+    if launched_size() is not None:
+        return _under_launcher(checked, Path(runs), check, progress)
+    folder = new_folder(Path(runs), f"{job.name}-{folder_name(checked.asked)}")
+    with Ranks(checked.size) as ranks:
+        asked = Request()
+
+        def ask() -> None:
+            asked.set()
+            ranks.ask_to_stop()
+        with asking_to_stop(ask):
+            checked = settled(ranks, checked)
+            if asked.is_set():
+                ranks.ask_to_stop()             # the trial did not listen: the training saves at once
+            finished = run(ranks, checked, folder, progress=progress)
+        if finished.stopped or not check or isinstance(checked.resolved, Serial):
+            return finished
+        with Recorder(folder / "run.jsonl") as record:
+            try:
+                check_same(ranks, checked, finished.header["id"], record)
+            except RankFailed as error:
+                raise RankFailed(f"the training is done ({folder}); its check against serial failed: {error.message}",
+                                 rank=error.rank, step=error.step, tensor=error.tensor, traceback=error.traceback) from error
+    return Run(checked.job, folder)
+
+
+def run(ranks: Ranks, checked: Admitted, folder: Path, *, progress: Progress | None = None) -> Run:
+    """Train on ranks that are there already, recording into a folder."""
+    with Recorder(folder / "run.jsonl") as record:
+        _write_header(record, checked, folder)
+        try:
+            statuses = ranks.run(train_rank, checked, folder, record.origin, size=checked.size, threads=checked.threads,
+                                 backend=checked.backend, device=checked.settings.device,
+                                 on_report=lambda rank, value: progress(value) if progress else None)
+        except RankFailed as error:
+            _write_end(record, "failed", error)
+            raise
+        except BaseException:
+            _write_end(record, "interrupted")
+            raise
+        _write_end(record, statuses[0])
+    return Run(checked.job, folder)
+
+
+def check_same(ranks: Ranks, checked: Admitted, run: str, record: Recorder) -> None:
+    """Compare a strategy with serial (`lockstep.difference`) and record the answer."""
+    found = ranks.run(difference, checked.job, checked.resolved, checked.settings, size=checked.size, threads=checked.threads,
+                      backend=checked.backend, device=checked.settings.device)[0]
+    record.write("difference", baseline="serial", run=run, value=found.value, tensor=found.tensor)
+
+
+def _under_launcher(checked: Admitted, runs: Path, check: bool, progress: Progress | None) -> Run:
+    """This process is a rank that a launcher started: join, let rank 0 make the folder and the run's own lines."""
+    leads = launched_rank() == 0
+    torch.set_num_threads(checked.threads)
+    with joined_from_environment(checked.backend, device=checked.settings.device) as world, \
+            asking_to_stop(world.stop.set):
+        folder = world.agreed(new_folder(runs, f"{checked.job.name}-{folder_name(checked.asked)}") if leads else None)
+        with Recorder(folder / "run.jsonl") if leads else Recorder(Path("/dev/null")) as record:
+            _write_header(record, checked, folder)
+            try:
+                status = train_rank(world, checked, folder, record.origin, report=progress)
+            except StepFailed as error:
+                failed = RankFailed(str(error), rank=world.rank, step=error.step, tensor=error.tensor)
+                _write_end(record, "failed", failed)
+                raise failed from error
+            _write_end(record, status)
+            if check and status == "finished" and not isinstance(checked.resolved, Serial):
+                found = difference(world, checked.job, checked.resolved, checked.settings)
+                record.write("difference", baseline="serial", run=folder.name, value=found.value, tensor=found.tensor)
+    return Run(checked.job, folder)
+
+
+def _write_header(record: Recorder, checked: Admitted, folder: Path) -> None:
+    job, facts, settings = checked.job, checked.facts, checked.settings
+    record.write(
+        "run", schema=SCHEMA, id=folder.name, strategy=str(checked.asked), resolved=str(checked.resolved), seed=job.seed,
+        job={"name": job.name, "arguments": dict(job.arguments), "batch": job.batch, "epochs": job.epochs,
+             "metric": job.metric_name, "samples": facts.samples, "parameters": facts.parameters,
+             "dtype": str(job.dtype).removeprefix("torch.")},
+        workers=checked.size, servers=0, backend=checked.backend if checked.size > 1 else None, device=settings.device,
+        threads=checked.threads, prediction=None, reverse=settings.reverse,
+        resumed=checked.saved and {"run": str(checked.saved.folder.parent), "step": checked.saved.step},
+        settings={name: str(value) for name, value in vars(settings).items() if value != getattr(Settings, name)},
+        machine={"cpu": _cpu(), "cores": cores(), "load": _load(), "torch": torch.__version__,
+                 "python": platform.python_version(), "paragrad": __version__})
+    for what, picked, because in _choices(checked):
+        record.write("choice", what=what, bytes=None, picked=picked, because=because)
+
+
+def _choices(checked: Admitted) -> Iterator[tuple[str, str, str]]:
+    """What was picked and why: (what, picked, because)."""
+    settings = checked.settings
+    if checked.saved is not None:
+        yield "checkpoint", checked.saved.folder.name, checked.saved.because
+    if settings.sabotage:
+        yield "sabotage", settings.sabotage, "asked for; " + ("not proved" if settings.unproved else "proved")
+    if checked.facts.whole_batch:
+        yield "collate", "whole batches on every rank", checked.facts.whole_batch
+    if checked.size > 1 and settings.backend == "auto" and settings.device == "cpu":
+        yield "backend", checked.backend, checked.not_shm or "all ranks are on this host"
+    asked, resolved = checked.asked, checked.resolved
+    if checked.tried:
+        yield "strategy", str(resolved), checked.tried
+    if isinstance(asked, Data) and isinstance(resolved, Data):
+        shared = resolved.state == "shared_memory"
+        if asked.state == "auto":
+            yield "state", resolved.state, not_sharing(settings) or (
+                "all ranks are on this host" if shared else "an exchange was asked for, or there is one worker")
+        if shared:
+            return
+        if asked.reduce == "auto":
+            yield "reduce", "native", "auto is the backend's own all-reduce until this machine's prices are measured"
+        yield "overlap", "on" if settings.overlap else "off", (
+            "gradients are exchanged while backward runs" if settings.overlap else "asked for: exchange after backward")
+
+
+def _write_end(record: Recorder, status: str, error: RankFailed | None = None) -> None:
+    told = error and {"rank": error.rank, "step": error.step, "tensor": error.tensor, "message": error.message}
+    record.write("end", status=status, seconds=round(record.now(), 6), error=told)
+
+
+def folder_name(chosen: Strategy) -> str:
+    """A strategy as part of a folder's name."""
+    kept = "".join(sign if sign.isalnum() or sign in "_." else "-" for sign in str(chosen))
+    return "-".join(part for part in kept.split("-") if part)
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _load() -> float | None:
+    """The host's load average over the last minute."""
+    try:
+        return round(os.getloadavg()[0], 2)
+    except (AttributeError, OSError):           # a system without one
+        return None

@@ -1,0 +1,91 @@
+"""verify: 20 steps of a strategy beside serial and its rounding twin, and a certificate that says what was seen."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paragrad.datasets.loading import mapped
+from paragrad.errors import RankFailed, Refused
+from paragrad.jobs.job import Job, opened
+from paragrad.record.record import new_folder
+from paragrad.report.certificate import Certificate
+from paragrad.strategies.strategy import Strategy
+from paragrad.training.admission import Admitted, admitted
+from paragrad.training.first_step.causes import of_difference
+from paragrad.training.loop import Progress
+from paragrad.training.settings import Settings
+from paragrad.verbs.lockstep import STEPS, UNEQUAL, Difference, difference
+from paragrad.verbs.train import folder_name
+from paragrad.version import __version__
+from paragrad.world.launching import Ranks
+from paragrad.world.world import launched_size
+
+
+def verify(job: Job, strategy: str | Strategy, *, runs: str | Path = "runs", data: str | Path | None = None,
+           device: str = "cpu", backend: str = "auto", overlap: bool = True, loaders: int = 0,
+           sabotage: str | None = None, progress: Progress | None = None) -> Certificate:
+    """Train 20 steps beside serial (`lockstep`), in float64 where the job can, and write the certificate.json below runs.
+
+    progress: told {"step", "steps", "difference"} after every step;  the others as in `paragrad.training.settings.Settings`. A
+    planted bug is played, whatever the proof says of it. Raises Refused; and RankFailed where the run failed, so that there is
+    nothing to say of its being the same.
+    """
+    if launched_size() is not None:
+        raise Refused("verify starts its own ranks and cannot run under a launcher; call it with plain python")
+    checked = admitted(job, strategy, Settings(data=data, device=device, backend=backend, overlap=overlap, loaders=loaders,
+                                               sabotage=sabotage, unproved=True))
+    found, failure = Difference(float("nan")), None
+    with Ranks(checked.size) as ranks:
+        try:
+            found = ranks.run(difference, checked.job, checked.resolved, checked.settings, size=checked.size,
+                              threads=checked.threads, backend=checked.backend, device=checked.settings.device,
+                              on_report=lambda rank, told: progress(told) if progress else None)[0]
+        except RankFailed as error:
+            if UNEQUAL not in error.message:
+                raise RankFailed(f"{error.message} (the run failed, so whether it is the same training is not known)",
+                                 rank=error.rank, step=error.step, tensor=error.tensor, traceback=error.traceback) from error
+            failure = str(error)
+    tensor = found.first[0] if found.first else None
+    cause = None if tensor is None else of_difference(tensor, tensor in checked.facts.shapes and (
+        f"gradient of {tensor}" not in found.tensors), sabotage)
+    folder = new_folder(Path(runs), f"{job.name}-verify-{folder_name(checked.asked)}")
+    certificate = Certificate(
+        job.name, digest(checked), str(checked.asked), str(checked.resolved), found.reference,
+        device, checked.backend if checked.size > 1 else "none", STEPS, str(found.dtype).removeprefix("torch."), found.why,
+        found.bound, found.allowed, None if failure else found.value, found.tensor, found.first, found.tensors, found.twin,
+        found.twins, found.chaotic, failure, cause, checked.settings.sabotage,
+        {"paragrad": __version__, "torch": torch.__version__, "python": platform.python_version()}, folder)
+    partial = folder / "certificate.json.partial"
+    partial.write_text(json.dumps(certificate.as_json(), indent=1, allow_nan=False) + "\n")
+    partial.rename(folder / "certificate.json")
+    return certificate
+
+
+def digest(checked: Admitted) -> str:
+    """sha256 of what a training begins with: the job's settings, its model, optimizer, scheduler and loss by what they show of
+    themselves, its initial parameters and its first batch."""
+    job, facts = checked.job.replace(dtype=torch.float64), checked.facts
+    model = job.built_model()
+    told = {"name": job.name, "arguments": dict(job.arguments), "batch": job.batch, "epochs": job.epochs, "seed": job.seed,
+            "samples": facts.samples, "dtype": str(checked.job.dtype), **facts.training, "model": repr(model),
+            "loss": repr(job.loss) if isinstance(job.loss, torch.nn.Module) else getattr(job.loss, "__qualname__", "")}
+    found = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode())
+
+    def add(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+            mapped(add, leaf.unbind())
+        elif isinstance(leaf, torch.Tensor):
+            found.update(str((leaf.dtype, tuple(leaf.shape))).encode())
+            found.update(leaf.detach().to_dense().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+        return leaf
+
+    mapped(add, dict(model.state_dict()))
+    first = facts.order.indices(0, next(facts.order.batches()))
+    mapped(add, job.samples(opened(job.train, checked.settings.folder))[0, first])
+    return found.hexdigest()

@@ -1,0 +1,103 @@
+"""A rank's own process: wait for a task, join the world, run it, answer; end when the launcher is gone.
+
+Forked by `server.py`, or started by it as `python -m paragrad.world.launching.rank FD`; the socket FD carries pickled tasks and
+answers.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+import torch
+
+from paragrad.errors import RankFailed, StepFailed
+from paragrad.world.launching import files
+from paragrad.world.launching.messages import Failure, Setup, Stop, Task
+from paragrad.world.signals import Request
+from paragrad.world.world import TIMEOUT, joined
+
+
+def serve(launcher: Connection) -> None:
+    """Take over what the launcher says of itself, then serve tasks until it closes its end of the socket."""
+    for sent in (signal.SIGINT, signal.SIGTERM):        # they reach the launcher too, which ends its ranks or lets them save
+        signal.signal(sent, signal.SIG_IGN)
+    try:
+        setup: Setup = launcher.recv()
+        _take_over(setup)
+    except (EOFError, OSError):                         # it is gone already
+        os._exit(1)
+    with setup.stacks.open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks)
+        tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        stop = Request()
+        threading.Thread(target=_listen, args=(launcher, tasks, stop), daemon=True).start()
+        gc.freeze()                     # what is imported stays: no need to look through it again after every task
+        while True:
+            launcher.send(_answer(tasks.get(), launcher, stop))
+            gc.collect()            # process groups in circles of references keep their threads and sockets
+
+
+def _take_over(setup: Setup) -> None:
+    for name in os.environ.keys() - setup.environment.keys():
+        del os.environ[name]
+    os.environ.update(setup.environment)
+    sys.path[:] = setup.path
+    sys.argv[:] = [""]
+    os.chdir(setup.folder)
+    if setup.affinity is not None:
+        os.sched_setaffinity(0, setup.affinity)
+
+
+def _listen(launcher: Connection, tasks: queue.SimpleQueue[Task], stop: Request) -> None:
+    """Hand tasks over; when the launcher is gone, end this process whatever it is doing."""
+    try:
+        while True:
+            message = launcher.recv()
+            if isinstance(message, Stop):
+                stop.set()
+            else:
+                stop.clear()                    # it was meant for an earlier task
+                tasks.put(message)
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def _answer(task: Task, launcher: Connection, stop: Request) -> tuple[str, Any]:
+    torch.set_num_threads(task.threads)
+    try:
+        files.run(task.files)
+        dtype, function, arguments = cloudpickle.loads(task.call)
+        torch.set_default_dtype(dtype)
+        more = {"report": lambda value: launcher.send(("report", value))} if task.reports else {}
+        with joined(task.rank, task.size, task.store, task.backend, task.timeout or TIMEOUT,
+                    task.device, stop) as world:
+            try:
+                result = function(world, *arguments, **more)
+            except BaseException as error:              # also SystemExit: a task never ends its rank
+                launcher.send(("failed", _failure(task, error)))
+                threading.Event().wait()                # not out of a world where others may wait: the launcher ends us
+        return "done", cloudpickle.dumps(result)
+    except BaseException as error:
+        return "failed", _failure(task, error)
+
+
+def _failure(task: Task, error: BaseException) -> Failure:
+    message = str(error) if isinstance(error, StepFailed) else f"{type(error).__name__}: {error}"
+    failed = RankFailed(message, rank=task.rank, step=getattr(error, "step", None), tensor=getattr(error, "tensor", None),
+                        traceback="".join(traceback.format_exception(error)))
+    return Failure(failed, time.monotonic())
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))
