@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from paragrad import Job
-from paragrad.jobs.finding import loss
+from paragrad.jobs import loss
 from paragrad.techniques import batch_norm
 from paragrad.techniques.data_parallel import alone as by_itself
 from paragrad.techniques.data_parallel import shared_memory
