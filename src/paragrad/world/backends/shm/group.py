@@ -30,6 +30,8 @@ from paragrad.world.backends.shm.reductions import SUM, reduction
 from paragrad.world.backends.shm.tensors import Flats, Run, check, described, performed, type_of
 from paragrad.world.backends.shm.work import DONE, Lane, Work
 
+CLOSING = 1.0           # seconds that a group which is left still gives to what nobody waited for
+
 _NONE = timedelta(0)
 
 
@@ -286,6 +288,8 @@ def _seconds(opts: Any, otherwise: float) -> float:
 
 
 def _closed(lanes: Sequence[Lane], joined: Joined) -> None:
-    for lane in lanes:
-        lane.close()
+    if not all(lane.close(CLOSING) for lane in lanes):
+        joined.peers.give_up(f"rank {joined.rank} left the group, and what it had asked for was not done")
+        for lane in lanes:
+            lane.close(CLOSING)
     joined.peers.forget()

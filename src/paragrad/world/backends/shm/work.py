@@ -144,9 +144,17 @@ class Lane(abc.ABC):
         work.urgent = True
         self.called.set()
 
-    def close(self) -> None:
+    def close(self, seconds: float) -> bool:
+        """End the daemon after what was left to it; False if that takes longer.
+
+        Its caller waits: a thread that is freeing a tensor while the interpreter ends would abort the process.
+        """
         self.left.put(None)
         self.called.set()
+        if self.daemon is None or self.daemon is threading.current_thread():        # a group may go in its own daemon's hands
+            return True
+        self.daemon.join(seconds)
+        return not self.daemon.is_alive()
 
 
 DONE = Work(None, [], 0.0)             # what was asked for without async_op
