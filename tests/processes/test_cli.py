@@ -73,6 +73,15 @@ def test_compare_in_a_pipe_is_one_line_a_row_and_a_failure_is_a_row(tmp_path: Pa
         "01-serial", "02-data-2-reduce-tree", "03-data-3", "baseline-serial-threads-1", "compare.jsonl", "page.html"}
 
 
+def test_the_rounding_twin_is_no_baseline(tmp_path: Path) -> None:
+    """It is serial too, so serial with all threads was not run for its speed; but its time did not count as serial's, and the
+    speed-up stayed empty."""
+    rows = json.loads(paragrad("compare", "digits", "--strategies", "data(2)", "--epochs", "1", "--twin", "--runs", str(tmp_path),
+                               "--json"))["rows"]
+    assert [row["strategy"] for row in rows] == ["data(2)", "rounding twin"]
+    assert all(row["speed_up"] > 0 and row["speed_up_one_thread"] > 0 for row in rows)
+
+
 def test_a_planted_bug_in_a_comparison_is_a_failed_row_and_an_accuracy(tmp_path: Path) -> None:
     text = paragrad("compare", "digits", "--strategies", "data(2, reduce=ring)", "--sabotage", "skip_chunk", "--unproved",
                     "--unchecked", "--epochs", "1", "--twin", "--runs", str(tmp_path), code=1)

@@ -56,7 +56,8 @@ def compare(job: Job, chosen: str | Iterable[str | Strategy], *, runs: str | Pat
         rows.append(admitted(job, Serial(), replace(honest, reverse=True), facts))
     for_speed = {each.resolved: each for each in (admitted(job, each, replace(honest, limit=BASELINE_STEPS), facts)
                                                   for each in (Serial(), Serial(threads=1)))}
-    baselines = [each for resolved, each in for_speed.items() if resolved not in [row.resolved for row in rows]]
+    timed = [row.resolved for row in rows if not row.settings.reverse]         # the twin's time is not plain serial's
+    baselines = [each for resolved, each in for_speed.items() if resolved not in timed]
     folder = new_folder(Path(runs), f"{job.name}-compare")
     with Recorder(folder / "compare.jsonl") as record, Ranks(max(each.size for each in rows)) as ranks:
         comparing = Comparing(ranks, folder, record, progress or (lambda name: None))
