@@ -76,8 +76,8 @@ def test_compare_in_a_pipe_is_one_line_a_row_and_a_failure_is_a_row(tmp_path: Pa
 def test_the_rounding_twin_is_no_baseline(tmp_path: Path) -> None:
     """It is serial too, so serial with all threads was not run for its speed; but its time did not count as serial's, and the
     speed-up stayed empty."""
-    rows = json.loads(paragrad("compare", "digits", "--strategies", "data(2)", "--epochs", "1", "--twin", "--runs", str(tmp_path),
-                               "--json"))["rows"]
+    rows = json.loads(paragrad("compare", "digits", "--strategies", "data(2)", "--epochs", "1", "--twin", "--json",
+                               "--runs", str(tmp_path)))["rows"]
     assert [row["strategy"] for row in rows] == ["data(2)", "rounding twin"]
     assert all(row["speed_up"] > 0 and row["speed_up_one_thread"] > 0 for row in rows)
 

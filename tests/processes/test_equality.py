@@ -238,5 +238,6 @@ def test_a_planted_bug_is_seen_and_named(pool: Ranks, bug: str) -> None:
     else:
         with pytest.raises(RankFailed, match="not equal bit for bit") as caught:
             pool.run(*arguments, size=2)
+        assert caught.value.differs
         assert caught.value.step == 0
         assert caught.value.tensor in JOBS["mlp"].model().state_dict()

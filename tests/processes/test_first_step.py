@@ -37,6 +37,7 @@ def test_a_planted_wrong_ends_before_the_update(wrong: Callable[[Net], None], ra
     with pytest.raises(pg.RankFailed, match="not one worker's training: before the first update") as caught:
         pg.train(planted(wrong, rank).replace(dtype=dtype), strategy, runs=tmp_path)
     told = caught.value.message
+    assert caught.value.differs
     assert any(f"the {kind} is off" in told or f"a {kind} is off" in told for kind in SHOWN[wrong]), told
     assert "nothing was updated" in told
     assert "ikely cause" in told

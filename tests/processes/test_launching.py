@@ -77,6 +77,21 @@ def test_the_first_failure_is_raised_with_rank_step_and_tensor(two: Ranks) -> No
     assert two.run(who, "again")[1][0] == 1                 # the next run starts fresh ranks
 
 
+def differ_on_one(world: World, differs: bool) -> None:
+    if world.rank == 1:
+        raise StepFailed("the replicas are not equal bit for bit", differs=differs)
+    world.barrier()
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_that_a_training_differs_is_told_beside_the_message(two: Ranks, differs: bool) -> None:
+    """Also where others tell of it in other words."""
+    with pytest.raises(RankFailed) as caught:
+        two.run(differ_on_one, differs)
+    assert caught.value.differs == caught.value.saying("so it was").differs == differs
+    assert StepFailed.of(StepFailed("apart", differs=differs), step=3).differs == differs
+
+
 def die(world: World, how: signal.Signals) -> None:
     if world.rank == 1:
         os.kill(os.getpid(), how)

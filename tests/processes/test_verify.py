@@ -13,6 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import paragrad as pg
+from paragrad.jobs.finding import find
 from paragrad.report.progress import Shown
 from paragrad.schedules.sabotage import SABOTAGES
 from paragrad.verbs.cli import app
@@ -72,6 +73,19 @@ def test_a_run_that_failed_is_neither_the_same_nor_another_training(tmp_path: Pa
     assert result.stderr.splitlines()[-1] == ("paragrad: rank 1, step 0: RuntimeError: two is one too many (the run failed, so "
                                               "whether it is the same training is not known)")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_failure_is_does_not_hang_on_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A difference of replicas was told from a run that failed by a part of its message: this job's error was certified as
+    another training."""
+    files = Path(__file__).parents[1] / "job_files"
+    monkeypatch.syspath_prepend(str(files))
+    (tmp_path / "words.py").write_text((files / "fails_on_two.py").read_text().replace("two is one too many",
+                                                                                      "they are not equal bit for bit"))
+    with pytest.raises(pg.RankFailed, match=r"RuntimeError: they are not equal bit for bit \(the run failed, so") as caught:
+        pg.verify(find(str(tmp_path / "words.py")), "data(2)", runs=tmp_path / "runs")
+    assert (caught.value.rank, caught.value.step, caught.value.differs) == (1, 0, False)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_progress_of_a_comparison_step_by_step(tmp_path: Path) -> None:

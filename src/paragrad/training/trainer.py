@@ -309,8 +309,7 @@ class Trainer:
         checkpoint.load(self, checkpoint.newest_of_all(self.world, Path(folder)))
 
     def _failed(self, error: Exception) -> StepFailed:
-        message = str(error) if isinstance(error, StepFailed) else f"{type(error).__name__}: {error}"
-        return StepFailed(message, step=self.steps, tensor=getattr(error, "tensor", None))
+        return StepFailed.of(error, self.steps)
 
     def close(self) -> None:
         """Let go of the exchange; the model is a plain one again."""

@@ -36,7 +36,6 @@ BOUND = 1e-10           # of an exact strategy in float64; in float32 it is FEW 
 FEW = 8                 # eps: rounding that is never asked about
 TWINS = 4               # times the twin's: another way of rounding
 KINDS = GRADIENT, PARAMETER = "gradient of ", ""        # and how their tensors are named
-UNEQUAL = "are not equal bit for bit"       # said of replicas; by it a difference is told from a run that failed
 
 
 @dataclass(frozen=True)
@@ -240,5 +239,5 @@ def check_replicas(world: World, trainer: Trainer) -> None:
     for rank, theirs in enumerate(world.gathered(mine)):
         unequal = (mine != theirs).any(dim=1)
         if unequal.any():
-            raise StepFailed(f"the replicas of rank {world.rank} and rank {rank} {UNEQUAL}",
-                             step=trainer.steps - 1, tensor=list(state)[int(unequal.nonzero()[0])])
+            raise StepFailed(f"the replicas of rank {world.rank} and rank {rank} are not equal bit for bit",
+                             step=trainer.steps - 1, tensor=list(state)[int(unequal.nonzero()[0])], differs=True)

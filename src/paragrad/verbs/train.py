@@ -57,8 +57,8 @@ def train(job: Job, strategy: str | Strategy = "serial", *, runs: str | Path = "
             try:
                 check_same(ranks, checked, finished.header["id"], record)
             except RankFailed as error:
-                raise RankFailed(f"the training is done ({folder}); its check against serial failed: {error.message}",
-                                 rank=error.rank, step=error.step, tensor=error.tensor, traceback=error.traceback) from error
+                raise error.saying(
+                    f"the training is done ({folder}); its check against serial failed: {error.message}") from error
     return Run(checked.job, folder)
 
 

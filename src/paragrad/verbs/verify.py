@@ -20,7 +20,7 @@ from paragrad.training.admission import Admitted, admitted
 from paragrad.training.first_step.causes import of_difference
 from paragrad.training.loop import Progress
 from paragrad.training.settings import Settings
-from paragrad.verbs.lockstep import STEPS, UNEQUAL, Difference, difference
+from paragrad.verbs.lockstep import STEPS, Difference, difference
 from paragrad.verbs.train import folder_name
 from paragrad.version import __version__
 from paragrad.world.launching import Ranks
@@ -47,9 +47,9 @@ def verify(job: Job, strategy: str | Strategy, *, runs: str | Path = "runs", dat
                               threads=checked.threads, backend=checked.backend, device=checked.settings.device,
                               on_report=lambda rank, told: progress(told) if progress else None)[0]
         except RankFailed as error:
-            if UNEQUAL not in error.message:
-                raise RankFailed(f"{error.message} (the run failed, so whether it is the same training is not known)",
-                                 rank=error.rank, step=error.step, tensor=error.tensor, traceback=error.traceback) from error
+            if not error.differs:
+                raise error.saying(
+                    f"{error.message} (the run failed, so whether it is the same training is not known)") from error
             failure = str(error)
     tensor = found.first[0] if found.first else None
     cause = None if tensor is None else of_difference(tensor, tensor in checked.facts.shapes and (

@@ -240,7 +240,7 @@ def prove(trainer: Trainer, loss: float, weight: float, of: str = "this step") -
     proof = trainer.proof
     misses = compared(trainer, loss, weight)
     if misses:
-        raise StepFailed(not_the_same(trainer, misses), tensor=misses[0].gap.tensor)
+        raise StepFailed(not_the_same(trainer, misses), tensor=misses[0].gap.tensor, differs=True)
     made = proof.serial
     what = "the loss" if proof.loss_alone else f"loss, weight, {len(made.gradients)} gradients, {len(made.buffers)} buffers"
     what += f" of {of} " + ("is" if proof.loss_alone else "are")

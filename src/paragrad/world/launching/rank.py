@@ -93,8 +93,8 @@ def _answer(task: Task, launcher: Connection, stop: Request) -> tuple[str, Any]:
 
 
 def _failure(task: Task, error: BaseException) -> Failure:
-    message = str(error) if isinstance(error, StepFailed) else f"{type(error).__name__}: {error}"
-    failed = RankFailed(message, rank=task.rank, step=getattr(error, "step", None), tensor=getattr(error, "tensor", None),
+    told = StepFailed.of(error)
+    failed = RankFailed(str(told), rank=task.rank, step=told.step, tensor=told.tensor, differs=told.differs,
                         traceback="".join(traceback.format_exception(error)))
     return Failure(failed, time.monotonic())
 
