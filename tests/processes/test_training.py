@@ -184,6 +184,15 @@ def test_a_loss_that_is_not_finite_names_rank_step_and_tensor(pool: Ranks, tmp_p
                                    "message": error.message}
 
 
+def test_the_spans_of_a_step_that_fails_are_in_the_record(pool: Ranks, tmp_path: Path) -> None:
+    """They were written together with the step's line, which such a step does not get: what it did until then was lost."""
+    with pytest.raises(pg.RankFailed) as caught:
+        trained(pool, tmp_path, make_job("breaks", Breaks, VECTORS), "data(2, reduce=ring)")
+    spans = Record(tmp_path).of("span", caught.value.rank)              # type: ignore[arg-type]
+    assert {span["name"] for span in spans if span["step"] == 2} >= {"load", "F0", "B0", "reduce 0", "update"}
+    assert [span["name"] for span in spans if span["step"] == caught.value.step == 3] == ["load", "F0"]      # there it broke
+
+
 def test_a_sample_that_is_not_finite_is_named_as_inputs(pool: Ranks, tmp_path: Path) -> None:
     inputs = VECTORS.tensors[0].clone()
     inputs[7, 3] = float("nan")

@@ -14,7 +14,7 @@ _SPAN = '{"kind":"span","step":%d,"name":"%s","lane":"%s","start":%.6f,"seconds"
 
 
 class Log:
-    """The spans of the step under way, written together with its line. Without a recorder, nothing."""
+    """The spans of the step under way, written together with its line, or when it fails. Without a recorder, nothing."""
 
     def __init__(self, recorder: Recorder | None) -> None:
         self.recorder = recorder
@@ -27,8 +27,10 @@ class Log:
     @contextlib.contextmanager
     def span(self, name: str, lane: str) -> Iterator[None]:
         start = self.now()
-        yield
-        self.add_span(name, lane, start)
+        try:
+            yield
+        finally:                        # also of what fails: until then
+            self.add_span(name, lane, start)
 
     def add_span(self, name: str, lane: str, start: float, bytes: int | None = None, seconds: float | None = None) -> None:
         """seconds: otherwise it ends now."""
@@ -38,11 +40,18 @@ class Log:
 
     def step(self, number: int, start: float, **fields: Any) -> None:
         """The line of a step that began at `start`, after its spans."""
-        if not self.recorder:
-            return
+        if self.recorder:
+            line = {"kind": "step", "step": number, "start": round(start, 6), "seconds": round(self.now() - start, 6), **fields}
+            self.recorder.write_text([*self._spans_of(number), encoded(line)])
+
+    def failed(self, number: int) -> None:
+        """The spans of a step that will have no line."""
+        if self.recorder and self.spans:
+            self.recorder.write_text(self._spans_of(number))
+
+    def _spans_of(self, number: int) -> list[str]:
         spans, self.spans = self.spans, []
-        line = {"kind": "step", "step": number, "start": round(start, 6), "seconds": round(self.now() - start, 6), **fields}
-        self.recorder.write_text([*(_SPAN % (number, *span) for span in spans), encoded(line)])
+        return [_SPAN % (number, *span) for span in spans]
 
     def choice(self, what: str, picked: str, because: str, bytes: int | None = None) -> None:
         if self.recorder:

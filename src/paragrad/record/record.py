@@ -19,8 +19,9 @@
 `start` counts seconds from the run's beginning on the host's monotonic clock. `sent` is the payload handed to the wire;
 `computed` marks bytes that come from the closed form because a backend's own collective moved them. The span of an exchange
 (lane send) is the whole of it; those of the same name in wait, receive and compute are its parts: blocked until the first
-message came, blocked for the others, and the rest. `load` is the mean number of busy or waiting threads of the host in the
-minute before the run, null where the system does not say. Without an `end` line the run died.
+message came, blocked for the others, and the rest. A step that failed has its spans up to there, and no line of its own.
+`load` is the mean number of busy or waiting threads of the host in the minute before the run, null where the system does not
+say. Without an `end` line the run died.
 """
 
 from __future__ import annotations

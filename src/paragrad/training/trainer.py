@@ -309,6 +309,7 @@ class Trainer:
         checkpoint.load(self, checkpoint.newest_of_all(self.world, Path(folder)))
 
     def _failed(self, error: Exception) -> StepFailed:
+        self.log.failed(self.steps)
         return StepFailed.of(error, self.steps)
 
     def close(self) -> None:
