@@ -100,6 +100,10 @@ def test_train_a_job_file(tmp_path: Path) -> None:
     assert facts["time per step (median of the slowest rank)"].endswith(" ms")
     assert facts["bytes sent per rank and step"].startswith("gradients ")
     assert float(facts["loss of the last step (mean over its samples)"]) > 0
+    held = dict(kind.split(" ", 1) for kind in facts["memory of a rank (the most that any holds)"].split(", "))
+    assert list(held) == ["parameters", "gradients", "activations", "exchange", "resident"]           # its SGD keeps nothing
+    assert held["parameters"] == held["gradients"] != held["resident"]
+    assert held["resident"].endswith(" MB")
 
 
 def test_train_a_module_attribute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +111,7 @@ def test_train_a_module_attribute(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     facts = json.loads(paragrad("train", "good:job", "--strategy", "data(2)", "--epochs", "1", "--json", "--runs",
                                 str(tmp_path)))
     assert facts["audit"]["missed"] == 0
+    assert facts["memory"]["gradients"] > 0
     assert facts["difference from serial"] <= 1e-10
 
 

@@ -193,8 +193,11 @@ def test_needs_no_network_and_says_how_it_was_made(compared: Path) -> None:
     for words in ("paragrad.compare(paragrad.job('digits', width=64).replace(batch=64, epochs=2), "
                   "'serial; data(2, reduce=ring)', seeds=2, twin=True, until='accuracy=80')", machine["cpu"],
                   f"torch {machine['torch']}", f"paragrad {paragrad.__version__}", "digits(width=64)", "float32",
-                  "data(2, reduce=ring, state=replicated)", "gradients are exchanged while backward runs"):
+                  "data(2, reduce=ring, state=replicated)", "gradients are exchanged while backward runs",
+                  "memory of a rank: parameters 19.2 KB, optimizer 19.2 KB, gradients 19.2 KB, activations 17.9 KB, exchange "
+                  "19.3 KB"):
         assert words in shown
+    assert Table(compared).rows[1].memory == Record(compared / "02-data-2-reduce-ring-seed-0").memory
 
 
 @in_browser
@@ -261,6 +264,7 @@ def test_what_is_missing_is_a_sentence_and_no_chart(tmp_path: Path) -> None:
         assert sentence in text
     assert "paragrad compare x" in text
     assert "shade spans" not in text
+    assert "memory of a rank" not in text           # as in records of earlier versions
 
 
 def test_without_a_step_there_is_no_chart_at_all(tmp_path: Path) -> None:
@@ -324,6 +328,11 @@ def test_points_are_the_records(tmp_path: Path) -> None:
     record = written(tmp_path, ["serial"]).records["00-0"]
     assert page.losses(record) == [(8.0, 0.5, 2.0), (16.0, 1.5, 1.5), (24.0, 2.5, 1.0 + 1 / 3), (32.0, 3.5, 1.25)]
     assert page.tests(record) == [(16.0, 1.5, 10.0), (32.0, 3.5, 30.0)]
+
+
+def test_bytes_in_the_units_that_people_use() -> None:
+    assert table.held({"a": 0, "b": 1, "c": 999, "d": 19_256, "e": 999_400, "f": 999_600, "g": 286_000_000, "h": 10**13}) == (
+        "b 1 bytes, c 999 bytes, d 19.3 KB, e 999 KB, f 1 MB, g 286 MB, h 10,000.0 GB")
 
 
 def test_a_curve_is_the_mean_of_neighbours_and_of_seeds() -> None:

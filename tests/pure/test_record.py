@@ -34,6 +34,15 @@ def test_read_back(tmp_path: Path) -> None:
     assert str(record.audit) == "10 of 10 samples seen in each of 1 epoch(s), 0 twice, 0 missed"
 
 
+def test_memory_is_that_of_the_rank_that_holds_most(tmp_path: Path) -> None:
+    """Every rank wrote it, and nobody read it. A record without it reads as before."""
+    assert written(tmp_path, [[range(5)], [range(5, 10)]]).memory == {}
+    for rank in range(2):
+        with Recorder(tmp_path / f"rank-{rank}.jsonl") as record:
+            record.write("memory", parameters=100, exchange=[8, 16][rank], resident=[3000, 2000][rank])
+    assert Record(tmp_path).memory == {"parameters": 100, "exchange": 16, "resident": 3000}
+
+
 def test_the_audit_finds_what_was_seen_twice_and_what_was_missed(tmp_path: Path) -> None:
     audit = written(tmp_path, [[range(3), range(6, 8)], [range(2, 6), range(8, 9)]]).audit
     assert (audit.seen, audit.twice, audit.missed) == (9, 1, 1)

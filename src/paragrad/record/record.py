@@ -20,8 +20,9 @@
 `computed` marks bytes that come from the closed form because a backend's own collective moved them. The span of an exchange
 (lane send) is the whole of it; those of the same name in wait, receive and compute are its parts: blocked until the first
 message came, blocked for the others, and the rest. A step that failed has its spans up to there, and no line of its own.
-`load` is the mean number of busy or waiting threads of the host in the minute before the run, null where the system does not
-say. Without an `end` line the run died.
+`resident` is the most that the process ever held, also in runs that it served before. `load` is the mean number of busy or
+waiting threads of the host in the minute before the run, null where the system does not say. Without an `end` line the run
+died.
 """
 
 from __future__ import annotations
@@ -166,6 +167,15 @@ class Record:
                 for kind, sent in line["sent"].items():
                     if sent["bytes"] >= most.get(kind, sent)["bytes"]:
                         most[kind] = sent
+        return most
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes by kind, each of the rank that holds most of it; empty where no rank came to the end of its training."""
+        most: dict[str, int] = {}
+        for rank in range(len(self.ranks)):
+            for line in self.of("memory", rank):
+                most |= {kind: max(held, most.get(kind, 0)) for kind, held in line.items() if kind != "kind"}
         return most
 
     def used(self) -> list[Line]:

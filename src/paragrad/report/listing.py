@@ -20,7 +20,7 @@ from paragrad.report.certificate import Certificate
 from paragrad.report.drawing import write_space_time
 from paragrad.report.printing import print_facts, print_rows
 from paragrad.report.run import Run
-from paragrad.report.table import COMPUTED, sent
+from paragrad.report.table import COMPUTED, held, sent
 from paragrad.strategies.shares import micro_batches
 from paragrad.strategies.strategy import (
     ALGORITHMS,
@@ -42,7 +42,7 @@ def run(finished: Run, as_json: bool, typed: Sequence[str] = ("paragrad", "train
     stopped = {"stopped": f"at step {finished.resumable}", "go on with": again(typed, finished)} if finished.stopped else {}
     facts = {"strategy": header["strategy"], "resolved": header["resolved"], "test": finished.test,
              "loss": finished.losses[-1] if finished.losses else None, "seconds per step": finished.seconds_per_step,
-             "sent per step": finished.sent_per_step, "audit": asdict(finished.audit),
+             "sent per step": finished.sent_per_step, "memory": finished.memory, "audit": asdict(finished.audit),
              "difference from serial": difference and difference["value"],
              "where largest": difference and difference["tensor"], **stopped, "record": str(finished.folder)}
     if as_json:
@@ -56,11 +56,13 @@ def _labelled(finished: Run, facts: Mapping[str, Any]) -> dict[str, Any]:
     test, seconds, moved = finished.test, finished.seconds_per_step, sent(finished.sent_per_step)
     named = {"test": f"test {finished.header['job']['metric']}", "loss": "loss of the last step (mean over its samples)",
              "seconds per step": "time per step (median of the slowest rank)", "sent per step": "bytes sent per rank and step",
-             "audit": "audit", "difference from serial": "difference from serial (relative, float64, 20 steps)"}
+             "memory": "memory of a rank (the most that any holds)",
+             "difference from serial": "difference from serial (relative, float64, 20 steps)"}
     texts = {"test": None if test is None else f"{test:.2f}" + (" %" if finished.job.metric is accuracy else ""),
              "loss": None if facts["loss"] is None else f"{facts['loss']:.4f}",
              "seconds per step": None if seconds is None else f"{1e3 * seconds:.2f} ms",
-             "sent per step": moved + (f" (*: {COMPUTED})" if "*" in moved else ""), "audit": str(finished.audit),
+             "sent per step": moved + (f" (*: {COMPUTED})" if "*" in moved else ""),
+             "memory": held(finished.memory) or None, "audit": str(finished.audit),
              "difference from serial": facts["difference from serial"] and f"{facts['difference from serial']:.1e}"}
     return {named.get(name, name): texts.get(name, value) for name, value in facts.items()}
 

@@ -16,7 +16,7 @@ from paragrad.jobs.finding import JOBS
 from paragrad.record.record import Line, Record
 from paragrad.report import charts
 from paragrad.report.results import TWIN, Results, Row
-from paragrad.report.table import cells, columns_of, notes, sent
+from paragrad.report.table import cells, columns_of, held, notes, sent
 from paragrad.training.settings import Settings
 from paragrad.version import __version__
 
@@ -271,8 +271,9 @@ def ran(table: Results, row: Row) -> Line:
     on = (f"{_many(workers, 'worker')}, {_many(threads, 'thread')}{' each' if workers > 1 else ''}"
           + f", on {header['device']}" + (f", over {header['backend']}" if header["backend"] else ""))
     picked = [*records[0].choices, *records[0].of("choice")]
+    of_run = {kind: number for kind, number in row.memory.items() if kind != "resident"}        # that is of its process
     return {"strategy": row.strategy, "resolved": row.resolved, "on": on, "choices": picked, "failure": row.failure,
-            "seeds": ", ".join(str(record.header["seed"]) for record in records)}
+            "memory": held(of_run), "seeds": ", ".join(str(record.header["seed"]) for record in records)}
 
 
 def facts(table: Results) -> list[tuple[str, str]]:

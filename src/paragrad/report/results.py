@@ -37,6 +37,7 @@ class Row:
     speed_up: float | None = None                   # over serial with all threads
     speed_up_one_thread: float | None = None
     sent: dict[str, Line] = field(default_factory=dict)     # per rank and step, by kind: {bytes, computed}
+    memory: dict[str, int] = field(default_factory=dict)    # bytes by kind, each of the rank that holds most of it
     difference: float | None = None                 # from serial, float64, first seed
     tensor: str | None = None                       # where it is largest
     digests: tuple[str, ...] = ()                   # of the final parameters, by seed
@@ -115,8 +116,8 @@ def _row(results: Results, names: list[str]) -> Row:
     return Row(**named, test=fmean(tests) if tests else None, spread=stdev(tests) if len(tests) > 1 else None,
                seconds_per_step=seconds, speed_up=all_threads / seconds if all_threads and seconds else None,
                speed_up_one_thread=one_thread / seconds if one_thread and seconds else None,
-               sent=records[0].sent_per_step, difference=difference.get("value"), tensor=difference.get("tensor"),
-               digests=tuple(map(_digest, records)), failure=failure.get("message"),
+               sent=records[0].sent_per_step, memory=records[0].memory, difference=difference.get("value"),
+               tensor=difference.get("tensor"), digests=tuple(map(_digest, records)), failure=failure.get("message"),
                reached=tuple(_reached(results, record) for record in records) if results.until else ())
 
 

@@ -133,6 +133,19 @@ def sent(kinds: dict[str, Line]) -> str:
     return ", ".join(f"{kind} {number['bytes']:,}{'*' if number['computed'] else ''}" for kind, number in kinds.items()) or "0"
 
 
+def held(memory: dict[str, int]) -> str:
+    """Bytes by kind, what there is, in the units that people use."""
+    return ", ".join(f"{kind} {_sized(number)}" for kind, number in memory.items() if number)
+
+
+def _sized(number: float) -> str:
+    for unit in ("bytes", "KB", "MB"):
+        if number < 999.5:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:,.1f} GB"
+
+
 def _times(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.2f}x"
 
