@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from paragrad.datasets.loading import brought, called, parted
 from paragrad.errors import RankFailed
 from paragrad.jobs.job import CPU, Job
+from paragrad.report.certificate import Difference
 from paragrad.schedules.sabotage import SABOTAGES
 from paragrad.schedules.tree import Tree
 from paragrad.strategies.strategy import Serial, Strategy, resolve, strategy
 from paragrad.techniques.data_parallel.reproducible import reproducible_all_reduce
 from paragrad.training.settings import Settings
 from paragrad.training.trainer import Trainer
-from paragrad.verbs.lockstep import Difference, difference, differences
+from paragrad.verbs.lockstep import difference, differences
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 

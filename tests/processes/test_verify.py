@@ -18,6 +18,9 @@ from paragrad.report.progress import Shown
 from paragrad.schedules.sabotage import SABOTAGES
 from paragrad.verbs.cli import app
 
+FIELDS = ["schema", "job", "digest", "strategy", "resolved", "device", "backend", "steps", "failure", "cause", "sabotage",
+          "versions", "folder", "tensor", "tensors", "first", "twin", "twins", "bound", "allowed", "chaotic", "dtype", "why",
+          "reference", "difference", "same"]
 BUILT_IN = ("digits", "mnist-mlp", "mnist-cnn", "shakespeare-lstm")
 
 
@@ -32,6 +35,7 @@ def test_the_certificate_of_the_same_training(tmp_path: Path) -> None:
     assert "same training as serial: yes (bound 1e-10, float64)" in text
     path = Path(text.split("certificate: ")[1].strip())
     told = json.loads(path.read_text())
+    assert list(told) == FIELDS
     assert told["same"]
     assert told["strategy"] == "data(2, reduce=ring)"
     assert told["versions"]["torch"] == torch.__version__

@@ -1,35 +1,44 @@
-"""Certificate: whether a strategy made the same training as serial, and what was compared."""
+"""What a verification found: the difference of a training from serial's, and its certificate."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+BOUND = 1e-10           # of an exact strategy in float64
+
 
 @dataclass(frozen=True)
-class Certificate:
-    """Whether a strategy made the same training as serial, and what was compared."""
+class Difference:
+    """How far a training was from serial's (`verbs.lockstep`): the largest difference, and the largest of every tensor."""
+    value: float                                    # the largest
+    tensor: str | None = None                       # where it is largest
+    step: int | None = None                         # and when
+    tensors: dict[str, float] = field(default_factory=dict, compare=False)      # the largest of every tensor
+    first: tuple[str, int] | None = None            # (tensor, step) of the first beyond both bounds
+    twin: float = 0.0                               # the largest of the rounding twin from serial
+    twins: dict[str, float] = field(default_factory=dict, compare=False)        # of every tensor
+    bound: float = BOUND                            # of a tensor by its own size; above it, the twin is asked
+    allowed: float = 0.0                            # then: 4 times the twin's, by the largest of the tensor's kind; where
+    #                                                 `first` left it, or the largest that was asked for
+    chaotic: int | None = None                      # the step from which the twin goes another way, so that nothing can be said
+    dtype: str = "float64"                          # what was computed in
+    why: str | None = None                          # it is not float64
+    reference: str = "serial"                       # with the same micro-batches where batch norm is
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate(Difference):
+    """Whether a strategy made the same training as serial, and what was compared: the difference, and what it is of."""
     job: str
     digest: str                     # of the job: its settings, initial parameters and first batch, in float64
     strategy: str
     resolved: str
-    reference: str                  # what it was compared with: serial; with the same micro-batches where batch norm is
     device: str
     backend: str
     steps: int
-    dtype: str                      # what was computed in
-    why: str | None                 # it is not float64
-    bound: float                    # of a tensor by its own size; above it, the twin is asked
-    allowed: float                  # then: 4 times the twin's, by the largest of the tensor's kind (`lockstep.Difference`)
-    difference: float | None        # the largest; None where the ranks did not come to its end
-    tensor: str | None              # where it is largest
-    first: tuple[str, int] | None   # (tensor, step) of the first difference beyond both
-    tensors: dict[str, float]       # the largest difference of every tensor
-    twin: float                     # the largest difference of the rounding twin from serial
-    twins: dict[str, float]         # of every tensor
-    chaotic: int | None             # the step from which the twin goes another way, so that nothing can be said
     failure: str | None             # what a rank said of replicas that are not equal
     cause: str | None               # the likeliest, where it is not the same and one is known
     sabotage: str | None
@@ -37,14 +46,20 @@ class Certificate:
     folder: Path
 
     @property
+    def difference(self) -> float | None:
+        """The largest; None where the ranks did not come to its end."""
+        return None if self.failure else self.value
+
+    @property
     def same(self) -> bool:
-        return self.failure is None and self.difference is not None and self.first is None
+        return self.difference is not None and self.first is None
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON: a difference that is not finite is null, and `tensor` says where."""
-        told = {"schema": 1, **asdict(self), "same": self.same, "folder": str(self.folder)}
-        told |= {name: _finite(told[name]) for name in ("difference", "twin", "allowed", "tensors", "twins")}
-        return told
+        """Plain JSON, what it is of first: a difference that is not finite is null, and `tensor` says where."""
+        told = {"schema": 1, **dict.fromkeys(Certificate.__annotations__), **asdict(self), "folder": str(self.folder),
+                "difference": self.difference, "same": self.same}
+        del told["value"], told["step"]
+        return told | {name: _finite(told[name]) for name in ("difference", "twin", "allowed", "tensors", "twins")}
 
 
 def _finite(value: Any) -> Any:

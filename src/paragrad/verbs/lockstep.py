@@ -13,7 +13,7 @@ import hashlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from paragrad.datasets.loading import Dataset, parted
 from paragrad.errors import StepFailed
 from paragrad.jobs.job import Job, opened
+from paragrad.report.certificate import BOUND, Difference
 from paragrad.strategies.strategy import Strategy, share_weights
 from paragrad.training.settings import Settings
 from paragrad.training.trainer import Trainer
@@ -32,35 +33,9 @@ from paragrad.world.world import World
 
 STEPS = 20
 INSIDE = "in float64 it differs, and there the model computes in a coarser type inside"
-BOUND = 1e-10           # of an exact strategy in float64; in float32 it is FEW eps
-FEW = 8                 # eps: rounding that is never asked about
+FEW = 8                 # eps: rounding that is never asked about, and the bound in float32
 TWINS = 4               # times the twin's: another way of rounding
 KINDS = GRADIENT, PARAMETER = "gradient of ", ""        # and how their tensors are named
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The largest difference, the tensor and the step where it is; the largest of every tensor; who left the bounds first.
-
-    The same of the rounding twin. allowed: 4 times the twin's by the largest of a kind, where `first` left it, or the
-    largest that was asked for;  chaotic: the step from which the twin went another way in some kind of tensors.
-    """
-    value: float
-    tensor: str | None = None
-    step: int | None = None
-    tensors: dict[str, float] = field(default_factory=dict, compare=False)
-    first: tuple[str, int] | None = None            # (tensor, step)
-    twin: float = 0.0
-    twins: dict[str, float] = field(default_factory=dict, compare=False)
-    bound: float = BOUND
-    allowed: float = 0.0
-    chaotic: int | None = None
-    dtype: torch.dtype = torch.float64
-    why: str | None = None                          # it is not float64
-    reference: str = "serial"
-
-    def __str__(self) -> str:
-        return f"{self.value:.1e}" + (f" at {self.tensor}, step {self.step}" if self.tensor else "")
 
 
 def difference(world: World, job: Job, strategy: Strategy, settings: Settings | None = None, *, steps: int = STEPS,
@@ -150,7 +125,7 @@ class Comparison:
         self.trainer, self.reference = trainer, reference
         serial = reference.serial
         self.eps = torch.finfo(serial.dtype).eps
-        self.worst = Difference(0.0, dtype=serial.dtype,
+        self.worst = Difference(0.0, dtype=str(serial.dtype).removeprefix("torch."),
                                 bound=BOUND if serial.dtype == torch.float64 else FEW * self.eps)
         self.rounding: dict[str, float] = {}        # the twin's largest by kind, until now
         self.noise = 0.0 if reference.normed is None else 1e3 * self.eps

@@ -14,13 +14,13 @@ from paragrad.datasets.loading import mapped
 from paragrad.errors import RankFailed, Refused
 from paragrad.jobs.job import Job, opened
 from paragrad.record.record import new_folder
-from paragrad.report.certificate import Certificate
+from paragrad.report.certificate import Certificate, Difference
 from paragrad.strategies.strategy import Strategy
 from paragrad.training.admission import Admitted, admitted
 from paragrad.training.first_step.causes import of_difference
 from paragrad.training.loop import Progress
 from paragrad.training.settings import Settings
-from paragrad.verbs.lockstep import STEPS, Difference, difference
+from paragrad.verbs.lockstep import STEPS, difference
 from paragrad.verbs.train import folder_name
 from paragrad.version import __version__
 from paragrad.world.launching import Ranks
@@ -56,11 +56,10 @@ def verify(job: Job, strategy: str | Strategy, *, runs: str | Path = "runs", dat
         f"gradient of {tensor}" not in found.tensors), sabotage)
     folder = new_folder(Path(runs), f"{job.name}-verify-{folder_name(checked.asked)}")
     certificate = Certificate(
-        job.name, digest(checked), str(checked.asked), str(checked.resolved), found.reference,
-        device, checked.backend if checked.size > 1 else "none", STEPS, str(found.dtype).removeprefix("torch."), found.why,
-        found.bound, found.allowed, None if failure else found.value, found.tensor, found.first, found.tensors, found.twin,
-        found.twins, found.chaotic, failure, cause, checked.settings.sabotage,
-        {"paragrad": __version__, "torch": torch.__version__, "python": platform.python_version()}, folder)
+        **vars(found), job=job.name, digest=digest(checked), strategy=str(checked.asked), resolved=str(checked.resolved),
+        device=device, backend=checked.backend if checked.size > 1 else "none", steps=STEPS, failure=failure, cause=cause,
+        sabotage=checked.settings.sabotage, folder=folder,
+        versions={"paragrad": __version__, "torch": torch.__version__, "python": platform.python_version()})
     partial = folder / "certificate.json.partial"
     partial.write_text(json.dumps(certificate.as_json(), indent=1, allow_nan=False) + "\n")
     partial.rename(folder / "certificate.json")
