@@ -336,7 +336,7 @@ def test_bytes_in_the_units_that_people_use() -> None:
 
 
 def test_a_curve_is_the_mean_of_neighbours_and_of_seeds() -> None:
-    seen = charts.look(0)
+    seen = charts.style(0)
     seeds = [[(float(step), float(10 * seed + step)) for step in range(8)] for seed in range(2)]
     seeds[1].append((8.0, 1000.0))                  # a seed that went further: its mates have nothing to average with
     found = charts.curve(seen, "serial", seeds, most=4)
@@ -347,9 +347,9 @@ def test_a_curve_is_the_mean_of_neighbours_and_of_seeds() -> None:
 
 
 def test_ten_strategies_look_different() -> None:
-    assert len({charts.look(place).colour for place in range(10)}) == 10
-    assert len({charts.look(place).marker for place in range(10)}) == 10
-    assert len({charts.look(place) for place in range(20)}) == 20
+    assert len({charts.style(place).colour for place in range(10)}) == 10
+    assert len({charts.style(place).marker for place in range(10)}) == 10
+    assert len({charts.style(place) for place in range(20)}) == 20
 
 
 # ---- the table at a terminal -------------------------------------------------------------------------------------------

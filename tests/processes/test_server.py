@@ -21,7 +21,7 @@ from test_launching import wait_for_ends
 from paragrad.__main__ import starts_ranks
 from paragrad.errors import RankFailed
 from paragrad.world.launching import Ranks, processes
-from paragrad.world.launching.processes import Server
+from paragrad.world.launching.processes import ServerProcess
 from paragrad.world.world import World
 
 
@@ -36,7 +36,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(scope="module", params=["fork", "spawn"])
 def two(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """Two ranks of each kind of server."""
-    server = Server(request.param)
+    server = ServerProcess(request.param)
     with Ranks(2, server=server) as ranks:
         yield ranks
     server.close()

@@ -34,7 +34,7 @@ KINDS = ("#3d6b8e", "#c58a2b", "#6b9a5b", "#8a5a83", "#777777")        # of byte
 
 
 @dataclass(frozen=True)
-class Look:
+class Style:
     """How a strategy is drawn, everywhere in a page: told apart by colour, by marker, and beyond ten by dashes."""
     colour: str
     marker: str
@@ -42,17 +42,17 @@ class Look:
     inside: str = "white"       # of the marker
 
 
-def look(place: int, twin: bool = False) -> Look:
-    """The look of a table's row."""
+def style(place: int, twin: bool = False) -> Style:
+    """The style of a table's row."""
     if twin:
-        return Look("#6b7280", "x", "--", inside="#6b7280")
-    return Look(COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)], "-" if place < len(COLOURS) else "-.")
+        return Style("#6b7280", "x", "--", inside="#6b7280")
+    return Style(COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)], "-" if place < len(COLOURS) else "-.")
 
 
 @dataclass(frozen=True)
 class Curve:
     """A strategy's line: the mean over its seeds, and from where to where they reach."""
-    look: Look
+    style: Style
     name: str
     x: list[float]
     y: list[float]
@@ -62,7 +62,7 @@ class Curve:
     steps: int = 1              # per point, at most
 
 
-def curve(seen: Look, name: str, runs: Sequence[Sequence[tuple[float, float]]], most: int = POINTS) -> Curve | None:
+def curve(seen: Style, name: str, runs: Sequence[Sequence[tuple[float, float]]], most: int = POINTS) -> Curve | None:
     """The points of every seed, joined: point by point the mean, as far as all seeds went; neighbours averaged, to `most`.
 
     None where there is nothing to draw.
@@ -108,10 +108,10 @@ def _line(axes: Axes, each: Curve, place: int, of: int, floor: float) -> None:
     marks = max(1, len(each.x) // MARKS)
     y, low, high = (numpy.maximum(values, floor) if floor else values for values in (each.y, each.low, each.high))
     if each.seeds > 1:
-        axes.fill_between(each.x, low, high, color=each.look.colour, alpha=max(0.06, 0.3 / of), linewidth=0, zorder=2)
-    axes.plot(each.x, y, color=each.look.colour, linestyle=each.look.dashes, linewidth=1.3 + 2.2 * left,
-              marker=each.look.marker, markersize=4.5 + 3.5 * left, markevery=(place * marks // of, marks),
-              markerfacecolor=each.look.inside, markeredgewidth=1.2, zorder=3 + place)
+        axes.fill_between(each.x, low, high, color=each.style.colour, alpha=max(0.06, 0.3 / of), linewidth=0, zorder=2)
+    axes.plot(each.x, y, color=each.style.colour, linestyle=each.style.dashes, linewidth=1.3 + 2.2 * left,
+              marker=each.style.marker, markersize=4.5 + 3.5 * left, markevery=(place * marks // of, marks),
+              markerfacecolor=each.style.inside, markeredgewidth=1.2, zorder=3 + place)
 
 
 def _decades(axes: Axes, values: list[float]) -> float:
@@ -161,7 +161,7 @@ def bars(name: str, rows: Sequence[tuple[str, str, dict[str, Line]]], kinds: Seq
         return inline(figure, name, alt)
 
 
-def sample(name: str, seen: Look) -> str:
+def sample(name: str, seen: Style) -> str:
     """A strategy's line and marker, small, for a legend."""
     with drawing(name, 30, 12) as figure:
         axes: Any = figure.add_axes((0.0, 0.0, 1.0, 1.0))

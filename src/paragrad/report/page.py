@@ -36,18 +36,18 @@ def rendered(table: Results) -> str:
     """The page as text. What a record lacks is a sentence in the place of its chart."""
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
                             trim_blocks=True, lstrip_blocks=True)
-    looks = [charts.look(place, row.strategy == TWIN) for place, row in enumerate(table.rows)]
+    styles = [charts.style(place, row.strategy == TWIN) for place, row in enumerate(table.rows)]
     return templates.get_template("page.html.jinja").render(
         title=f"{table.job}: {_count(table)}", lead=lead_of(table), twin=TWIN, columns=columns_of(table),
-        notes=notes(table), sections=Sections(table, looks).all(), breakable=breakable,
-        rows=[Shown(place, row, cells(table, row)) for place, row in enumerate(table.rows)],
-        samples=[Markup(charts.sample(f"look-{place}", each)) for place, each in enumerate(looks)],
+        notes=notes(table), sections=Sections(table, styles).all(), breakable=breakable,
+        rows=[TableRow(place, row, cells(table, row)) for place, row in enumerate(table.rows)],
+        samples=[Markup(charts.sample(f"style-{place}", each)) for place, each in enumerate(styles)],
         definitions=definitions(table), ran=[ran(table, row) for row in table.rows], facts=facts(table),
         repeat=table.asked["command"] or call(table), typed=table.asked["command"] is not None)
 
 
 @dataclass(frozen=True)
-class Shown:
+class TableRow:
     """A row of the page's table."""
     place: int
     row: Row
@@ -82,7 +82,7 @@ class Section:
 class Sections:
     """The charts of a comparison."""
     table: Results
-    looks: list[charts.Look]
+    styles: list[charts.Style]
 
     def all(self) -> list[Section]:
         metric = self.table.metric
@@ -113,7 +113,7 @@ class Sections:
 
     def curves(self, runs: Sequence[Sequence[Points]], most: int = charts.POINTS) -> dict[int, charts.Curve]:
         """The lines of the rows that have one, by place."""
-        made = {place: charts.curve(self.looks[place], row.strategy, [points for points in runs[place] if points], most)
+        made = {place: charts.curve(self.styles[place], row.strategy, [points for points in runs[place] if points], most)
                 for place, row in enumerate(self.table.rows)}
         return {place: each for place, each in made.items() if each is not None}
 

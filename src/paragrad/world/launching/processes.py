@@ -28,11 +28,11 @@ END = 5.0               # seconds for a killed process to be gone
 # variables read once, when a library is loaded: a server that was started with others is not the one to fork
 LOADED = ("OMP_", "GOMP_", "MKL_", "OPENBLAS_", "LD_", "MALLOC_", "GLIBC_")
 
-_servers: dict[object, Server] = {}
+_servers: dict[object, ServerProcess] = {}
 _starting = threading.Lock()
 
 
-def server() -> Server:
+def server() -> ServerProcess:
     """This process's server, started if there is none: then it imports torch while the caller goes on."""
     with _starting:
         kind = os.getpid(), tuple(sorted((name, value) for name, value in os.environ.items() if name.startswith(LOADED)))
@@ -40,7 +40,7 @@ def server() -> Server:
         if found is None or found.popen.poll() is not None:
             if found is not None:
                 found.close()
-            _servers[kind] = found = Server()
+            _servers[kind] = found = ServerProcess()
         return found
 
 
@@ -51,7 +51,7 @@ def close() -> None:
         _servers.popitem()[1].close()
 
 
-class Server:
+class ServerProcess:
     """The process that ranks come from. how: "fork", or "spawn" for a fresh Python each; what this system can by default."""
 
     def __init__(self, how: str | None = None) -> None:
@@ -100,7 +100,7 @@ class Server:
 class Process:
     """A rank's process: this end of its socket, what the server tells of it, and the file of its stacks."""
 
-    def __init__(self, server: Server, stacks: Path) -> None:
+    def __init__(self, server: ServerProcess, stacks: Path) -> None:
         self.server, self.stacks = server, stacks
         stacks.touch()
         self.pid = 0

@@ -22,7 +22,7 @@ from paragrad.errors import RankFailed
 from paragrad.world.launched import cores
 from paragrad.world.launching import files, processes
 from paragrad.world.launching.messages import Failure, Stop, Task
-from paragrad.world.launching.processes import Process, Server
+from paragrad.world.launching.processes import Process, ServerProcess
 
 GRACE = 0.5             # seconds in which a killed rank must show, before a peer's complaint counts as the cause
 
@@ -33,7 +33,7 @@ class Ranks:
     server: where they come from; otherwise this process's own, which stays for the next Ranks.
     """
 
-    def __init__(self, size: int, server: Server | None = None) -> None:
+    def __init__(self, size: int, server: ServerProcess | None = None) -> None:
         self.size, self.server = size, server
         self.processes: list[Process] = []
         self.folder: tempfile.TemporaryDirectory[str] | None = None

@@ -47,7 +47,7 @@ def main() -> None:
                 importlib.import_module(name)
         forks = single()
         gc.freeze()                     # no look at what is imported: it would copy the pages that ranks share
-    server = Server(launcher, forks)
+    server = ForkServer(launcher, forks)
     link = server.serve()
     if link is None:
         server.end()
@@ -105,7 +105,7 @@ def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-class Server:
+class ForkServer:
     """Starts ranks as it is asked to, tells of their ends. forks: fork them; otherwise each is a fresh Python."""
 
     def __init__(self, launcher: socket.socket, forks: bool) -> None:
