@@ -21,7 +21,7 @@ from paragrad.errors import Refused
 from paragrad.planner.price import seconds as closed_form
 from paragrad.players.clock import timed
 from paragrad.players.machine import Cluster, Link
-from paragrad.players.rounds import simulated
+from paragrad.players.uniform import simulated
 from paragrad.strategies.strategy import Data, strategy
 
 WIDTHS = (16, 64, 256, 1024, 4096)

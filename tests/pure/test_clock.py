@@ -8,7 +8,7 @@ import pytest
 
 from paragrad.players.clock import timed
 from paragrad.players.machine import Cluster, Link
-from paragrad.players.rounds import simulated, timed_rounds
+from paragrad.players.uniform import simulated, timed_uniform
 from paragrad.schedules.actions import AllReduce, Compute, Program, Recv, ScheduleError, Send
 from paragrad.schedules.butterfly import Butterfly
 from paragrad.schedules.direct import Direct
@@ -133,7 +133,7 @@ def test_spans_are_those_of_the_record() -> None:
 @pytest.mark.parametrize("size", range(25, 65))
 def test_all_ranks_at_once_up_to_64(size: int) -> None:
     for schedule in (Ring(), RingAsync(2), Direct()):
-        at_once = timed_rounds(schedule, size, 12 * size + 5, CLUSTERS["flight and overhead"])
+        at_once = timed_uniform(schedule, size, 12 * size + 5, CLUSTERS["flight and overhead"])
         assert at_once is not None or isinstance(schedule, Direct)          # parts of two lengths: its ranks meet
         if at_once:
             assert at_once.ends == pytest.approx(timed(schedule, size, 12 * size + 5, CLUSTERS["flight and overhead"]).ends)
@@ -150,7 +150,7 @@ def test_all_ranks_at_once_are_timed_as_one_by_one(schedule: AllReduce, cluster:
     sizes = {2, 3, 4, 5, 8, 9, 16, 24}
     for size in sizes:
         for length in (5, 12 * size):
-            at_once = timed_rounds(schedule, size, length, cluster)
+            at_once = timed_uniform(schedule, size, length, cluster)
             one_by_one = timed(schedule, size, length, cluster) if at_once else None
             if at_once and one_by_one:
                 assert at_once.ends == pytest.approx(one_by_one.ends, rel=1e-12), (size, length)
@@ -163,7 +163,7 @@ def test_all_ranks_at_once_are_timed_as_one_by_one(schedule: AllReduce, cluster:
 @pytest.mark.parametrize("schedule", [Ring(blocking=True), Tree(), Star(), Butterfly(), Halving(), DoubleTree(),
                                       TwoLevel(group=2)], ids=str)
 def test_schedules_with_a_choice_by_rank_go_to_the_clock(schedule: AllReduce) -> None:
-    assert timed_rounds(schedule, 6, 100, CLUSTERS["textbook"]) is None
+    assert timed_uniform(schedule, 6, 100, CLUSTERS["textbook"]) is None
     assert simulated(schedule, 6, 100, CLUSTERS["textbook"]) == timed(schedule, 6, 100, CLUSTERS["textbook"])
 
 

@@ -11,7 +11,7 @@ from paragrad.errors import Refused
 from paragrad.planner.price import Price, least, price, seconds
 from paragrad.players.clock import Timeline, timed
 from paragrad.players.machine import Cluster, Machine
-from paragrad.players.rounds import simulated
+from paragrad.players.uniform import simulated
 from paragrad.players.work import WorkAndDepth, work_and_depth
 from paragrad.schedules.actions import Send
 from paragrad.strategies.strategy import Data, Native, Strategy, refuse_unbuilt, resolve

@@ -40,7 +40,7 @@ class Timeline:
 
 
 @dataclass(slots=True, eq=False)
-class Message:
+class Transfer:
     """A message on its way; `end`: when its receiver can have it, once that is known."""
     send: Send
     source: int
@@ -75,11 +75,11 @@ class Clock:
         self.slow = [cluster.factor(rank) for rank in range(size)]
         self.ends = [-1.0] * size
         self.busy: set[Any] = set()                     # ways out and in that a message has taken
-        self.waiting: dict[Any, dict[Message, None]] = {}      # messages that want a way, as they were posted
+        self.waiting: dict[Any, dict[Transfer, None]] = {}      # messages that want a way, as they were posted
         self.cores = [[0.0] * cluster.cores for _ in range(-(-size // cluster.sharing))]       # heaps of times
-        self.sent: dict[tuple[int, int], deque[Message]] = {}
-        self.expected: dict[tuple[int, int], Callable[[Message], None]] = {}
-        self.open: list[list[Message]] = [[] for _ in range(size)]         # sends that may not be over, by rank
+        self.sent: dict[tuple[int, int], deque[Transfer]] = {}
+        self.expected: dict[tuple[int, int], Callable[[Transfer], None]] = {}
+        self.open: list[list[Transfer]] = [[] for _ in range(size)]         # sends that may not be over, by rank
         self.events: list[tuple[float, int, int, Callable[..., None], tuple[Any, ...]]] = []
         self.number = count()
         self.messages = 0
@@ -126,11 +126,11 @@ class Clock:
                 self.refuse(rank, action)
         self.ends[rank] = time
 
-    def post(self, time: float, rank: int, action: Send) -> Message:
+    def post(self, time: float, rank: int, action: Send) -> Transfer:
         link = self.cluster.between(rank, action.to)
         posted = self.working(rank, time, link.overhead)
         start, stop = ends_of(action.slot)
-        message = Message(action, rank, self.starts[stop] - self.starts[start], link,
+        message = Transfer(action, rank, self.starts[stop] - self.starts[start], link,
                           max(self.slow[rank], self.slow[action.to]), posted, self.ways(rank, action.to), (start, stop))
         self.messages += 1
         self.open[rank].append(message)
@@ -152,7 +152,7 @@ class Clock:
 
     def take(self, time: float, rank: int, action: Recv) -> None:
         """The rank has come to a receive: go on when its message is there, or comes."""
-        def matched(message: Message) -> None:
+        def matched(message: Transfer) -> None:
             if message.send.slot != action.slot:
                 raise ScheduleError(f"rank {rank} expects slot {shown(action.slot)} from rank {action.frm}, which sends slot "
                                     f"{shown(message.send.slot)}: first sent is first received")
@@ -171,7 +171,7 @@ class Clock:
             self.expected[action.frm, rank] = matched
 
     # ---- messages ------------------------------------------------------------------------------------------------------
-    def want(self, time: float, message: Message) -> None:
+    def want(self, time: float, message: Transfer) -> None:
         """The message wants its ways."""
         for way in message.ways:
             self.waiting.setdefault(way, {})[message] = None
@@ -190,11 +190,11 @@ class Clock:
                 return
             self.serve(time, message.ways[1])
 
-    def turn(self, message: Message) -> tuple[bool, bool]:
+    def turn(self, message: Transfer) -> tuple[bool, bool]:
         """Who goes first into a receiver: whom it waits for, then whose sender has nothing to send before."""
         return not message.awaited, next(iter(self.waiting[message.ways[0]])) is not message
 
-    def travel(self, time: float, message: Message) -> None:
+    def travel(self, time: float, message: Transfer) -> None:
         """Take both ways, for as long as the message needs."""
         source, target, link = message.source, message.send.to, message.link
         for way in message.ways:
@@ -214,7 +214,7 @@ class Clock:
         for told in message.then:
             told(message.end)
 
-    def release(self, time: float, message: Message) -> None:
+    def release(self, time: float, message: Transfer) -> None:
         """Both ways are free for others."""
         self.busy.difference_update(message.ways)
         if self.waiting[message.ways[1]]:
@@ -222,7 +222,7 @@ class Clock:
         if self.waiting[message.ways[0]]:
             self.at(time, self.serve_sender, message.ways[0], after=True)
 
-    def arrived(self, time: float, rank: int, action: Recv, message: Message) -> None:
+    def arrived(self, time: float, rank: int, action: Recv, message: Transfer) -> None:
         """The message is there: take it."""
         self.settle(self.working(rank, time, message.link.overhead), rank, action, message.size)
 

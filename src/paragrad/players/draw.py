@@ -13,9 +13,9 @@ from paragrad.schedules.actions import Collective, Compute, Recv, Send, Slot
 
 def draw(schedule: Collective, size: int) -> str:
     """The drawing of a schedule over `size` ranks, at most as many columns as it has rounds."""
-    rounds = Rounds.of(schedule, size)
-    cells = [[" ".join(row[column]) if column < len(row) else "" for column in range(rounds.columns)] for row in rounds.cells]
-    widths = [max(len(row[column]) for row in cells) for column in range(rounds.columns)]
+    diagram = Diagram.of(schedule, size)
+    cells = [[" ".join(row[column]) if column < len(row) else "" for column in range(diagram.columns)] for row in diagram.cells]
+    widths = [max(len(row[column]) for row in cells) for column in range(diagram.columns)]
     margin = len(str(size - 1))
     return "\n".join(f"{rank:>{margin}} | " + "   ".join(map(str.ljust, row, widths)).rstrip()
                      for rank, row in enumerate(cells)).replace("| \n", "|\n")
@@ -32,9 +32,11 @@ class Arrow:
     added: bool
 
 
-class Rounds:
-    """Which round an action falls into: a rank starts one send and ends one receive in a round (links carry both ways at
-    once), keeps the order of its own actions, and a message cannot arrive before the round it was sent in.
+class Diagram:
+    """The actions of each rank by round, and the messages.
+
+    A rank starts one send and ends one receive in a round (links carry both ways at once), keeps the order of its own actions,
+    and a message cannot arrive before the round it was sent in.
     """
 
     def __init__(self, size: int) -> None:
@@ -43,11 +45,11 @@ class Rounds:
         self.free_to_send, self.free_to_recv = [0] * size, [0] * size
 
     @classmethod
-    def of(cls, schedule: Collective, size: int) -> Rounds:
-        """Those of a schedule over `size` ranks."""
-        rounds = cls(size)
-        walk(schedule.program, size, rounds)
-        return rounds
+    def of(cls, schedule: Collective, size: int) -> Diagram:
+        """That of a schedule over `size` ranks."""
+        diagram = cls(size)
+        walk(schedule.program, size, diagram)
+        return diagram
 
     @property
     def columns(self) -> int:

@@ -20,7 +20,7 @@ SECONDS = 2.0           # for the others to say where they stand: who waits for 
 
 
 @dataclass(frozen=True)
-class Place:
+class Standing:
     """Where a rank stands. walk: how many it began before, over this group;  peer: the rank it waits for."""
     walk: int
     actions: str
@@ -31,9 +31,9 @@ class Place:
 class Lines:
     """What every rank says of itself. Asked for in a thread: a store may be out of reach, or held by whoever waits in it."""
 
-    def __init__(self, world: World, mine: Place) -> None:
+    def __init__(self, world: World, mine: Standing) -> None:
         self.world, self.mine = world, mine
-        self.places = {world.rank: mine}
+        self.standings = {world.rank: mine}
         self.thread = threading.Thread(target=self._exchange, name="paragrad-hang", daemon=True)
         self.thread.start()
 
@@ -46,37 +46,37 @@ class Lines:
                 store.wait([_key(rank) for rank in others], timedelta(seconds=SECONDS))
             for rank in others:
                 if store.check([_key(rank)]):
-                    self.places[rank] = Place(**json.loads(store.get(_key(rank))))
+                    self.standings[rank] = Standing(**json.loads(store.get(_key(rank))))
 
     def picture(self, error: Exception) -> str:
         """Who waits for what, and the schedule around the hang."""
         self.thread.join(2 * SECONDS)
-        places, rank = dict(self.places), self.world.rank
+        standings, rank = dict(self.standings), self.world.rank
         margin = len(str(self.world.size - 1))
-        return "\n".join([f"{self._story(places, rank)}: {error}",
-                          *(f"   {each:>{margin}} | {self._line(places.get(each))}" for each in range(self.world.size))])
+        return "\n".join([f"{self._story(standings, rank)}: {error}",
+                          *(f"   {each:>{margin}} | {self._line(standings.get(each))}" for each in range(self.world.size))])
 
-    def _story(self, places: dict[int, Place], rank: int) -> str:
+    def _story(self, standings: dict[int, Standing], rank: int) -> str:
         """From this rank to the one it waits for, and on, to one that waits for nobody, or once around."""
         text, seen = f"rank {rank}", {rank}
         while True:
-            place = places.get(rank)
-            if place is None:
+            standing = standings.get(rank)
+            if standing is None:
                 return f"{text} says nothing"
-            if place.peer is None:
+            if standing.peer is None:
                 return f"{text} fails"
-            rank, text = place.peer, f"{text} waits for {place.waits_for}"
+            rank, text = standing.peer, f"{text} waits for {standing.waits_for}"
             if rank in seen:
                 return text
             seen.add(rank)
             text += ", which"
 
-    def _line(self, place: Place | None) -> str:
-        if place is None:
+    def _line(self, standing: Standing | None) -> str:
+        if standing is None:
             return "says nothing"
-        apart = place.walk - self.mine.walk
+        apart = standing.walk - self.mine.walk
         turn = f" ({abs(apart)} exchange{'s' * (abs(apart) > 1)} {'ahead' if apart > 0 else 'behind'})" if apart else ""
-        return place.actions + turn
+        return standing.actions + turn
 
 
 def _key(rank: int) -> str:

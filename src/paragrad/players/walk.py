@@ -31,7 +31,7 @@ class Meaning(Protocol[Payload]):
 
 
 @dataclass
-class Message(Generic[Payload]):
+class Posted(Generic[Payload]):
     """A posted Send: taken once a Recv has it."""
     send: Send
     payload: Payload
@@ -45,27 +45,27 @@ class Deadlock(ScheduleError):
 def walk(program: Callable[[int, int], Program], size: int, meaning: Meaning[Payload],
          sends: Sends = "asynchronous") -> None:
     """Play `program(rank, size)` of every rank to its end; raises ScheduleError (Deadlock among them) by name."""
-    pairs: dict[tuple[int, int], deque[Message[Payload]]] = {}
-    ranks = [Walker(rank, program(rank, size), meaning, pairs, sends) for rank in range(size)]
+    pairs: dict[tuple[int, int], deque[Posted[Payload]]] = {}
+    ranks = [Cursor(rank, program(rank, size), meaning, pairs, sends) for rank in range(size)]
     waiting = list(ranks)
     while waiting:
-        moved = [walker.advance() for walker in waiting]
+        moved = [cursor.advance() for cursor in waiting]
         if not any(moved):
             raise Deadlock(_picture(waiting, size, sends))
-        waiting = [walker for walker in waiting if not walker.finished]
+        waiting = [cursor for cursor in waiting if not cursor.finished]
     for (source, target), left in pairs.items():
         if left:
             raise ScheduleError(f"rank {target} never receives slot {shown(left[0].send.slot)} that rank {source} sends to it")
 
 
-class Walker(Generic[Payload]):
+class Cursor(Generic[Payload]):
     """One rank on its way: the group of actions it stands at, and what of it is still open."""
 
     def __init__(self, rank: int, program: Program, meaning: Meaning[Payload],
-                 pairs: dict[tuple[int, int], deque[Message[Payload]]], sends: Sends) -> None:
+                 pairs: dict[tuple[int, int], deque[Posted[Payload]]], sends: Sends) -> None:
         self.rank, self.meaning, self.pairs, self.sends = rank, meaning, pairs, sends
         self.groups = _groups(program) if sends == "grouped" else ([action] for action in program)
-        self.sent: list[Message[Payload]] = []          # sends that may not be over
+        self.sent: list[Posted[Payload]] = []          # sends that may not be over
         self.receives: list[Recv] = []                  # of the present group, not yet taken
         self.added: list[Recv] = []                     # of the present group, waiting in scratch
         self.finished = False
@@ -88,7 +88,7 @@ class Walker(Generic[Payload]):
         """A message has not come, a send blocks, or a slot that was added to is still being sent."""
         return bool(self.receives) or any(map(self._blocks, self.sent)) or any(map(self._open, self.added))
 
-    def _open(self, recv: Recv) -> Message[Payload] | None:
+    def _open(self, recv: Recv) -> Posted[Payload] | None:
         """A send of the slot, or of a part of it, that is not over."""
         if not self.sent:
             return None
@@ -99,7 +99,7 @@ class Walker(Generic[Payload]):
     def _post(self, action: Action) -> None:
         self.trail.append(action)
         if isinstance(action, Send):
-            message = Message(action, self.meaning.read(self.rank, action))
+            message = Posted(action, self.meaning.read(self.rank, action))
             self.pairs.setdefault((self.rank, action.to), deque()).append(message)
             self.sent.append(message)
         elif isinstance(action, Recv):
@@ -107,7 +107,7 @@ class Walker(Generic[Payload]):
         else:
             self.meaning.compute(self.rank, action)
 
-    def _blocks(self, message: Message[Payload]) -> bool:
+    def _blocks(self, message: Posted[Payload]) -> bool:
         return not message.taken and (message.send.wait or self.sends != "asynchronous")
 
     def _receive(self) -> bool:
@@ -167,11 +167,11 @@ def _groups(program: Program) -> Iterator[list[Action]]:
         yield group
 
 
-def _picture(waiting: list[Walker[Payload]], size: int, sends: Sends) -> str:
+def _picture(waiting: list[Cursor[Payload]], size: int, sends: Sends) -> str:
     """Who waits for what, with the last actions of each: the schedule around the hang."""
     first = waiting[0]
     lines = [f"deadlock among {size} ranks under {sends} sends: rank {first.rank} waits for {first.waits_for()}"]
-    for walker in waiting[:8]:
-        done = walker.trail[-4:]
-        lines.append(f"   {walker.rank} | " + " ".join([*map(str, done[:-1]), f"[{done[-1]}]"]))
+    for cursor in waiting[:8]:
+        done = cursor.trail[-4:]
+        lines.append(f"   {cursor.rank} | " + " ".join([*map(str, done[:-1]), f"[{done[-1]}]"]))
     return "\n".join(lines)

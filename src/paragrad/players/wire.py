@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paragrad.errors import StepFailed
-from paragrad.players.hang import Lines, Place
+from paragrad.players.hang import Lines, Standing
 from paragrad.schedules.actions import Action, Collective, Compute, Recv, Send, Slot, evenly, parts_in, shown
 from paragrad.world.world import World
 
@@ -62,11 +62,11 @@ class Play:
         self.walk = next(world.walks)
         self.parts = evenly(vector.numel(), parts)
         self.limit = timedelta(seconds=world.timeout)
-        self.place = 0
+        self.position = 0
         self.open: dict[Slot, list[tuple[Send, Any]]] = {}          # part -> its sends, with their Works
         self.posted: deque[tuple[Any, Tensor, Tensor | None]] = deque()     # receives under way: Work, what they write, scratch
         self.ahead = 0                                              # the first action that `look_ahead` has not passed
-        self.touched: dict[Slot, int] = {}                          # part -> actions from `place` to there that touch it
+        self.touched: dict[Slot, int] = {}                          # part -> actions from `position` to there that touch it
         self.scratch = 0                                            # bytes
         # what is received in a row must be asked for before the sends that stand before it, or it comes after them; also what
         # does not add may need scratch, and be an element longer than what does
@@ -91,7 +91,7 @@ class Play:
         """Play to the end. Raises StepFailed that shows the schedule around the failure, with the last actions of all ranks."""
         try:
             for place, action in enumerate(self.actions):
-                self.place = place
+                self.position = place
                 if isinstance(action, Send):
                     self.send(action)
                 elif isinstance(action, Recv):
@@ -101,7 +101,7 @@ class Play:
                 if place < self.ahead:
                     for part in touches(action):
                         self.touched[part] -= 1
-            self.place = len(self.actions)
+            self.position = len(self.actions)
             self.close(list(self.open))
         except RuntimeError as error:
             lines = Lines(self.world, self.standing())
@@ -111,10 +111,10 @@ class Play:
     def send(self, action: Send) -> None:
         # gloo tells a peer that a receive is posted over the connection that carries what is sent to it: told after the send,
         # the peer hears of it when all of that is through, and the two directions go one after the other
-        self.ahead = max(self.ahead, self.place)
+        self.ahead = max(self.ahead, self.position)
         self.look_ahead()
         tensor = self.slot(action.slot)
-        before = self.actions[self.place - 1] if self.place else None
+        before = self.actions[self.position - 1] if self.position else None
         if isinstance(before, Send) and before.to != action.to and tensor.nbytes >= LONG:
             self.close(parts_in(before.slot))       # at once they would share the link, and the first come as late as the last
         work = dist.isend(tensor, group=self.world.group, group_dst=action.to)
@@ -126,7 +126,7 @@ class Play:
                 self.open.setdefault(part, []).append((action, work))
 
     def recv(self, action: Recv) -> None:
-        self.ahead = max(self.ahead, self.place)
+        self.ahead = max(self.ahead, self.position)
         self.look_ahead()
         if not self.posted:                                         # it overwrites what is under way, and scratch is too short
             self.close(parts_in(action.slot))
@@ -195,17 +195,17 @@ class Play:
             self.waiting += seconds
 
     # ---- when it fails ---------------------------------------------------------------------------------------------------
-    def standing(self) -> Place:
+    def standing(self) -> Standing:
         """Where this rank stands, for all to see."""
-        around = [f"[{action}]" if at == self.place else str(action) for at, action in enumerate(self.actions)]
-        first, stop = max(0, self.place - 3), self.place + 4
+        around = [f"[{action}]" if at == self.position else str(action) for at, action in enumerate(self.actions)]
+        first, stop = max(0, self.position - 3), self.position + 4
         line = ["..."] * (first > 0) + around[first:stop] + ["..."] * (stop < len(around))
         peer, waits_for = None, ""
         if isinstance(self.waits_for, Recv):
             peer, waits_for = self.waits_for.frm, f"slot {shown(self.waits_for.slot)} from rank {self.waits_for.frm}"
         elif isinstance(self.waits_for, Send):
             peer, waits_for = self.waits_for.to, f"rank {self.waits_for.to} to take slot {shown(self.waits_for.slot)}"
-        return Place(self.walk, " ".join(line), waits_for, peer)
+        return Standing(self.walk, " ".join(line), waits_for, peer)
 
     def wake(self) -> None:
         """Close this rank's connections, so that whoever waits for it fails as well and says where it stands, and does not

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from paragrad.errors import Refused
-from paragrad.players.draw import Arrow, Rounds
+from paragrad.players.draw import Arrow, Diagram
 from paragrad.report.charts import COLOURS, FAINT, INK, MUTED, TEXT, drawing, inline
 from paragrad.schedules.actions import Collective, shown
 
@@ -28,10 +28,10 @@ def space_time(schedule: Collective, size: int) -> str:
     A message leaves its sender's line at the left of the round it is sent in, and comes to its receiver's at the right of the
     round it is received in, where its slot stands, with + where it is added.
     """
-    rounds = Rounds.of(schedule, size)
-    labels = [shown(arrow.slot) + ("+" if arrow.added else "") for arrow in rounds.arrows]
+    diagram = Diagram.of(schedule, size)
+    labels = [shown(arrow.slot) + ("+" if arrow.added else "") for arrow in diagram.arrows]
     column = SLOPE + LETTER * max(map(len, labels), default=1) + 14
-    width, height = 2 * MARGIN + column * max(1, rounds.columns), ROW * size
+    width, height = 2 * MARGIN + column * max(1, diagram.columns), ROW * size
     with drawing("schedule", width, height) as figure:
         axes: Any = figure.add_axes((0.0, 0.0, 1.0, 1.0))
         axes.set_axis_off()
@@ -39,11 +39,11 @@ def space_time(schedule: Collective, size: int) -> str:
         for rank in range(size):
             axes.plot([MARGIN, width - MARGIN], [_line(rank)] * 2, color=MUTED, linewidth=1, zorder=1)
             axes.text(MARGIN - 12, _line(rank), str(rank), color=INK, ha="right", va="center")
-        for place in range(1, rounds.columns):
+        for place in range(1, diagram.columns):
             axes.plot([MARGIN + column * place] * 2, [0, height], color=FAINT, linewidth=1, zorder=0)
-        for number, (arrow, label) in enumerate(zip(rounds.arrows, labels, strict=True)):
+        for number, (arrow, label) in enumerate(zip(diagram.arrows, labels, strict=True)):
             _message(axes, number, arrow, label, column)
-        told = f"{schedule} over {size} ranks: {len(rounds.arrows)} messages in {rounds.columns} rounds"
+        told = f"{schedule} over {size} ranks: {len(diagram.arrows)} messages in {diagram.columns} rounds"
         return inline(figure, "schedule", told).replace(" viewBox", f' width="{width:g}" height="{height:g}" viewBox', 1) + "\n"
 
 

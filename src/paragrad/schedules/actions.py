@@ -9,7 +9,7 @@ A *program* is what one rank does, in order; a *schedule* is one program per ran
 3. A write to a slot with an open Send waits for it: `Recv(add=True)` receives into scratch, waits for the slot's sends,
    then adds; a plain `Recv` first waits for the slot's sends.
 4. Any size (1, 3, odd, no power of two) and any length (empty, shorter than the size): chunks may be unequal or empty.
-5. Where no action depends on a choice made by rank, `rank` may as well be an array of all ranks (`players/rounds.py`).
+5. Where no action depends on a choice made by rank, `rank` may as well be an array of all ranks (`players/uniform.py`).
 
 There is no time in a schedule and no result: it holds order.
 """

@@ -20,15 +20,15 @@ from paragrad.schedules.actions import Collective, Recv, Send, evenly
 
 def simulated(schedule: Collective, size: int, length: int, cluster: Cluster, *, element: int = 4) -> Timeline:
     """`timed`, by whichever way is quicker."""
-    return timed_rounds(schedule, size, length, cluster, element) or timed(schedule, size, length, cluster, element=element)
+    return timed_uniform(schedule, size, length, cluster, element) or timed(schedule, size, length, cluster, element=element)
 
 
-def timed_rounds(schedule: Collective, size: int, length: int, cluster: Cluster, element: int = 4) -> Timeline | None:
+def timed_uniform(schedule: Collective, size: int, length: int, cluster: Cluster, element: int = 4) -> Timeline | None:
     """All ranks at once; None where the schedule makes a choice by rank, or where ranks meet on a link or a core."""
     if cluster.sharing > 1 or size < 2 or cluster.cores > 1:
         return None
     try:
-        return Rounds(schedule, size, length, cluster, element).run()
+        return UniformClock(schedule, size, length, cluster, element).run()
     except (TypeError, ValueError, NotUniform):         # numpy's answer to a choice by rank, or to a range of parts
         return None
 
@@ -37,7 +37,7 @@ class NotUniform(Exception):
     """Messages of different ranks meet."""
 
 
-class Rounds:
+class UniformClock:
     """The state of all ranks, an array each."""
 
     def __init__(self, schedule: Collective, size: int, length: int, cluster: Cluster, element: int) -> None:
