@@ -32,6 +32,7 @@ from paragrad.schedules.tree import Tree
 from paragrad.schedules.two_level import TwoLevel
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
+from stages import Forwards
 
 SCHEDULES: list[AllReduce] = [Ring(), Ring(blocking=True), RingAsync(), RingAsync(5), Tree(), Butterfly(), Star(), Direct(),
                               Halving(1), Halving(3), DoubleTree(2), TwoLevel(Halving(), Direct(), 1)]
@@ -208,6 +209,38 @@ def test_a_receive_is_posted_before_the_send_before_it_whatever_the_length(pool:
         assert posted[-1] == "isend"
 
 
+def forwards(world: World, micros: int) -> list[torch.Tensor]:
+    """Stage r multiplies by r + 2 and adds 1; only the first knows the micro-batches. What it has of each at the end."""
+    schedule = Forwards(micros)
+    buffers = {slot: torch.arange(5.0) + micro if world.rank == 0 else torch.zeros(5) for micro, slot in
+               enumerate(schedule.slots(5))}
+
+    def compute(action: Compute) -> None:
+        buffers[action.at].mul_(world.rank + 2).add_(1)
+
+    Play(list(schedule.program(world.rank, world.size)), buffers, world, compute).run()
+    return list(buffers.values())
+
+
+def test_a_pipeline_is_played_over_named_buffers_by_a_compute_that_is_given(pool: Ranks) -> None:
+    first, second, third = pool.run(forwards, 6, size=3)
+    for micro in range(6):
+        x = torch.arange(5.0) + micro
+        assert torch.equal(first[micro], 2 * x + 1)
+        assert torch.equal(second[micro], 3 * (2 * x + 1) + 1)
+        assert torch.equal(third[micro], 4 * (3 * (2 * x + 1) + 1) + 1)
+
+
+def computing(world: World) -> None:
+    Play([Compute("mean", 0)], {0: torch.zeros(4)}, world).run()
+
+
+def test_nothing_is_computed_that_nobody_can(pool: Ranks) -> None:
+    """An exchange only adds: the wire once knew how to take a mean, for a planted bug, and would have done so for anybody's."""
+    with pytest.raises(RankFailed, match="the wire cannot compute 'mean' on slot 0"):
+        pool.run(computing, size=2, timeout=1.0)
+
+
 def timed(world: World) -> tuple[Traffic, float]:
     """Rank 1 comes half a second late."""
     mine = vector(world.rank, 100_000, torch.float64)
@@ -231,7 +264,7 @@ def test_an_exchange_tells_waiting_from_transfer_from_its_own_work(pool: Ranks) 
 
 
 def lonely(world: World) -> None:
-    Play([Recv(1 - world.rank, 0)], torch.zeros(4), 1, world).run()
+    Play([Recv(1 - world.rank, 0)], {0: torch.zeros(4)}, world).run()
 
 
 def test_a_hang_ends_with_the_schedule_around_it(pool: Ranks) -> None:
@@ -267,10 +300,10 @@ def test_who_is_missing_is_shown_as_silent_beside_the_others(pool: Ranks, backen
 def one_behind(world: World) -> None:
     """Rank 0 gives to rank 1 and goes on to the next exchange; rank 1 waits for a second message of the first."""
     if world.rank == 0:
-        Play([Send(1, 0)], torch.zeros(4), 1, world).run()
-        Play([Recv(1, 0)], torch.zeros(4), 1, world).run()
+        Play([Send(1, 0)], {0: torch.zeros(4)}, world).run()
+        Play([Recv(1, 0)], {0: torch.zeros(4)}, world).run()
     else:
-        Play([Recv(0, 0), Recv(0, 0)], torch.zeros(4), 1, world).run()
+        Play([Recv(0, 0), Recv(0, 0)], {0: torch.zeros(4)}, world).run()
 
 
 def test_ranks_in_different_exchanges_are_told_apart(pool: Ranks) -> None:

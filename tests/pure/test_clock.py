@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from paragrad.players.clock import timed
+from paragrad.players.clock import Durations, timed
 from paragrad.players.machine import Cluster, Link
 from paragrad.players.uniform import simulated, timed_uniform
 from paragrad.schedules.actions import AllReduce, Compute, Program, Recv, ScheduleError, Send
@@ -18,6 +18,7 @@ from paragrad.schedules.ring import Ring, RingAsync
 from paragrad.schedules.star import Star
 from paragrad.schedules.tree import Tree
 from paragrad.schedules.two_level import TwoLevel
+from stages import Forwards
 
 LINK = Link(alpha=3.0, beta=0.5)
 CLUSTERS = {
@@ -41,8 +42,9 @@ class Programs:
         return iter(self.programs[rank])
 
 
-def ends(cluster: Cluster, *programs: tuple[Send | Recv | Compute, ...], length: int = 20) -> tuple[float, ...]:
-    return timed(Programs(programs), len(programs), length, cluster, element=1).ends
+def ends(cluster: Cluster, *programs: tuple[Send | Recv | Compute, ...], length: int = 20,
+         durations: Durations | None = None) -> tuple[float, ...]:
+    return timed(Programs(programs), len(programs), length, cluster, element=1, durations=durations).ends
 
 
 def test_a_message_takes_alpha_and_beta() -> None:
@@ -118,6 +120,41 @@ def test_ranks_that_wait_for_one_another_are_named() -> None:
         ends(Cluster(LINK), (Recv(1, 0), Send(1, 0)), (Recv(0, 0), Send(0, 0)))
     with pytest.raises(ScheduleError, match="rank 1 expects slot 1 from rank 0, which sends slot 0"):
         ends(Cluster(LINK), (Send(1, 0),), (Recv(0, 1),))
+
+
+def test_what_is_computed_holds_the_core_as_long_as_the_clock_is_told() -> None:
+    programs = (Compute("F", 0), Send(1, 0)), (Recv(0, 0), Compute("F", 0))
+    assert ends(Cluster(LINK), *programs, durations={"F": 2.0}) == (2.0, 2.0 + 8.0 + 2.0)
+    assert ends(Cluster(LINK, slow=((1, 2.0),)), *programs, durations={"F": 2.0}) == (2.0, 2.0 + 2 * (8.0 + 2.0))
+    assert ends(Cluster(LINK), *programs, durations=lambda rank, action: 1.0 + rank) == (1.0, 1.0 + 8.0 + 2.0)
+    alone: tuple[Compute, ...] = (Compute("F", 0),)
+    assert sorted(ends(Cluster(LINK, sharing=2), alone, alone, durations={"F": 2.0})) == [2.0, 4.0]
+
+
+def test_what_is_computed_waits_for_the_sends_of_its_slot() -> None:
+    assert ends(Cluster(LINK), (Send(1, 0), Compute("F", 0)), (Recv(0, 0),), durations={"F": 2.0}) == (10.0, 8.0)
+    assert ends(Cluster(LINK), (Send(1, 0), Compute("F", "else")), (Recv(0, 0),), durations={"F": 2.0}) == (2.0, 8.0)
+
+
+def test_a_duration_that_nobody_gave_is_asked_for() -> None:
+    """Taken for nothing, it would make a pipeline's bubbles vanish."""
+    with pytest.raises(ScheduleError, match=r"rank 0 computes F0, and the clock was not told .* give durations={'F': seconds}"):
+        ends(Cluster(LINK), (Compute("F", 0),))
+    with pytest.raises(ScheduleError, match=r"\(durations of: B\); give"):
+        ends(Cluster(LINK), (Compute("F", 0),), durations={"B": 2.0})
+    with pytest.raises(ScheduleError, match="the clock was not told how long slot x is"):
+        ends(Cluster(LINK), (Send(1, "x"),), (Recv(0, "x"),))
+
+
+@pytest.mark.parametrize(("stages", "micros"), [(1, 4), (2, 3), (4, 8)])
+def test_a_pipeline_takes_as_long_as_its_slots_and_its_bubble(stages: int, micros: int) -> None:
+    """micros + stages - 1 forwards one after the other, and the messages of the first micro-batch; the others hide theirs."""
+    schedule = Forwards(micros)
+    found = timed(schedule, stages, schedule.slots(4), Cluster(LINK), element=1, durations={"F": 10.0}, spans=True)
+    assert found.seconds == 10.0 * (micros + stages - 1) + (3.0 + 0.5 * 4) * (stages - 1)
+    forwards = [span for span in found.spans if span.lane == "compute"]
+    assert len(forwards) == stages * micros
+    assert {(span.name, span.seconds, span.bytes) for span in forwards} == {(f"Fx{micro}", 10.0, 4) for micro in range(micros)}
 
 
 def test_spans_are_those_of_the_record() -> None:

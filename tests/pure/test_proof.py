@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from paragrad.players.proof import prove, prove_half
+from paragrad.players.proof import ALL_REDUCE, FIRST_HALF, SECOND_HALF, Goal, Held, prove
 from paragrad.players.walk import Deadlock
 from paragrad.schedules.actions import Action, AllReduce, Compute, Program, Recv, ScheduleError, Send
 from paragrad.schedules.butterfly import Butterfly
@@ -18,6 +18,7 @@ from paragrad.schedules.ring import Ring, RingAllGather, RingAsync, RingReduceSc
 from paragrad.schedules.star import Star
 from paragrad.schedules.tree import Tree, TreeBroadcast, TreeReduce
 from paragrad.schedules.two_level import TwoLevel
+from stages import THROUGH, Forwards
 
 SCHEDULES: list[AllReduce] = [Ring(), Ring(blocking=True), RingAsync(3), Tree(), Butterfly(), Star(), Direct(), DoubleTree(2),
                               Halving(1), Halving(2), TwoLevel(group=2), TwoLevel(Butterfly(), Star(), 2)]
@@ -134,6 +135,20 @@ def test_a_slot_overwritten_while_open() -> None:
         prove(Exchange(), 2, 12)
 
 
+def test_a_slot_computed_on_while_open() -> None:
+    """A Compute may write its slot, so it waits for the slot's sends, as a receive does; the wire always did, the walk not."""
+    @dataclass(frozen=True)
+    class Exchange:
+        def program(self, rank: int, size: int) -> Iterator[Action]:
+            yield Send(1 - rank, "x")
+            yield Compute("F", "x")
+            yield Recv(1 - rank, "x")
+
+    anything = Goal(lambda schedule, size: [{}] * size, lambda schedule, size: [{}] * size, compute=lambda *_: None)
+    with pytest.raises(Deadlock, match="rank 0 waits for rank 1 to take slot x"):
+        prove(Exchange(), 2, {"x": 1}, anything)
+
+
 def test_a_deadlock_shows_who_waits_for_whom() -> None:
     @dataclass(frozen=True)
     class Waiting:
@@ -162,13 +177,13 @@ def test_a_slot_that_is_not_there() -> None:
 
 def test_halves_are_proved_for_what_they_are() -> None:
     """A reduce alone is no all-reduce, a broadcast is no reduce, and what nobody owns is named."""
-    assert prove_half(RingReduceScatter(), 4, 12, "reduce").sent == prove_half(RingAllGather(), 4, 12, "broadcast").sent == 9
+    assert prove(RingReduceScatter(), 4, 12, FIRST_HALF).sent == prove(RingAllGather(), 4, 12, SECOND_HALF).sent == 9
     with pytest.raises(ScheduleError, match="rank 0 ends without the contribution of rank 1 in slot 0"):
         prove(RingReduceScatter(), 4, 12)
     with pytest.raises(ScheduleError, match="rank 0 ends without the contribution of rank 1 in slot 0"):
-        prove_half(TreeBroadcast(), 4, 12, "reduce")
+        prove(TreeBroadcast(), 4, 12, FIRST_HALF)
     with pytest.raises(ScheduleError, match="rank 1 ends without the contribution of rank 0 in slot 0"):
-        prove_half(TreeReduce(), 4, 12, "broadcast")
+        prove(TreeReduce(), 4, 12, SECOND_HALF)
 
     @dataclass(frozen=True)
     class Nobodys(TreeReduce):
@@ -176,4 +191,53 @@ def test_halves_are_proved_for_what_they_are() -> None:
             return range(0)
 
     with pytest.raises(ScheduleError, match="nobody owns slot 0"):
-        prove_half(Nobodys(), 4, 12, "reduce")
+        prove(Nobodys(), 4, 12, FIRST_HALF)
+
+
+def test_a_goal_of_ones_own() -> None:
+    """An all-gather of what each rank has: what belongs into a slot is one contribution, and nothing beside it."""
+    def mine(schedule: AllReduce, size: int) -> list[Held]:
+        return [{rank: 1 << rank} for rank in range(size)]
+
+    def everybodys(schedule: AllReduce, size: int) -> list[Held]:
+        return [{part: 1 << part for part in range(size)} for _ in range(size)]
+
+    @dataclass(frozen=True)
+    class Handing:
+        add: bool = False
+
+        def parts(self, size: int) -> int:
+            return size
+
+        def program(self, rank: int, size: int) -> Program:
+            for hop in range(size - 1):
+                yield Send((rank + 1) % size, (rank - hop) % size)
+                yield Recv((rank - 1) % size, (rank - hop - 1) % size)
+            if self.add:
+                yield Send((rank + 1) % size, rank)
+                yield Recv((rank - 1) % size, (rank - 1) % size, add=True)
+
+    all_gather = Goal(mine, everybodys)
+    assert prove(Handing(), 5, 20, all_gather).sent == 4 * 4
+    with pytest.raises(ScheduleError, match="rank 0 adds the contribution of rank 4 to slot 4 twice"):
+        prove(Handing(add=True), 5, 20, all_gather)
+    with pytest.raises(ScheduleError, match=r"rank 0 ends with the contribution of rank 1 in slot 0, where it does not belong"):
+        prove(Ring(), 3, 3, Goal(lambda schedule, size: ALL_REDUCE.before(schedule, size), everybodys))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_pipeline_is_proved_by_its_own_goal(size: int) -> None:
+    schedule = Forwards(3)
+    assert prove(schedule, size, schedule.slots(10), THROUGH).messages == 3 * (size - 1)
+
+    @dataclass(frozen=True)
+    class Early(Forwards):
+        def program(self, rank: int, size: int) -> Program:
+            first, *rest = super().program(rank, size)
+            return iter([*rest, first])
+
+    if size > 1:
+        with pytest.raises(ScheduleError, match="stage 1 does not get x0 from the stage before it"):
+            prove(Early(3), size, schedule.slots(10), THROUGH)
+        with pytest.raises(ScheduleError, match=f"rank {size - 1} ends without the forward of stage 0 in slot x2"):
+            prove(Forwards(2), size, schedule.slots(10), replace(THROUGH, after=lambda _, size: THROUGH.after(schedule, size)))

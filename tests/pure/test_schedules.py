@@ -12,7 +12,7 @@ import pytest
 from paragrad.errors import Refused
 from paragrad.planner.price import price
 from paragrad.players.draw import draw
-from paragrad.players.proof import prove, prove_half
+from paragrad.players.proof import FIRST_HALF, SECOND_HALF, prove
 from paragrad.players.walk import walk
 from paragrad.schedules.actions import AllReduce, Compute, Program, Recv, Send, evenly, parts_in
 from paragrad.schedules.butterfly import Butterfly
@@ -24,6 +24,7 @@ from paragrad.schedules.ring import Ring, RingAsync
 from paragrad.schedules.star import Star
 from paragrad.schedules.tree import Tree
 from paragrad.schedules.two_level import LEVELS, TwoLevel
+from stages import Forwards
 
 SMALL = [*range(1, 18), 24]
 SIZES = [*SMALL, *(pytest.param(size, marks=pytest.mark.table) for size in (*range(18, 24), *range(25, 34), 64))]
@@ -55,7 +56,7 @@ def test_proved_at_every_size_and_length(schedule: Composed, size: int) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 13, 16])
 def test_halves_are_proved_and_an_exchange_is_both(schedule: Composed, size: int) -> None:
     first, second = schedule.halves()
-    one, other = prove_half(first, size, 960, "reduce"), prove_half(second, size, 960, "broadcast")
+    one, other = prove(first, size, 960, FIRST_HALF), prove(second, size, 960, SECOND_HALF)
     assert one.messages + other.messages == prove(schedule, size, 960).messages
 
 
@@ -246,3 +247,11 @@ DRAWN = {
 def test_drawn(schedule: AllReduce, size: int) -> None:
     print(draw(schedule, size))
     assert draw(schedule, size) == lines(DRAWN[schedule, size])
+
+
+def test_a_pipeline_is_drawn() -> None:
+    """The same words over slots of any names, by the same player."""
+    assert draw(Forwards(2), 3) == lines("""
+        0 | Fx0   >1:x0   Fx1   >1:x1
+        1 |       <0:x0   Fx0   >2:x0 <0:x1   Fx1   >2:x1
+        2 |                     <1:x0         Fx0   <1:x1   Fx1""")

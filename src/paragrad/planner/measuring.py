@@ -25,7 +25,7 @@ import torch
 from paragrad.errors import Refused
 from paragrad.notation.choices import unknown
 from paragrad.players.machine import Link, Machine
-from paragrad.players.wire import Play
+from paragrad.players.wire import Parts, Play
 from paragrad.schedules.actions import Action, Recv, Send
 from paragrad.world.backends.shm.region import unavailable
 from paragrad.world.launched import cores
@@ -104,7 +104,7 @@ def _played(world: World, vector: torch.Tensor, program: Program, peer: int, tim
     world.barrier()
     start, used = time.perf_counter(), time.process_time()
     if world.rank in (0, peer):
-        Play(program(world.rank, peer, times), vector, PARTS, world).run()
+        Play(program(world.rank, peer, times), Parts(vector, PARTS), world).run()
     return time.perf_counter() - start, time.process_time() - used
 
 

@@ -2,20 +2,23 @@
 
 A Send posts its message and goes on; the message takes its sender's way out and its receiver's way in as soon as both are free:
 first the one that its receiver waits for, then first come, first served. A Recv ends when its message is there; what it adds
-holds a core. Writing a slot waits for its sends, as always. The result is a Timeline: the record's span lines, predicted.
+holds a core, and so does a Compute, for as long as the clock is told. Writing a slot waits for its sends, as always. The result
+is a Timeline: the record's span lines, predicted.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate, count
+from itertools import count
 from typing import Any
 
 from paragrad.players.machine import Cluster, Link
-from paragrad.schedules.actions import Collective, Compute, Recv, ScheduleError, Send, Slot, evenly, shown
+from paragrad.schedules.actions import Compute, Recv, Schedule, ScheduleError, Send, Slot, lengths_of, parts_in, shown
+
+Durations = Mapping[str, float] | Callable[[int, Compute], float]      # seconds of a Compute: by its name, or of (rank, action)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +58,14 @@ class Transfer:
     then: list[Callable[[float], None]] = field(default_factory=list)      # who waits for the end
 
 
-def timed(schedule: Collective, size: int, length: int, cluster: Cluster, *, element: int = 4, spans: bool = False) -> Timeline:
+def timed(schedule: Schedule, size: int, length: int | Mapping[Slot, int], cluster: Cluster, *, element: int = 4,
+          durations: Durations | None = None, spans: bool = False) -> Timeline:
     """Play a schedule over a vector of `length` elements of `element` bytes on a cluster of `size` ranks.
 
-    spans: also keep every message and addition. Raises ScheduleError where the ranks wait for one another.
+    length: or the elements of every slot, by name;  durations: of what is computed, in seconds of a rank that is not slow;
+    spans: also keep every message, addition and Compute. Raises ScheduleError where the ranks wait for one another.
     """
-    clock = Clock(schedule, size, [len(part) * element for part in evenly(length, schedule.parts(size))], cluster, spans)
+    clock = Clock(schedule, size, lengths_of(schedule, size, length), cluster, element, durations, spans)
     clock.run()
     return Timeline(max(clock.ends), tuple(clock.ends), clock.messages, tuple(clock.spans or ()))
 
@@ -68,18 +73,21 @@ def timed(schedule: Collective, size: int, length: int, cluster: Cluster, *, ele
 class Clock:
     """The state of a cluster while a schedule is played on it."""
 
-    def __init__(self, schedule: Collective, size: int, lengths: list[int], cluster: Cluster, spans: bool) -> None:
-        self.cluster = cluster
-        self.starts = list(accumulate(lengths, initial=0))
+    def __init__(self, schedule: Schedule, size: int, lengths: dict[Slot, int], cluster: Cluster, element: int,
+                 durations: Durations | None, spans: bool) -> None:
+        self.cluster, self.durations = cluster, durations
+        self.lengths, self.element = lengths, element
+        self.order = {slot: place for place, slot in enumerate(lengths)}
+        self.extents: dict[Slot, tuple[int, int, int]] = {}
         self.programs = [schedule.program(rank, size) for rank in range(size)]
         self.slow = [cluster.factor(rank) for rank in range(size)]
         self.ends = [-1.0] * size
         self.busy: set[Any] = set()                     # ways out and in that a message has taken
-        self.waiting: dict[Any, dict[Transfer, None]] = {}      # messages that want a way, as they were posted
+        self.waiting: dict[Any, dict[Transfer, None]] = {}     # messages that want a way, as they were posted
         self.cores = [[0.0] * cluster.cores for _ in range(-(-size // cluster.sharing))]       # heaps of times
         self.sent: dict[tuple[int, int], deque[Transfer]] = {}
         self.expected: dict[tuple[int, int], Callable[[Transfer], None]] = {}
-        self.open: list[list[Transfer]] = [[] for _ in range(size)]         # sends that may not be over, by rank
+        self.open: list[list[Transfer]] = [[] for _ in range(size)]        # sends that may not be over, by rank
         self.events: list[tuple[float, int, int, Callable[..., None], tuple[Any, ...]]] = []
         self.number = count()
         self.messages = 0
@@ -123,15 +131,16 @@ class Clock:
                 self.take(time, rank, action)
                 return
             else:
-                self.refuse(rank, action)
+                self.write(time, rank, action)
+                return
         self.ends[rank] = time
 
     def post(self, time: float, rank: int, action: Send) -> Transfer:
         link = self.cluster.between(rank, action.to)
         posted = self.working(rank, time, link.overhead)
-        start, stop = ends_of(action.slot)
-        message = Transfer(action, rank, self.starts[stop] - self.starts[start], link,
-                          max(self.slow[rank], self.slow[action.to]), posted, self.ways(rank, action.to), (start, stop))
+        start, stop, size = self.extent(action.slot)
+        message = Transfer(action, rank, size, link, max(self.slow[rank], self.slow[action.to]), posted,
+                           self.ways(rank, action.to), (start, stop))
         self.messages += 1
         self.open[rank].append(message)
         pair = rank, action.to
@@ -224,39 +233,62 @@ class Clock:
 
     def arrived(self, time: float, rank: int, action: Recv, message: Transfer) -> None:
         """The message is there: take it."""
-        self.settle(self.working(rank, time, message.link.overhead), rank, action, message.size)
+        self.write(self.working(rank, time, message.link.overhead), rank, action)
 
-    def settle(self, time: float, rank: int, action: Recv, size: int) -> None:
-        """Wait for the sends of the slot, then add."""
-        start, stop = ends_of(action.slot)
+    # ---- slots ---------------------------------------------------------------------------------------------------------
+    def extent(self, slot: Slot) -> tuple[int, int, int]:
+        """The place of a slot's first part, the one after its last, and its bytes."""
+        if slot not in self.extents:
+            parts = parts_in(slot)
+            if unknown := [part for part in parts if part not in self.lengths]:
+                raise ScheduleError(f"the clock was not told how long slot {shown(unknown[0])} is")
+            size = sum(self.lengths[part] for part in parts) * self.element
+            self.extents[slot] = self.order[parts[0]], self.order[parts[-1]] + 1, size
+        return self.extents[slot]
+
+    def label(self, slot: Slot) -> None:
+        """What is computed may be at a name that is no buffer, such as the number of a micro-batch."""
+        for part in parts_in(slot):
+            if part not in self.lengths:
+                self.lengths[part], self.order[part] = 0, len(self.order)
+
+    def write(self, time: float, rank: int, action: Recv | Compute) -> None:
+        """Wait for the sends of the slot, then add or compute."""
+        if isinstance(action, Compute):
+            self.label(action.at)
+        start, stop, size = self.extent(action.at if isinstance(action, Compute) else action.slot)
         left = []
         for sent in self.open[rank]:
             if sent.parts[0] >= stop or start >= sent.parts[1]:
                 if sent.end is None or sent.end > time:
                     left.append(sent)
             elif sent.end is None:                          # it has not begun
-                sent.then.append(lambda end, time=time: self.at(max(time, end), self.settle, rank, action, size))  # type: ignore[misc]
+                sent.then.append(lambda end, time=time: self.at(max(time, end), self.write, rank, action))     # type: ignore[misc]
                 return
             else:
                 time = max(time, sent.end)
         self.open[rank] = left
-        if action.add and self.cluster.gamma and size:
-            self.at(time, self.add, rank, action, size)
+        if isinstance(action, Compute):
+            self.at(time, self.work, rank, str(action), self.duration(rank, action), size)
+        elif action.add and self.cluster.gamma and size:
+            self.at(time, self.work, rank, f"+{shown(action.slot)}", self.cluster.gamma * size, size)
         else:
             self.at(time, self.advance, rank)
 
-    def add(self, time: float, rank: int, action: Recv, size: int) -> None:
-        end = self.working(rank, time, self.cluster.gamma * size)
+    def work(self, time: float, rank: int, name: str, seconds: float, size: int) -> None:
+        """Hold a core, then go on."""
+        end = self.working(rank, time, seconds)
         if self.spans is not None:
-            seconds = self.cluster.gamma * size * self.slow[rank]
-            self.spans.append(Span(rank, f"+{shown(action.slot)}", "compute", end - seconds, seconds, size))
+            seconds *= self.slow[rank]
+            self.spans.append(Span(rank, name, "compute", end - seconds, seconds, size))
         self.at(end, self.advance, rank)
 
-    def refuse(self, rank: int, action: Compute) -> None:
-        raise ScheduleError(f"rank {rank}: the clock of an exchange knows messages only, not {action}")
-
-
-def ends_of(slot: Slot) -> tuple[int, int]:
-    """The first part of a slot, and the one after its last."""
-    assert not isinstance(slot, str)
-    return (slot.start, slot.stop) if isinstance(slot, range) else (slot, slot + 1)
+    def duration(self, rank: int, action: Compute) -> float:
+        """Seconds of a Compute. One that nobody gave is refused: taken for nothing, it would make a bubble look free."""
+        if callable(self.durations):
+            return self.durations(rank, action)
+        if self.durations is None or action.what not in self.durations:
+            known = ", ".join(self.durations or ()) or "none"
+            raise ScheduleError(f"rank {rank} computes {action}, and the clock was not told for how long (durations of: "
+                                f"{known}); give durations={{{action.what!r}: seconds}}")
+        return self.durations[action.what]

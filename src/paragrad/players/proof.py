@@ -1,17 +1,53 @@
-"""The proof: is this schedule an all-reduce (or a half of one), at this size and length, and on what kind of wire?
+"""The proof: does this schedule reach its goal, at this size and length, and on what kind of wire?
 
 Instead of numbers every slot holds *who contributed* (one bit per rank), so a lost or doubled contribution cannot hide
 behind equal inputs (the idea of msccl-tools' chunk checks). Also found: messages that do not match, a mean taken inside
-the exchange, and who deadlocks under which sends.
+the exchange, and who deadlocks under which sends. The goal is an argument: what the slots hold before, and what after.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 from paragrad.players.walk import Deadlock, Sends, walk
-from paragrad.schedules.actions import Collective, Compute, Half, Recv, ScheduleError, Send, Slot, evenly, parts_in, shown
+from paragrad.schedules.actions import Compute, Recv, Schedule, ScheduleError, Send, Slot, lengths_of, parts_in, shown
+
+Held = dict[Slot, int]          # what a rank's slots hold: the bits of who contributed
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What is to be proved. before(schedule, size) and after(schedule, size): what the slots of every rank hold.
+
+    A slot that is not in `before` begins empty, one that is not in `after` may end with anything. compute(rank, action, held)
+    does to a rank's slots what an action does; without it nothing may be computed.
+    """
+    before: Callable[[Any, int], list[Held]]
+    after: Callable[[Any, int], list[Held]]
+    compute: Callable[[int, Compute, Held], None] | None = None
+    named: Callable[[int], str] = "the contribution of rank {}".format          # what a bit stands for
+
+
+def _own(schedule: Any, size: int) -> list[Held]:
+    return [dict.fromkeys(range(schedule.parts(size)), 1 << rank) for rank in range(size)]
+
+
+def _sums(schedule: Any, size: int) -> list[Held]:
+    return [dict.fromkeys(range(schedule.parts(size)), (1 << size) - 1)] * size
+
+
+def _owned_sums(schedule: Any, size: int) -> list[Held]:
+    owned = [schedule.owns(rank, size) for rank in range(size)]
+    if nobodys := set(range(schedule.parts(size))).difference(*owned):
+        raise ScheduleError(f"nobody owns slot {min(nobodys)}")
+    return [dict.fromkeys(parts, (1 << size) - 1) for parts in owned]
+
+
+ALL_REDUCE = Goal(_own, _sums)              # exactly one contribution of everyone in every slot of every rank
+FIRST_HALF = Goal(_own, _owned_sums)        # reduce, reduce_scatter: in what each rank owns, and every slot has an owner
+SECOND_HALF = Goal(_owned_sums, _sums)      # broadcast, all_gather: from there to everywhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,41 +57,22 @@ class Proof:
     length: int
     messages: int               # in all
     sent: int                   # elements, by the rank that sends most
-    scratch: int                # elements a rank needs beside its vector, at most
+    scratch: int                # elements a rank needs beside its slots, at most
     grouped: bool               # free of deadlock when neighbouring messages are posted together
     rendezvous: bool            # free of deadlock when every send blocks; under asynchronous sends it always is
 
 
-def prove(schedule: Collective, size: int, length: int) -> Proof:
-    """An all-reduce: every rank ends with exactly one contribution of every rank in every slot. Raises ScheduleError."""
-    return _proved(schedule, Contributions.start(schedule, size, length), [range(schedule.parts(size))] * size)
-
-
-def prove_half(half: Half, size: int, length: int, kind: Literal["reduce", "broadcast"]) -> Proof:
-    """A first half (reduce or reduce_scatter) ends with every contribution in what each rank owns, and every part has an owner;
-    a second half (broadcast or all_gather) begins so, and ends with every contribution everywhere.
-    """
-    everything = range(half.parts(size))
-    owned = [half.owns(rank, size) for rank in range(size)]
-    if nobodys := set(everything).difference(*owned):
-        raise ScheduleError(f"nobody owns slot {min(nobodys)}")
-    meaning = Contributions.start(half, size, length)
-    if kind == "broadcast":
-        for rank, held in enumerate(meaning.held):
-            held[:] = [(1 << size) - 1 if part in owned[rank] else 0 for part in everything]
-    return _proved(half, meaning, owned if kind == "reduce" else [everything] * size)
-
-
-def _proved(schedule: Collective, meaning: Contributions, complete: list[range]) -> Proof:
-    size = meaning.size
-    walk(schedule.program, size, meaning)
-    meaning.check_complete(complete)
-    return Proof(size, sum(meaning.lengths), meaning.messages, max(meaning.sent), meaning.scratch,
+def prove(schedule: Schedule, size: int, length: int | Mapping[Slot, int], goal: Goal = ALL_REDUCE) -> Proof:
+    """That a schedule reaches its goal. length: elements of the vector, or of every slot by name. Raises ScheduleError."""
+    found = Contributions.start(schedule, size, length, goal)
+    walk(schedule.program, size, found)
+    found.check(goal.after(schedule, size))
+    return Proof(size, sum(found.lengths.values()), found.messages, max(found.sent), found.scratch,
                  grouped=_free_of_deadlock(schedule, size, "grouped"),
                  rendezvous=_free_of_deadlock(schedule, size, "rendezvous"))
 
 
-def _free_of_deadlock(schedule: Collective, size: int, sends: Sends) -> bool:
+def _free_of_deadlock(schedule: Schedule, size: int, sends: Sends) -> bool:
     try:
         walk(schedule.program, size, Nothing(), sends)
     except Deadlock:
@@ -75,24 +92,25 @@ class Nothing:
 
 @dataclass
 class Contributions:
-    """Every part holds a set of ranks, as bits."""
-    size: int
-    lengths: list[int]                                  # of the parts
-    held: list[list[int]]                               # by rank and part
+    """Every slot holds a set of ranks, as bits."""
+    goal: Goal
+    lengths: dict[Slot, int]
+    held: list[Held]                                    # by rank
     sent: list[int]                                     # elements, by rank
     messages: int = 0
     scratch: int = 0
 
     @classmethod
-    def start(cls, schedule: Collective, size: int, length: int) -> Contributions:
-        lengths = [len(part) for part in evenly(length, schedule.parts(size))]
-        return cls(size, lengths, [[1 << rank] * len(lengths) for rank in range(size)], [0] * size)
+    def start(cls, schedule: Schedule, size: int, length: int | Mapping[Slot, int], goal: Goal) -> Contributions:
+        lengths = lengths_of(schedule, size, length)
+        return cls(goal, lengths, [dict.fromkeys(lengths, 0) | held for held in goal.before(schedule, size)], [0] * size)
 
-    def _parts(self, rank: int, slot: Slot) -> list[int]:
-        found = [part for part in parts_in(slot) if isinstance(part, int) and 0 <= part < len(self.lengths)]
-        if not found or len(found) < len(parts_in(slot)):
-            raise ScheduleError(f"rank {rank} uses slot {shown(slot)}; the vector has slots 0 to {len(self.lengths) - 1}")
-        return found
+    def _parts(self, rank: int, slot: Slot) -> list[Slot]:
+        parts = list(parts_in(slot))
+        if not parts or any(part not in self.lengths for part in parts):
+            known = list(self.lengths)
+            raise ScheduleError(f"rank {rank} uses slot {shown(slot)}; the vector has slots {known[0]} to {known[-1]}")
+        return parts
 
     def read(self, rank: int, send: Send) -> list[int]:
         parts = self._parts(rank, send.slot)
@@ -104,23 +122,27 @@ class Contributions:
         parts, held = self._parts(rank, recv.slot), self.held[rank]
         for part, contributions in zip(parts, payload, strict=True):
             if recv.add and (twice := held[part] & contributions):
-                raise ScheduleError(f"rank {rank} adds the contribution of rank {_first(twice)} to slot {part} twice")
+                raise ScheduleError(f"rank {rank} adds {self._first(twice)} to slot {part} twice")
             held[part] = contributions | held[part] if recv.add else contributions
         if recv.add:
             self.scratch = max(self.scratch, sum(self.lengths[part] for part in parts))
 
     def compute(self, rank: int, action: Compute) -> None:
-        raise ScheduleError(f"rank {rank} computes {action.what!r} on slot {shown(action.at)}: an exchange only adds; the mean "
-                            "is taken once, after it")
+        if self.goal.compute is None:
+            raise ScheduleError(f"rank {rank} computes {action.what!r} on slot {shown(action.at)}: an exchange only adds; the "
+                                "mean is taken once, after it")
+        self.goal.compute(rank, action, self.held[rank])
 
-    def check_complete(self, complete: list[range]) -> None:
-        """complete: the parts of each rank that must hold everybody's contribution."""
-        everyone = (1 << self.size) - 1
-        for rank, parts in enumerate(complete):
-            for part in parts:
-                if lost := everyone & ~self.held[rank][part]:
-                    raise ScheduleError(f"rank {rank} ends without the contribution of rank {_first(lost)} in slot {part}")
+    def check(self, after: list[Held]) -> None:
+        """That every rank ends with what it should, and no more."""
+        for rank, wanted in enumerate(after):
+            for slot, contributions in wanted.items():
+                held = self.held[rank][slot]
+                if lost := contributions & ~held:
+                    raise ScheduleError(f"rank {rank} ends without {self._first(lost)} in slot {slot}")
+                if beside := held & ~contributions:
+                    raise ScheduleError(f"rank {rank} ends with {self._first(beside)} in slot {slot}, where it does not belong")
 
-
-def _first(bits: int) -> int:
-    return (bits & -bits).bit_length() - 1
+    def _first(self, bits: int) -> str:
+        """What the lowest of some bits stands for."""
+        return self.goal.named((bits & -bits).bit_length() - 1)

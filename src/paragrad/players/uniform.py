@@ -15,7 +15,7 @@ import numpy as np
 
 from paragrad.players.clock import Timeline, timed
 from paragrad.players.machine import Cluster
-from paragrad.schedules.actions import Collective, Recv, Send, evenly
+from paragrad.schedules.actions import Collective, Recv, Send, lengths_of
 
 
 def simulated(schedule: Collective, size: int, length: int, cluster: Cluster, *, element: int = 4) -> Timeline:
@@ -44,7 +44,7 @@ class UniformClock:
         self.ranks = np.arange(size)
         self.cluster, self.size = cluster, size
         self.program = schedule.program(self.ranks, size)                               # type: ignore[arg-type]
-        self.bytes = np.array([len(part) * element for part in evenly(length, schedule.parts(size))])
+        self.bytes = element * np.array(list(lengths_of(schedule, size, length).values()))
         self.slow = np.array([cluster.factor(rank) for rank in range(size)])
         self.alike = bool((self.slow == 1).all()) and cluster.group == 1 and len(set(self.bytes.tolist())) == 1
         self.now, self.out, self.into = (np.zeros(size) for _ in range(3))

@@ -68,6 +68,7 @@ class Cursor(Generic[Payload]):
         self.sent: list[Posted[Payload]] = []          # sends that may not be over
         self.receives: list[Recv] = []                  # of the present group, not yet taken
         self.added: list[Recv] = []                     # of the present group, waiting in scratch
+        self.due: Compute | None = None                 # the present group, until the sends of its slot are over
         self.finished = False
         self.trail: list[Action] = []
 
@@ -75,7 +76,7 @@ class Cursor(Generic[Payload]):
         """Go as far as possible; whether anything happened."""
         moved = False
         while not self.finished:
-            moved |= self._receive()
+            moved |= self._receive() | self._compute()
             if self._held_up():
                 return moved
             group = next(self.groups, None)
@@ -85,15 +86,16 @@ class Cursor(Generic[Payload]):
         return moved
 
     def _held_up(self) -> bool:
-        """A message has not come, a send blocks, or a slot that was added to is still being sent."""
-        return bool(self.receives) or any(map(self._blocks, self.sent)) or any(map(self._open, self.added))
+        """A message has not come, a send blocks, or a slot that is to be written is still being sent."""
+        return (bool(self.receives or self.due) or any(map(self._blocks, self.sent))
+                or any(self._open(recv.slot) for recv in self.added))
 
-    def _open(self, recv: Recv) -> Posted[Payload] | None:
+    def _open(self, slot: Slot) -> Posted[Payload] | None:
         """A send of the slot, or of a part of it, that is not over."""
         if not self.sent:
             return None
         self.sent = [message for message in self.sent if not message.taken]
-        parts = set(parts_in(recv.slot))
+        parts = set(parts_in(slot))
         return next((message for message in self.sent if not parts.isdisjoint(parts_in(message.send.slot))), None)
 
     def _post(self, action: Action) -> None:
@@ -105,7 +107,15 @@ class Cursor(Generic[Payload]):
         elif isinstance(action, Recv):
             self.receives.append(action)
         else:
-            self.meaning.compute(self.rank, action)
+            self.due = action
+
+    def _compute(self) -> bool:
+        """Compute what is due, once the sends of its slot are over."""
+        if self.due is None or self._open(self.due.at):
+            return False
+        self.meaning.compute(self.rank, self.due)
+        self.due = None
+        return True
 
     def _blocks(self, message: Posted[Payload]) -> bool:
         return not message.taken and (message.send.wait or self.sends != "asynchronous")
@@ -122,7 +132,7 @@ class Cursor(Generic[Payload]):
 
     def _take(self, recv: Recv) -> bool:
         queue = self.pairs.get((recv.frm, self.rank))
-        if not queue or (not recv.add and self._open(recv)):
+        if not queue or (not recv.add and self._open(recv.slot)):
             return False
         message = queue.popleft()
         if message.send.slot != recv.slot:
@@ -136,10 +146,10 @@ class Cursor(Generic[Payload]):
 
     def waits_for(self) -> str:
         first = self.receives[0] if self.receives else None
-        if first and (first.add or not self._open(first)):
+        if first and (first.add or not self._open(first.slot)):
             return f"slot {shown(first.slot)} from rank {first.frm}"
-        open_ = filter(None, map(self._open, [*self.receives, *self.added]))
-        blocked = next(open_, None) or next(filter(self._blocks, self.sent))
+        written = [recv.slot for recv in (*self.receives, *self.added)] + ([self.due.at] if self.due else [])
+        blocked = next(filter(None, map(self._open, written)), None) or next(filter(self._blocks, self.sent))
         return f"rank {blocked.send.to} to take slot {shown(blocked.send.slot)}"
 
 

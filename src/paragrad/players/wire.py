@@ -3,14 +3,14 @@
 A Send is an isend whose Work is kept until its slot is written again or the walk ends. A Recv ends in the program's order,
 but is posted as early as possible, because gloo moves nothing before it is: into scratch if it adds, or if what it
 overwrites is still needed, and otherwise in place. So the messages of a round, and of the rounds after it, are under way
-together, while waits and additions keep the order of the program.
+together, while waits, additions and what is computed keep the order of the program.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -46,21 +46,49 @@ class Traffic:
     computed: bool = False
 
 
-def all_reduce(schedule: Collective, vector: Tensor, world: World) -> Traffic:
-    """Sum a contiguous one-dimensional vector over all ranks, in place, along a schedule."""
+class Parts(Mapping[Slot, Tensor]):
+    """A vector as the buffers of a collective: its equal parts by their numbers, neighbouring ones by their range."""
+
+    def __init__(self, vector: Tensor, count: int) -> None:
+        self.vector, self.ranges = vector, evenly(vector.numel(), count)
+
+    def __getitem__(self, slot: Slot) -> Tensor:
+        first, last = (slot[0], slot[-1]) if isinstance(slot, range) else (slot, slot)
+        return self.vector[self.ranges[first].start:self.ranges[last].stop]                     # type: ignore[index]
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(range(len(self.ranges)))
+
+    def __len__(self) -> int:
+        return len(self.ranges)
+
+
+def all_reduce(schedule: Collective, vector: Tensor, world: World,
+               compute: Callable[[Compute, Tensor], None] | None = None) -> Traffic:
+    """Sum a contiguous one-dimensional vector over all ranks, in place, along a schedule.
+
+    compute(action, part): does what the schedule computes on a part of the vector; an exchange only adds.
+    """
     start = time.monotonic()
-    play = Play(list(schedule.program(world.rank, world.size)), vector, schedule.parts(world.size), world)
+    parts = Parts(vector, schedule.parts(world.size))
+    computes = None if compute is None else lambda action: compute(action, parts[action.at])
+    play = Play(list(schedule.program(world.rank, world.size)), parts, world, computes)
     play.run()
     return Traffic(play.sent, play.waiting, play.transfer, time.monotonic() - start - play.waiting - play.transfer)
 
 
 class Play:
-    """One walk of one program over the vector of this rank, in equal parts."""
+    """One walk of one rank's program over its buffers: what is sent is read from them, what is received written into them.
 
-    def __init__(self, actions: Sequence[Action], vector: Tensor, parts: int, world: World) -> None:
-        self.actions, self.vector, self.world = actions, vector, world
+    buffers: contiguous tensors by slot; those that are received into are there from the start.  compute(action): does a
+    Compute, which comes when the sends of its slot are over.
+    """
+
+    def __init__(self, actions: Sequence[Action], buffers: Mapping[Slot, Tensor], world: World,
+                 compute: Callable[[Compute], None] | None = None) -> None:
+        self.actions, self.buffers, self.world = actions, buffers, world
+        self.compute = compute or no_compute
         self.walk = next(world.walks)
-        self.parts = evenly(vector.numel(), parts)
         self.limit = timedelta(seconds=world.timeout)
         self.position = 0
         self.open: dict[Slot, list[tuple[Send, Any]]] = {}          # part -> its sends, with their Works
@@ -70,22 +98,17 @@ class Play:
         self.scratch = 0                                            # bytes
         # what is received in a row must be asked for before the sends that stand before it, or it comes after them; also what
         # does not add may need scratch, and be an element longer than what does
-        self.most = max(SCRATCH, min(vector.nbytes, max(map(self.scratch_of, rows(actions)), default=0)))
+        self.most = max(SCRATCH, max(map(self.scratch_of, rows(actions)), default=0))
+        if self.most > SCRATCH:
+            self.most = max(SCRATCH, min(self.most, sum(buffer.nbytes for buffer in buffers.values())))
         self.sent = 0
         self.waiting = self.transfer = 0.0
         self.first_came = False
         self.waits_for: Send | Recv | None = None
 
-    def slot(self, slot: Slot) -> Tensor:
-        """The piece of the vector that a slot names."""
-        parts = parts_in(slot)
-        assert isinstance(parts[0], int)
-        assert isinstance(parts[-1], int)
-        return self.vector[self.parts[parts[0]].start:self.parts[parts[-1]].stop]
-
     def scratch_of(self, row: Sequence[Action]) -> int:
         """Bytes that may come into scratch in a row of receives."""
-        return sum(self.slot(each.slot).nbytes for each in row if isinstance(each, Recv))
+        return sum(self.buffers[each.slot].nbytes for each in row if isinstance(each, Recv))
 
     def run(self) -> None:
         """Play to the end. Raises StepFailed that shows the schedule around the failure, with the last actions of all ranks."""
@@ -97,6 +120,7 @@ class Play:
                 elif isinstance(action, Recv):
                     self.recv(action)
                 else:
+                    self.close(parts_in(action.at))
                     self.compute(action)
                 if place < self.ahead:
                     for part in touches(action):
@@ -113,7 +137,7 @@ class Play:
         # the peer hears of it when all of that is through, and the two directions go one after the other
         self.ahead = max(self.ahead, self.position)
         self.look_ahead()
-        tensor = self.slot(action.slot)
+        tensor = self.buffers[action.slot]
         before = self.actions[self.position - 1] if self.position else None
         if isinstance(before, Send) and before.to != action.to and tensor.nbytes >= LONG:
             self.close(parts_in(before.slot))       # at once they would share the link, and the first come as late as the last
@@ -142,14 +166,6 @@ class Play:
             else:
                 slot.copy_(buffer)
 
-    def compute(self, action: Compute) -> None:
-        """An exchange only adds. The one other thing that can stand here is a planted bug (`schedules/sabotage.py`)."""
-        self.close(parts_in(action.at))
-        if action.what != "mean":
-            raise StepFailed(f"the wire cannot compute {action.what!r} on slot {shown(action.at)}")
-        slot = self.slot(action.at)
-        slot.div_(self.world.size, rounding_mode=None if slot.is_floating_point() else "floor")
-
     def look_ahead(self) -> None:
         """Post the receives that come next, as far as scratch goes; of those that add, one more than is waited for at least.
         Each action is passed once.
@@ -157,7 +173,7 @@ class Play:
         while self.ahead < len(self.actions):
             action = self.actions[self.ahead]
             if isinstance(action, Recv):
-                slot, buffer = self.slot(action.slot), None
+                slot, buffer = self.buffers[action.slot], None
                 if action.add or self.needed(action.slot):
                     if self.scratch + slot.nbytes > self.most and not (action.add and len(self.posted) < 2):
                         return
@@ -215,6 +231,11 @@ class Play:
             if peer != self.world.rank:
                 with suppress(RuntimeError):
                     dist.irecv(torch.empty(0), group=self.world.group, group_src=peer).wait(timedelta(milliseconds=1))
+
+
+def no_compute(action: Compute) -> None:
+    """Of an exchange, which only adds."""
+    raise StepFailed(f"the wire cannot compute {action.what!r} on slot {shown(action.at)}")
 
 
 def rows(actions: Sequence[Action]) -> Iterator[list[Action]]:

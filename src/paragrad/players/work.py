@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paragrad.players.walk import walk
-from paragrad.schedules.actions import Collective, Compute, Recv, ScheduleError, Send, evenly, parts_in
+from paragrad.schedules.actions import Collective, Compute, Recv, ScheduleError, Send, lengths_of, parts_in
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class WorkAndDepth:
 
 def work_and_depth(schedule: Collective, size: int, length: int) -> WorkAndDepth:
     """Of all ranks together, over a vector of `length` elements."""
-    chains = Chains(size, [len(part) for part in evenly(length, schedule.parts(size))])
+    chains = Chains(size, list(lengths_of(schedule, size, length).values()))
     walk(schedule.program, size, chains)
     return WorkAndDepth(chains.work, max(map(max, chains.depth)))
 

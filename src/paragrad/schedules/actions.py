@@ -7,7 +7,8 @@ A *program* is what one rank does, in order; a *schedule* is one program per ran
 2. Between a pair of ranks, first sent is first received. Order is the address; tags are not relied on. A player
    compares slots and refuses a mismatch by name.
 3. A write to a slot with an open Send waits for it: `Recv(add=True)` receives into scratch, waits for the slot's sends,
-   then adds; a plain `Recv` first waits for the slot's sends.
+   then adds; a plain `Recv` and a `Compute` first wait for the slot's sends. Of a Compute the players know the slot `at`
+   alone: what else it reads or writes must be slots that nothing is received into afterwards.
 4. Any size (1, 3, odd, no power of two) and any length (empty, shorter than the size): chunks may be unequal or empty.
 5. Where no action depends on a choice made by rank, `rank` may as well be an array of all ranks (`players/uniform.py`).
 
@@ -16,7 +17,7 @@ There is no time in a schedule and no result: it holds order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -75,14 +76,18 @@ Action = Send | Recv | Compute
 Program = Iterator[Action]
 
 
-class Collective(Protocol):
+class Schedule(Protocol):
+    """One program per rank, over slots of any names."""
+
+    def program(self, rank: int, size: int) -> Program: ...
+
+
+class Collective(Schedule, Protocol):
     """What all ranks do together with a vector each, cut into `parts(size)` equal parts (`evenly`): a slot is the number of a
     part, or a range of neighbouring ones.
     """
 
     def parts(self, size: int) -> int: ...
-
-    def program(self, rank: int, size: int) -> Program: ...
 
 
 class AllReduce(Collective, Protocol):
@@ -108,3 +113,10 @@ def evenly(length: int, parts: int) -> list[range]:
     short, longer = divmod(length, parts)
     starts = [part * short + min(part, longer) for part in range(parts + 1)]
     return [range(start, stop) for start, stop in pairwise(starts)]
+
+
+def lengths_of(schedule: Schedule, size: int, length: int | Mapping[Slot, int]) -> dict[Slot, int]:
+    """Elements of every slot: of the parts of a vector of `length` elements, or as they are given by name."""
+    if isinstance(length, Mapping):
+        return dict(length)
+    return dict(enumerate(len(part) for part in evenly(length, schedule.parts(size))))          # type: ignore[attr-defined]

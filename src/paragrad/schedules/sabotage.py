@@ -6,6 +6,7 @@ mean_twice: the exchange divides by the number of ranks, and whoever called it d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,3 +44,11 @@ class Sabotaged:
 def sabotaged(schedule: Any, bug: str | None) -> Any:
     """The schedule with a planted bug, or as it is."""
     return Sabotaged(schedule, bug) if bug else schedule
+
+
+def planted(schedule: Any, size: int) -> Callable[[Compute, Any], None] | None:
+    """What the wire is to do where a bug computes, on the part of a vector; None where there is no bug."""
+    def mean(action: Compute, part: Any) -> None:
+        part.div_(size, rounding_mode=None if part.is_floating_point() else "floor")
+
+    return mean if isinstance(schedule, Sabotaged) else None

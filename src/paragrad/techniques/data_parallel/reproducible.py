@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from torch import Tensor
 from paragrad.errors import StepFailed
 from paragrad.planner.price import computed_bytes
 from paragrad.players.wire import Traffic, all_reduce
-from paragrad.schedules.actions import AllReduce
+from paragrad.schedules.actions import AllReduce, Compute
 from paragrad.world.world import World
 
 BITS = 62
@@ -30,9 +31,11 @@ SMALLEST = -900                 # exponent below which numbers count as 0: u and
 NOT_FINITE = 1 << 20            # an exponent no number has
 
 
-def reproducible_all_reduce(schedule: AllReduce, vector: Tensor, world: World) -> Traffic:
+def reproducible_all_reduce(schedule: AllReduce, vector: Tensor, world: World,
+                            compute: Callable[[Compute, Tensor], None] | None = None) -> Traffic:
     """Sum a contiguous vector of floats over all ranks, in place. Collective; the small all-reduce counts as waiting.
 
+    compute: as `all_reduce` takes it, of whole numbers here.
     Raises StepFailed, on every rank, where a number is not finite.
     """
     start = time.monotonic()
@@ -45,7 +48,7 @@ def reproducible_all_reduce(schedule: AllReduce, vector: Tensor, world: World) -
         raise StepFailed(f"a gradient is not finite {where}: a reproducible sum needs finite numbers")
     shift = BITS - largest - (world.size - 1).bit_length()
     whole = to_whole(vector, shift)
-    traffic = all_reduce(schedule, whole, world)
+    traffic = all_reduce(schedule, whole, world, compute)
     from_whole(whole, shift, vector)
     waiting += traffic.waiting
     return Traffic(traffic.bytes + computed_bytes("all_reduce", 8, world.size), waiting, traffic.transfer,

@@ -15,6 +15,7 @@ from paragrad.planner.choosing import Chooser, Pick
 from paragrad.planner.price import computed_bytes
 from paragrad.players.machine import Machine
 from paragrad.players.wire import Traffic, all_reduce
+from paragrad.schedules.sabotage import planted
 from paragrad.strategies.strategy import Native
 from paragrad.techniques.data_parallel.reproducible import reproducible_all_reduce
 from paragrad.world.world import World
@@ -43,6 +44,7 @@ class Walker:
             algorithm = Native()
         self.algorithm, self.clock, self.played = algorithm, clock, played
         self.sum = reproducible_all_reduce if getattr(algorithm, "reproducible", False) else all_reduce
+        self.compute = planted(algorithm, world.size)
         self.world = world.twin(through_host=not isinstance(algorithm, Native))
         self.chooser = Chooser(self.world, Native(), self._sum, machine, told=picked) if algorithm == "auto" else None
         self.queue: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
@@ -83,7 +85,7 @@ class Walker:
     def _sum(self, algorithm: Any, vector: Tensor) -> Traffic:
         """Sum a vector in place by one algorithm. A backend's own all-reduce tells neither times nor bytes."""
         if not isinstance(algorithm, Native):
-            return self.sum(algorithm, vector, self.world)
+            return self.sum(algorithm, vector, self.world, self.compute)
         vector.copy_(self.world.all_reduced(vector))
         return Traffic(computed_bytes("all_reduce", vector.nbytes, self.world.size), computed=True)
 
