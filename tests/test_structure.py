@@ -22,10 +22,10 @@ MODULES = {".".join(path.relative_to(SOURCE.parent).with_suffix("").parts): path
 # who speaks to torch.distributed itself, beside its backends; everybody else speaks to World, Exchange or the wire
 DISTRIBUTED = {"paragrad.world.world", "paragrad.players.wire"}
 # without torch: what a rank does is a value there, not an act
-PURE = ("paragrad.errors", "paragrad.notation", "paragrad.strategies", "paragrad.schedules", "paragrad.players.walk",
-        "paragrad.players.proof", "paragrad.players.draw", "paragrad.players.clock", "paragrad.players.work",
-        "paragrad.players.machine", "paragrad.planner.price", "paragrad.planner.layers", "paragrad.planner.sequences",
-        "paragrad.datasets.order", "paragrad.record.record", "paragrad.world.launched")
+PURE = ("paragrad.errors", "paragrad.notation", "paragrad.strategies", "paragrad.schedules", "paragrad.players.reading",
+        "paragrad.players.walk", "paragrad.players.proof", "paragrad.players.draw", "paragrad.players.clock",
+        "paragrad.players.work", "paragrad.players.machine", "paragrad.planner.price", "paragrad.planner.layers",
+        "paragrad.planner.sequences", "paragrad.datasets.order", "paragrad.record.record", "paragrad.world.launched")
 # each imports only from itself and those above it; docs/architecture.md says what each holds
 ROOMS = ("notation", "world", "datasets", "schedules", "jobs", "record", "strategies", "players", "planner", "techniques",
          "training", "report", "verbs")

@@ -16,6 +16,7 @@ from itertools import count
 from typing import Any
 
 from paragrad.players.machine import Cluster, Link
+from paragrad.players.reading import read
 from paragrad.schedules.actions import Compute, Recv, Schedule, ScheduleError, Send, Slot, lengths_of, parts_in, shown
 
 Durations = Mapping[str, float] | Callable[[int, Compute], float]      # seconds of a Compute: by its name, or of (rank, action)
@@ -79,7 +80,7 @@ class Clock:
         self.lengths, self.element = lengths, element
         self.order = {slot: place for place, slot in enumerate(lengths)}
         self.extents: dict[Slot, tuple[int, int, int]] = {}
-        self.programs = [schedule.program(rank, size) for rank in range(size)]
+        self.programs = [read(schedule.program, rank, size) for rank in range(size)]
         self.slow = [cluster.factor(rank) for rank in range(size)]
         self.ends = [-1.0] * size
         self.busy: set[Any] = set()                     # ways out and in that a message has taken

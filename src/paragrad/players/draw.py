@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paragrad.players.walk import walk
-from paragrad.schedules.actions import Collective, Compute, Recv, Send, Slot
+from paragrad.players.walk import Rounds, walk
+from paragrad.schedules.actions import Compute, Recv, Schedule, Send, Slot
 
 
-def draw(schedule: Collective, size: int) -> str:
+def draw(schedule: Schedule, size: int) -> str:
     """The drawing of a schedule over `size` ranks, at most as many columns as it has rounds."""
     diagram = Diagram.of(schedule, size)
     cells = [[" ".join(row[column]) if column < len(row) else "" for column in range(diagram.columns)] for row in diagram.cells]
@@ -33,48 +33,36 @@ class Arrow:
 
 
 class Diagram:
-    """The actions of each rank by round, and the messages.
-
-    A rank starts one send and ends one receive in a round (links carry both ways at once), keeps the order of its own actions,
-    and a message cannot arrive before the round it was sent in.
-    """
+    """The actions of each rank by round, and the messages."""
 
     def __init__(self, size: int) -> None:
         self.cells: list[list[list[str]]] = [[] for _ in range(size)]
         self.arrows: list[Arrow] = []
-        self.free_to_send, self.free_to_recv = [0] * size, [0] * size
+        self.rounds = Rounds(size)
 
     @classmethod
-    def of(cls, schedule: Collective, size: int) -> Diagram:
+    def of(cls, schedule: Schedule, size: int) -> Diagram:
         """That of a schedule over `size` ranks."""
         diagram = cls(size)
-        walk(schedule.program, size, diagram)
+        walk(schedule.program, size, diagram, rounds=diagram.rounds)
         return diagram
 
     @property
     def columns(self) -> int:
         return max((len(row) for row in self.cells), default=0)
 
-    def _put(self, rank: int, column: int, text: str) -> None:
-        row = self.cells[rank]
+    def _put(self, rank: int, text: str) -> int:
+        """Into the round of a rank's last action; its column."""
+        row, column = self.cells[rank], self.rounds.of[rank] - 1
         row.extend([] for _ in range(column + 1 - len(row)))
         row[column].append(text)
-
-    def read(self, rank: int, send: Send) -> int:
-        column = max(self.free_to_send[rank], self.free_to_recv[rank])
-        self._put(rank, column, str(send))
-        self.free_to_send[rank] = column + 1
-        if send.wait:
-            self.free_to_recv[rank] = column + 1
         return column
 
+    def read(self, rank: int, send: Send) -> int:
+        return self._put(rank, str(send))
+
     def write(self, rank: int, recv: Recv, payload: int) -> None:
-        column = max(payload, self.free_to_recv[rank])
-        self._put(rank, column, str(recv))
-        self.arrows.append(Arrow(recv.frm, rank, payload, column, recv.slot, recv.add))
-        self.free_to_recv[rank] = column + 1
+        self.arrows.append(Arrow(recv.frm, rank, payload, self._put(rank, str(recv)), recv.slot, recv.add))
 
     def compute(self, rank: int, action: Compute) -> None:
-        column = max(self.free_to_send[rank], self.free_to_recv[rank])
-        self._put(rank, column, str(action))
-        self.free_to_send[rank] = self.free_to_recv[rank] = column + 1
+        self._put(rank, str(action))

@@ -3,17 +3,36 @@
 Instead of numbers every slot holds *who contributed* (one bit per rank), so a lost or doubled contribution cannot hide
 behind equal inputs (the idea of msccl-tools' chunk checks). Also found: messages that do not match, a mean taken inside
 the exchange, and who deadlocks under which sends. The goal is an argument: what the slots hold before, and what after.
+
+The schedule may be anybody's: whatever is wrong with it is a ScheduleError. Only a program that goes on for ever without a
+yield is waited for, and only what differs from process to process is not seen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice, zip_longest
 from typing import Any
 
-from paragrad.players.walk import Deadlock, Sends, walk
-from paragrad.schedules.actions import Compute, Recv, Schedule, ScheduleError, Send, Slot, lengths_of, parts_in, shown
+from paragrad.players.reading import read
+from paragrad.players.walk import Deadlock, Rounds, Sends, walk
+from paragrad.schedules.actions import (
+    Action,
+    Compute,
+    Recv,
+    Schedule,
+    ScheduleError,
+    Send,
+    Slot,
+    lengths_of,
+    parts_for,
+    parts_in,
+    shown,
+)
 
+PROVED = 64                     # ranks up to which a schedule is proved before it is played
+ENDLESS = 1000                  # messages that a rank may send for every other, beside two of every slot: more have no end
 Held = dict[Slot, int]          # what a rank's slots hold: the bits of who contributed
 
 
@@ -31,16 +50,16 @@ class Goal:
 
 
 def _own(schedule: Any, size: int) -> list[Held]:
-    return [dict.fromkeys(range(schedule.parts(size)), 1 << rank) for rank in range(size)]
+    return [dict.fromkeys(range(parts_for(schedule, size)), 1 << rank) for rank in range(size)]
 
 
 def _sums(schedule: Any, size: int) -> list[Held]:
-    return [dict.fromkeys(range(schedule.parts(size)), (1 << size) - 1)] * size
+    return [dict.fromkeys(range(parts_for(schedule, size)), (1 << size) - 1)] * size
 
 
 def _owned_sums(schedule: Any, size: int) -> list[Held]:
     owned = [schedule.owns(rank, size) for rank in range(size)]
-    if nobodys := set(range(schedule.parts(size))).difference(*owned):
+    if nobodys := set(range(parts_for(schedule, size))).difference(*owned):
         raise ScheduleError(f"nobody owns slot {min(nobodys)}")
     return [dict.fromkeys(parts, (1 << size) - 1) for parts in owned]
 
@@ -62,14 +81,35 @@ class Proof:
     rendezvous: bool            # free of deadlock when every send blocks; under asynchronous sends it always is
 
 
-def prove(schedule: Schedule, size: int, length: int | Mapping[Slot, int], goal: Goal = ALL_REDUCE) -> Proof:
-    """That a schedule reaches its goal. length: elements of the vector, or of every slot by name. Raises ScheduleError."""
+def prove(schedule: Schedule, size: int, length: int | Mapping[Slot, int] | None = None, goal: Goal = ALL_REDUCE) -> Proof:
+    """That a schedule reaches its goal. Raises ScheduleError by rank, slot and round.
+
+    length: elements of the vector (otherwise as many as it has parts), or of every slot by name.
+    """
+    if not callable(getattr(schedule, "program", None)):
+        raise ScheduleError(f"{type(schedule).__name__} has no program; give it a method program(rank, size) of actions")
+    if not isinstance(length, Mapping):
+        parts = parts_for(schedule, size)
+        if (again := parts_for(schedule, size)) != parts:
+            raise ScheduleError(f"parts({size}) is {parts}, and {again} when asked again; let it depend on the size alone")
+        length = parts if length is None else length
     found = Contributions.start(schedule, size, length, goal)
-    walk(schedule.program, size, found)
+    actions = walk(schedule.program, size, found, rounds=found.rounds)
     found.check(goal.after(schedule, size))
+    _the_same_again(schedule, size, actions)
     return Proof(size, sum(found.lengths.values()), found.messages, max(found.sent), found.scratch,
                  grouped=_free_of_deadlock(schedule, size, "grouped"),
                  rendezvous=_free_of_deadlock(schedule, size, "rendezvous"))
+
+
+def _the_same_again(schedule: Schedule, size: int, actions: list[list[Action]]) -> None:
+    """Every rank asks for its program in a process of its own, so it must be the same whenever it is asked for."""
+    for rank, first in enumerate(actions):
+        again = islice(read(schedule.program, rank, size), len(first) + 1)
+        for number, (one, other) in enumerate(zip_longest(first, again), 1):
+            if one != other:
+                raise ScheduleError(f"rank {rank}, action {number} of its program: {one or 'its end'}, and when asked again "
+                                    f"{other or 'its end'}; let it depend on rank and size alone")
 
 
 def _free_of_deadlock(schedule: Schedule, size: int, sends: Sends) -> bool:
@@ -97,40 +137,59 @@ class Contributions:
     lengths: dict[Slot, int]
     held: list[Held]                                    # by rank
     sent: list[int]                                     # elements, by rank
+    done: list[int]                                     # sends and Computes, by rank
+    rounds: Rounds
     messages: int = 0
     scratch: int = 0
+    took: dict[tuple[int, Slot], tuple[int, Recv]] = field(default_factory=dict)    # by rank and slot: the last, and its round
+    overwritten: list[tuple[int, Slot, int, int, Recv]] = field(default_factory=list)       # bits, slot, rank, round, by what
 
     @classmethod
     def start(cls, schedule: Schedule, size: int, length: int | Mapping[Slot, int], goal: Goal) -> Contributions:
         lengths = lengths_of(schedule, size, length)
-        return cls(goal, lengths, [dict.fromkeys(lengths, 0) | held for held in goal.before(schedule, size)], [0] * size)
+        held = [dict.fromkeys(lengths, 0) | each for each in goal.before(schedule, size)]
+        return cls(goal, lengths, held, [0] * size, [0] * size, Rounds(size))
 
     def _parts(self, rank: int, slot: Slot) -> list[Slot]:
         parts = list(parts_in(slot))
-        if not parts or any(part not in self.lengths for part in parts):
+        if any(part not in self.lengths for part in parts):
             known = list(self.lengths)
-            raise ScheduleError(f"rank {rank} uses slot {shown(slot)}; the vector has slots {known[0]} to {known[-1]}")
+            raise ScheduleError(f"rank {rank} uses slot {shown(slot)}; the vector has slots {known[0]} to {known[-1]} (round "
+                                f"{self.rounds.of[rank]})")
         return parts
 
+    def _go_on(self, rank: int) -> None:
+        """Raises where a rank never comes to an end. Receives need not be counted: each needs a send."""
+        self.done[rank] += 1
+        size = len(self.held)
+        if self.done[rank] > ENDLESS * size + 2 * size * len(self.lengths):
+            raise ScheduleError(f"rank {rank}'s program does not end: it has sent {self.done[rank]} messages, and goes on "
+                                f"(round {self.rounds.of[rank]})")
+
     def read(self, rank: int, send: Send) -> list[int]:
+        self._go_on(rank)
         parts = self._parts(rank, send.slot)
         self.messages += 1
         self.sent[rank] += sum(self.lengths[part] for part in parts)
         return [self.held[rank][part] for part in parts]
 
     def write(self, rank: int, recv: Recv, payload: list[int]) -> None:
-        parts, held = self._parts(rank, recv.slot), self.held[rank]
+        parts, held, now = self._parts(rank, recv.slot), self.held[rank], self.rounds.of[rank]
         for part, contributions in zip(parts, payload, strict=True):
             if recv.add and (twice := held[part] & contributions):
-                raise ScheduleError(f"rank {rank} adds {self._first(twice)} to slot {part} twice")
+                raise ScheduleError(f"rank {rank} adds {self._first(twice)} to slot {part} twice, in round {now} ({recv})")
+            if not recv.add and (gone := held[part] & ~contributions):
+                self.overwritten.append((gone, part, rank, now, recv))
             held[part] = contributions | held[part] if recv.add else contributions
+            self.took[rank, part] = now, recv
         if recv.add:
             self.scratch = max(self.scratch, sum(self.lengths[part] for part in parts))
 
     def compute(self, rank: int, action: Compute) -> None:
+        self._go_on(rank)
         if self.goal.compute is None:
             raise ScheduleError(f"rank {rank} computes {action.what!r} on slot {shown(action.at)}: an exchange only adds; the "
-                                "mean is taken once, after it")
+                                f"mean is taken once, after it (round {self.rounds.of[rank]})")
         self.goal.compute(rank, action, self.held[rank])
 
     def check(self, after: list[Held]) -> None:
@@ -139,9 +198,21 @@ class Contributions:
             for slot, contributions in wanted.items():
                 held = self.held[rank][slot]
                 if lost := contributions & ~held:
-                    raise ScheduleError(f"rank {rank} ends without {self._first(lost)} in slot {slot}")
+                    raise ScheduleError(f"rank {rank} ends without {self._first(lost)} in slot {slot}: "
+                                        f"{self._story(rank, slot, lost & -lost)}")
                 if beside := held & ~contributions:
-                    raise ScheduleError(f"rank {rank} ends with {self._first(beside)} in slot {slot}, where it does not belong")
+                    raise ScheduleError(f"rank {rank} ends with {self._first(beside)} in slot {slot}, where it does not "
+                                        f"belong: {self._story(rank, slot)}")
+
+    def _story(self, rank: int, slot: Slot, lost: int = 0) -> str:
+        """What came into a slot last, and who first wrote over what is missing there."""
+        told = "it never takes that slot"
+        if (rank, slot) in self.took:
+            told = "the last it takes of that slot comes in round {} ({})".format(*self.took[rank, slot])
+        for gone, part, victim, now, recv in self.overwritten:
+            if part == slot and gone & lost:
+                return f"{told}; rank {victim} wrote over it in round {now} ({recv}), where add=True would have added"
+        return told
 
     def _first(self, bits: int) -> str:
         """What the lowest of some bits stands for."""

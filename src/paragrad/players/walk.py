@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeVar
 
+from paragrad.players.reading import read
 from paragrad.schedules.actions import Action, Compute, Program, Recv, ScheduleError, Send, Slot, parts_in, shown
 
 Sends = Literal["asynchronous", "grouped", "rendezvous"]
@@ -35,7 +36,35 @@ class Posted(Generic[Payload]):
     """A posted Send: taken once a Recv has it."""
     send: Send
     payload: Payload
+    round: int
     taken: bool = False
+
+
+class Rounds:
+    """Which round an action falls into, from 1: a rank starts one send and ends one receive in a round (links carry both ways
+    at once), keeps the order of its own actions, and a message cannot arrive before the round it was sent in.
+
+    of: the round of each rank's last action, which a Meaning may ask for.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.of = [0] * size
+        self.to_send, self.to_receive = [1] * size, [1] * size         # the first in which a rank can
+
+    def send(self, rank: int, wait: bool) -> int:
+        self.of[rank] = found = max(self.to_send[rank], self.to_receive[rank])
+        self.to_send[rank] = found + 1
+        if wait:
+            self.to_receive[rank] = found + 1
+        return found
+
+    def receive(self, rank: int, sent: int) -> None:
+        self.of[rank] = max(sent, self.to_receive[rank])
+        self.to_receive[rank] = self.of[rank] + 1
+
+    def compute(self, rank: int) -> None:
+        self.of[rank] = max(self.to_send[rank], self.to_receive[rank])
+        self.to_send[rank] = self.to_receive[rank] = self.of[rank] + 1
 
 
 class Deadlock(ScheduleError):
@@ -43,10 +72,14 @@ class Deadlock(ScheduleError):
 
 
 def walk(program: Callable[[int, int], Program], size: int, meaning: Meaning[Payload],
-         sends: Sends = "asynchronous") -> None:
-    """Play `program(rank, size)` of every rank to its end; raises ScheduleError (Deadlock among them) by name."""
+         sends: Sends = "asynchronous", rounds: Rounds | None = None) -> list[list[Action]]:
+    """Play `program(rank, size)` of every rank to its end; what each did. Raises ScheduleError (Deadlock among them) by name.
+
+    rounds: counts them, for a meaning that wants to know.
+    """
     pairs: dict[tuple[int, int], deque[Posted[Payload]]] = {}
-    ranks = [Cursor(rank, program(rank, size), meaning, pairs, sends) for rank in range(size)]
+    rounds = rounds or Rounds(size)
+    ranks = [Cursor(rank, read(program, rank, size), meaning, pairs, sends, rounds) for rank in range(size)]
     waiting = list(ranks)
     while waiting:
         moved = [cursor.advance() for cursor in waiting]
@@ -55,15 +88,17 @@ def walk(program: Callable[[int, int], Program], size: int, meaning: Meaning[Pay
         waiting = [cursor for cursor in waiting if not cursor.finished]
     for (source, target), left in pairs.items():
         if left:
-            raise ScheduleError(f"rank {target} never receives slot {shown(left[0].send.slot)} that rank {source} sends to it")
+            raise ScheduleError(f"rank {target} never receives slot {shown(left[0].send.slot)} that rank {source} sends to it, "
+                                f"in round {left[0].round}")
+    return [cursor.trail for cursor in ranks]
 
 
 class Cursor(Generic[Payload]):
     """One rank on its way: the group of actions it stands at, and what of it is still open."""
 
     def __init__(self, rank: int, program: Program, meaning: Meaning[Payload],
-                 pairs: dict[tuple[int, int], deque[Posted[Payload]]], sends: Sends) -> None:
-        self.rank, self.meaning, self.pairs, self.sends = rank, meaning, pairs, sends
+                 pairs: dict[tuple[int, int], deque[Posted[Payload]]], sends: Sends, rounds: Rounds) -> None:
+        self.rank, self.meaning, self.pairs, self.sends, self.rounds = rank, meaning, pairs, sends, rounds
         self.groups = _groups(program) if sends == "grouped" else ([action] for action in program)
         self.sent: list[Posted[Payload]] = []          # sends that may not be over
         self.receives: list[Recv] = []                  # of the present group, not yet taken
@@ -101,7 +136,8 @@ class Cursor(Generic[Payload]):
     def _post(self, action: Action) -> None:
         self.trail.append(action)
         if isinstance(action, Send):
-            message = Posted(action, self.meaning.read(self.rank, action))
+            sent = self.rounds.send(self.rank, action.wait)
+            message = Posted(action, self.meaning.read(self.rank, action), sent)
             self.pairs.setdefault((self.rank, action.to), deque()).append(message)
             self.sent.append(message)
         elif isinstance(action, Recv):
@@ -113,6 +149,7 @@ class Cursor(Generic[Payload]):
         """Compute what is due, once the sends of its slot are over."""
         if self.due is None or self._open(self.due.at):
             return False
+        self.rounds.compute(self.rank)
         self.meaning.compute(self.rank, self.due)
         self.due = None
         return True
@@ -135,9 +172,10 @@ class Cursor(Generic[Payload]):
         if not queue or (not recv.add and self._open(recv.slot)):
             return False
         message = queue.popleft()
+        self.rounds.receive(self.rank, message.round)
         if message.send.slot != recv.slot:
-            raise ScheduleError(f"rank {self.rank} expects slot {shown(recv.slot)} from rank {recv.frm}, which sends "
-                                f"slot {shown(message.send.slot)}: first sent is first received")
+            raise ScheduleError(f"rank {self.rank} expects slot {shown(recv.slot)} from rank {recv.frm}, which sends slot "
+                                f"{shown(message.send.slot)}: first sent is first received (round {self.rounds.of[self.rank]})")
         message.taken = True
         if recv.add:
             self.added.append(recv)
@@ -180,7 +218,8 @@ def _groups(program: Program) -> Iterator[list[Action]]:
 def _picture(waiting: list[Cursor[Payload]], size: int, sends: Sends) -> str:
     """Who waits for what, with the last actions of each: the schedule around the hang."""
     first = waiting[0]
-    lines = [f"deadlock among {size} ranks under {sends} sends: rank {first.rank} waits for {first.waits_for()}"]
+    lines = [f"deadlock among {size} ranks under {sends} sends: rank {first.rank} waits for {first.waits_for()} (round "
+             f"{first.rounds.to_receive[first.rank]})"]
     for cursor in waiting[:8]:
         done = cursor.trail[-4:]
         lines.append(f"   {cursor.rank} | " + " ".join([*map(str, done[:-1]), f"[{done[-1]}]"]))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paragrad.errors import StepFailed
 from paragrad.players.hang import Lines, Standing
-from paragrad.schedules.actions import Action, Collective, Compute, Recv, Send, Slot, evenly, parts_in, shown
+from paragrad.schedules.actions import Action, Collective, Compute, Recv, Send, Slot, evenly, parts_for, parts_in, shown
 from paragrad.world.world import World
 
 # bytes of scratch for receives under way. Short messages need many, as each costs gloo 0.4 ms whatever its length. Of long ones
@@ -70,7 +70,7 @@ def all_reduce(schedule: Collective, vector: Tensor, world: World,
     compute(action, part): does what the schedule computes on a part of the vector; an exchange only adds.
     """
     start = time.monotonic()
-    parts = Parts(vector, schedule.parts(world.size))
+    parts = Parts(vector, parts_for(schedule, world.size))
     computes = None if compute is None else lambda action: compute(action, parts[action.at])
     play = Play(list(schedule.program(world.rank, world.size)), parts, world, computes)
     play.run()

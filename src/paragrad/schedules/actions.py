@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
+from paragrad.errors import Refused
+
 Slot = int | range | str    # a buffer's name; in a collective the number of an equal part of the vector, or several neighbours
 
 
@@ -84,10 +86,11 @@ class Schedule(Protocol):
 
 class Collective(Schedule, Protocol):
     """What all ranks do together with a vector each, cut into `parts(size)` equal parts (`evenly`): a slot is the number of a
-    part, or a range of neighbouring ones.
+    part, or a range of neighbouring ones. Where there is no `parts`, there is one for each rank.
     """
 
-    def parts(self, size: int) -> int: ...
+    def parts(self, size: int) -> int:
+        return size
 
 
 class AllReduce(Collective, Protocol):
@@ -105,7 +108,7 @@ class Half(Collective, Protocol):
 
 
 class ScheduleError(ValueError):
-    """A schedule that is not what it should be; the message names rank and slot."""
+    """A schedule that is not what it should be; the message names rank, slot and round (from 1, as they are drawn)."""
 
 
 def evenly(length: int, parts: int) -> list[range]:
@@ -115,8 +118,24 @@ def evenly(length: int, parts: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(starts)]
 
 
+def parts_for(schedule: Schedule, size: int) -> int:
+    """Into how many equal parts a collective cuts the vector among `size` ranks: one for each where it does not say."""
+    parts = getattr(schedule, "parts", None)
+    if parts is None:
+        return size
+    try:
+        count = parts(size)
+    except (ScheduleError, Refused):
+        raise
+    except Exception as error:
+        raise ScheduleError(f"parts({size}) raised {type(error).__name__}: {error}") from error
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ScheduleError(f"parts({size}) is {count!r}: give a whole number from 1")
+    return count
+
+
 def lengths_of(schedule: Schedule, size: int, length: int | Mapping[Slot, int]) -> dict[Slot, int]:
     """Elements of every slot: of the parts of a vector of `length` elements, or as they are given by name."""
     if isinstance(length, Mapping):
         return dict(length)
-    return dict(enumerate(len(part) for part in evenly(length, schedule.parts(size))))          # type: ignore[attr-defined]
+    return dict(enumerate(len(part) for part in evenly(length, parts_for(schedule, size))))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from paragrad.schedules.actions import Collective, Compute, Program, parts_in
+from paragrad.schedules.actions import Collective, Compute, Program, parts_for, parts_in
 
 SABOTAGES = ("skip_chunk", "mean_twice")
 
@@ -22,7 +22,7 @@ class Sabotaged:
     bug: str
 
     def parts(self, size: int) -> int:
-        return self.schedule.parts(size)
+        return parts_for(self.schedule, size)
 
     @property
     def reproducible(self) -> bool:
