@@ -3,6 +3,7 @@
 The clock plays every candidate on what is known of the machine; the quickest few, and the backend's own all-reduce, are then
 tried on vectors of that size, in turn, the better half of them again and longer, and so on to the last (sequential halving,
 Karnin, Koren, Somekh 2013, "Almost optimal exploration in multi-armed bandits"). Trying costs some exchanges in the first step.
+What is tried is proved before it is played, as the door proves what is asked for.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from typing import Any
 
 import torch
 
+from paragrad.errors import StepFailed
 from paragrad.notation.choices import Choice
 from paragrad.planner.measuring import BRIEF, added, first_elsewhere, measured_link, ranks_on_hosts
 from paragrad.players.clock import timed
 from paragrad.players.machine import Cluster, Machine
+from paragrad.players.proof import PROVED, prove
+from paragrad.schedules.actions import ScheduleError
 from paragrad.schedules.butterfly import Butterfly
 from paragrad.schedules.compose import Composed
 from paragrad.schedules.direct import Direct
@@ -59,6 +63,16 @@ def predicted(size: int, length: int, element: int, cluster: Cluster) -> dict[Ch
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
+def _first_wrong(algorithms: list[Choice], size: int) -> str | None:
+    """What is wrong with the first that is no all-reduce of so many ranks."""
+    for each in algorithms:
+        try:
+            prove(each, size)                                                           # type: ignore[arg-type]
+        except ScheduleError as error:
+            return f"{each} is no all-reduce of {size} ranks: {error}; name another, such as reduce=native"
+    return None
+
+
 @dataclass(frozen=True)
 class Pick:
     """What was picked, and why in words."""
@@ -81,6 +95,7 @@ class Chooser:
     picked: dict[tuple[int, torch.dtype], Pick] = field(default_factory=dict)
     cluster: Cluster | None = None
     known: str = ""                     # where that is from
+    proved: set[Choice] = field(default_factory=set)
 
     def pick(self, vector: torch.Tensor) -> Choice:
         key = vector.numel(), vector.dtype
@@ -94,7 +109,9 @@ class Chooser:
         times = predicted(self.world.size, vector.numel(), vector.element_size(), self.cluster)
         quickest = next(iter(times.values()))
         exchanges = min(MOST, int(MOMENT / quickest))
-        left = [*list(times)[:TRIED if exchanges >= FEW else TRIED // 2], self.native]
+        tried = list(times)[:TRIED if exchanges >= FEW else TRIED // 2]
+        self._prove(tried)
+        left = [*tried, self.native]
         seen: dict[Choice, list[float]] = {each: [] for each in left}
         mine = torch.zeros_like(vector)
         for each in left:
@@ -113,6 +130,15 @@ class Chooser:
         told = ", ".join(f"{each} {1e3 * statistics.median(taken):.3g} ms" +
                          (f" (clock {1e3 * times[each]:.3g})" if each in times else "") for each, taken in seen.items())
         return Pick(left[0], f"tried: {told}; links {self.known}")
+
+    def _prove(self, algorithms: list[Choice]) -> None:
+        """Each at the size of this world, once. Rank 0 does it for all, as ranks may share cores; all raise alike."""
+        new = [each for each in algorithms if each not in self.proved]
+        if new and self.world.size <= PROVED:
+            wrong = self.world.agreed(_first_wrong(new, self.world.size) if self.world.rank == 0 else None)
+            if wrong:
+                raise StepFailed(wrong)
+        self.proved.update(new)
 
     def _seconds(self, algorithm: Choice, vector: torch.Tensor, times: int) -> float:
         """Seconds per exchange on this rank, of some in a row."""

@@ -10,7 +10,7 @@ import torch
 
 from paragrad.errors import Refused
 from paragrad.jobs.job import Job
-from paragrad.players.proof import prove
+from paragrad.players.proof import PROVED, prove
 from paragrad.schedules.actions import ScheduleError
 from paragrad.schedules.sabotage import sabotaged
 from paragrad.strategies.strategy import Data, Native, Serial, Strategy, refuse_unbuilt, resolve, share_weights, strategy
@@ -22,8 +22,6 @@ from paragrad.world.backends.shm.region import unavailable
 from paragrad.world.launched import cores
 from paragrad.world.launching import files
 from paragrad.world.world import check_interfaces, launched_size, ranks_here
-
-PROVED = 64             # ranks up to which a schedule is proved at the door
 
 
 @dataclass(frozen=True)

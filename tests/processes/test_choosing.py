@@ -1,0 +1,69 @@
+"""`reduce=auto`: what it tries is proved at the size of the world before it is played."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import torch
+
+from paragrad.errors import StepFailed
+from paragrad.notation.choices import Choice, choice
+from paragrad.planner import choosing
+from paragrad.planner.choosing import Chooser
+from paragrad.players.machine import ASSUMED, Machine
+from paragrad.players.proof import prove
+from paragrad.schedules.actions import Compute, Program
+from paragrad.schedules.ring import Ring
+from paragrad.schedules.two_level import TwoLevel
+from paragrad.strategies.strategy import Native
+from paragrad.world.launching import Ranks
+from paragrad.world.world import World
+
+
+@choice
+class Hasty(Choice):
+    """A ring that leaves out a chunk: the quickest of all by the clock."""
+
+    def parts(self, size: int) -> int:
+        return size
+
+    def program(self, rank: int, size: int) -> Program:
+        return (each for each in Ring().program(rank, size) if isinstance(each, Compute) or each.slot != 0)
+
+
+def picked(world: World, *algorithms: Choice) -> tuple[str, int, list[str]]:
+    """What was picked among some, or why nothing was; how many exchanges were played for it, and what rank 0 proved."""
+    played: list[Choice] = []
+    proved: list[str] = []
+
+    def proving(algorithm: Choice, size: int) -> None:
+        proved.append(f"{algorithm} of {size}")
+        prove(algorithm, size)                                  # type: ignore[arg-type]
+
+    chooser = Chooser(world, Native(), lambda algorithm, vector: played.append(algorithm),
+                      Machine({"gloo": ASSUMED.link()}, ASSUMED.gamma, 2, "given"))
+    with patch.object(choosing, "candidates", lambda size, group: list(algorithms)), patch.object(choosing, "prove", proving):
+        try:
+            said = ""
+            for length in (100, 1000):
+                said = str(chooser.pick(torch.zeros(length)))
+        except StepFailed as error:
+            said = str(error)
+    return said, len(played), proved
+
+
+def test_what_is_no_all_reduce_is_never_played(pool: Ranks) -> None:
+    """`auto` played whatever stood in its list, while an algorithm that was named was proved at the door."""
+    for rank, (said, played, proved) in enumerate(pool.run(picked, Ring(), Hasty(), size=3)):
+        assert said == ("hasty is no all-reduce of 3 ranks: rank 0 ends without the contribution of rank 1 in slot 0: it never "
+                        "takes that slot; name another, such as reduce=native")
+        assert played == 0
+        assert proved == (["hasty of 3"] if rank == 0 else [])          # it is before the ring, as the quicker
+
+
+def test_what_is_tried_is_proved_once_for_all_lengths(pool: Ranks) -> None:
+    """Groups of two levels too, by rank 0 for all."""
+    for rank, (said, played, proved) in enumerate(pool.run(picked, Ring(), TwoLevel(group=2), size=4)):
+        assert said in ("ring", "two_level(group=2)", "native")
+        assert played > 0
+        assert sorted(proved) == (["ring of 4", "two_level(group=2) of 4"] if rank == 0 else [])
