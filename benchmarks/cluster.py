@@ -219,7 +219,7 @@ def worker(address: str) -> None:
 
     from paragrad.planner.measuring import links_of, machine_with
     from paragrad.players.wire import all_reduce
-    from paragrad.world.world import joined_from_environment
+    from paragrad.world.joining import joined_from_environment
     torch.set_num_threads(1)
     with joined_from_environment("gloo") as world:
         def play(algorithm: Any, vector: torch.Tensor) -> None:

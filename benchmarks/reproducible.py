@@ -39,7 +39,7 @@ def worker(backend: str, address: str) -> None:
     from paragrad.players.wire import all_reduce
     from paragrad.schedules.ring import Ring
     from paragrad.techniques.data_parallel.reproducible import reproducible_all_reduce
-    from paragrad.world.world import joined_from_environment
+    from paragrad.world.joining import joined_from_environment
     torch.set_num_threads(1)
     with joined_from_environment(backend) as world:
         def taken(order: tuple[int, bool]) -> float:

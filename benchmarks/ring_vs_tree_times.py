@@ -197,7 +197,7 @@ def worker(address: str) -> None:
     import paragrad as pg
     from paragrad.planner.measuring import added, measured_link
     from paragrad.players.wire import all_reduce
-    from paragrad.world.world import joined_from_environment
+    from paragrad.world.joining import joined_from_environment
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
 

@@ -191,7 +191,7 @@ SCRIPT = textwrap.dedent("""
     import json, os, signal, sys
     from pathlib import Path
     import torch
-    from paragrad.world.world import joined_from_environment, launched_rank, launched_size, ranks_here
+    from paragrad.world.joining import joined_from_environment, launched_rank, launched_size, ranks_here
 
     answers, folder, meetings = [], Path(sys.argv[1]), int(sys.argv[2])
     for meeting in range(meetings):
@@ -315,7 +315,7 @@ def test_ranks_wrapped_in_shells_meet_and_a_crashed_launch_is_swept(place: Place
 def test_a_rank_that_never_comes_is_waited_for_so_long_and_named(place: Place) -> None:
     place.script.write_text(textwrap.dedent("""
         from paragrad.errors import RankFailed
-        from paragrad.world.world import joined_from_environment
+        from paragrad.world.joining import joined_from_environment
         try:
             with joined_from_environment(timeout=1.0):
                 pass
@@ -342,7 +342,7 @@ def test_a_process_group_of_the_users_is_the_world_and_stays(place: Place, tmp_p
     place.script.write_text(textwrap.dedent("""
         import sys
         import torch, torch.distributed as dist
-        from paragrad.world.world import joined_from_environment, launched_rank, launched_size, ranks_here
+        from paragrad.world.joining import joined_from_environment, launched_rank, launched_size, ranks_here
         rank = int(sys.argv[-1])
         assert (launched_rank(), launched_size(), ranks_here()) == (0, None, None)
         dist.init_process_group("gloo", init_method=f"file://{sys.argv[-2]}", rank=rank, world_size=2)

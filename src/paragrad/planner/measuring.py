@@ -28,9 +28,10 @@ from paragrad.players.machine import Link, Machine
 from paragrad.players.wire import Parts, Play
 from paragrad.schedules.actions import Action, Recv, Send
 from paragrad.world.backends.shm.region import unavailable
+from paragrad.world.joining import check_interfaces, joined_from_environment, launched_size, ranks_here
 from paragrad.world.launched import cores
 from paragrad.world.launching import Ranks
-from paragrad.world.world import World, check_interfaces, joined_from_environment, launched_size, ranks_here
+from paragrad.world.world import World
 
 SIZES = (64, 1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)         # bytes
 BRIEF = (64, 1 << 14, 1 << 18)

@@ -19,9 +19,9 @@ from paragrad.training.door import Facts, examined, uncut
 from paragrad.training.first_step.causes import by_layout
 from paragrad.training.settings import Settings
 from paragrad.world.backends.shm.region import unavailable
+from paragrad.world.joining import check_interfaces, launched_size, ranks_here
 from paragrad.world.launched import cores
 from paragrad.world.launching import files
-from paragrad.world.world import check_interfaces, launched_size, ranks_here
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def train(job: JobName, strategy: Strategy = "serial",
     from paragrad.training.admission import admitted
     from paragrad.training.settings import Settings
     from paragrad.verbs.train import train as trained
-    from paragrad.world.world import launched_rank
+    from paragrad.world.joining import launched_rank
     with answering():
         chosen = _job(job, set_, batch, epochs, seed)
         settings: dict[str, Any] = {

@@ -20,8 +20,8 @@ from paragrad.training.settings import Settings
 from paragrad.verbs.lockstep import distances
 from paragrad.verbs.train import check_same, folder_name, run
 from paragrad.verbs.trial import settled
+from paragrad.world.joining import launched_size
 from paragrad.world.launching import Ranks
-from paragrad.world.world import launched_size
 
 BASELINE_STEPS = 200            # of a serial run that is there for its speed alone
 DISTANCE_STEPS = 100            # over which the page draws the distance from serial

@@ -9,7 +9,7 @@ from paragrad.strategies.strategy import Data, refuse_unbuilt, resolve, strategy
 from paragrad.techniques.data_parallel.walker import Walker, waiting_bucket
 from paragrad.training.admission import check_schedule
 from paragrad.training.settings import Settings
-from paragrad.world.world import ranks_here, standing
+from paragrad.world.joining import ranks_here, standing
 
 
 def hook(algorithm: str) -> tuple[Any, Any]:

@@ -19,8 +19,9 @@ from paragrad.training.door import unfit
 from paragrad.training.lazy import lazy_names
 from paragrad.training.settings import Settings
 from paragrad.training.trainer import Trainer
+from paragrad.world.joining import joined_from_environment, launched_size, ranks_here
 from paragrad.world.launched import cores
-from paragrad.world.world import TIMEOUT, World, joined_from_environment, launched_size, ranks_here
+from paragrad.world.world import TIMEOUT, World
 
 
 @contextmanager

@@ -21,10 +21,10 @@ from paragrad.training.settings import Settings
 from paragrad.verbs.lockstep import difference
 from paragrad.verbs.trial import settled
 from paragrad.version import __version__
+from paragrad.world.joining import joined_from_environment, launched_rank, launched_size
 from paragrad.world.launched import cores
 from paragrad.world.launching import Ranks
 from paragrad.world.signals import Request, asking_to_stop
-from paragrad.world.world import joined_from_environment, launched_rank, launched_size
 
 
 def train(job: Job, strategy: str | Strategy = "serial", *, runs: str | Path = "runs", check: bool = False,

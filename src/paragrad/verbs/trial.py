@@ -15,9 +15,10 @@ from paragrad.jobs.job import opened
 from paragrad.strategies.strategy import Data, Serial, Strategy
 from paragrad.training.admission import Admitted
 from paragrad.training.trainer import Trainer
+from paragrad.world.joining import launched_size
 from paragrad.world.launched import cores
 from paragrad.world.launching import Ranks
-from paragrad.world.world import World, launched_size
+from paragrad.world.world import World
 
 WARM_UP = 3             # steps before the clock runs
 MOMENT = 0.3            # seconds that are measured, about

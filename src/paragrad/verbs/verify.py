@@ -23,8 +23,8 @@ from paragrad.training.settings import Settings
 from paragrad.verbs.lockstep import STEPS, difference
 from paragrad.verbs.train import folder_name
 from paragrad.version import __version__
+from paragrad.world.joining import launched_size
 from paragrad.world.launching import Ranks
-from paragrad.world.world import launched_size
 
 
 def verify(job: Job, strategy: str | Strategy, *, runs: str | Path = "runs", data: str | Path | None = None,

@@ -22,10 +22,11 @@ import cloudpickle
 import torch
 
 from paragrad.errors import RankFailed, StepFailed
+from paragrad.world.joining import joined
 from paragrad.world.launching import files
 from paragrad.world.launching.messages import Failure, Setup, Stop, Task
 from paragrad.world.signals import Request
-from paragrad.world.world import TIMEOUT, joined
+from paragrad.world.world import TIMEOUT
 
 
 def serve(launcher: Connection) -> None:

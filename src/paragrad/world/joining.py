@@ -1,0 +1,184 @@
+"""Joining a world: meeting the ranks that were started here, or by a launcher; and what is known of them before."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import paragrad.world.backends  # noqa: F401         # registers shm
+from paragrad.errors import RankFailed, Refused
+from paragrad.world.launched import Launched, address, launched, meeting_file
+from paragrad.world.signals import Request
+from paragrad.world.world import CPU, TIMEOUT, World
+
+_meetings = itertools.count()       # a process may join one world after another; each meets anew
+
+
+@contextmanager
+def joined(rank: int, size: int, store: Path, backend: str = "gloo", timeout: float = TIMEOUT,
+           device: str = "cpu", stop: Request | None = None) -> Iterator[World]:
+    """Join a world of ranks on this host that meet in the file `store`; leave it at the end. stop: set when asked to stop."""
+    stop, here = stop or Request(), _device(device, rank)
+    if size == 1:
+        yield World(device=here, stop=stop)
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")           # one host: listen on loopback only
+    _initialize(rank, size, dist.FileStore(str(store), size), backend, timeout)
+    with _until_left(backend, timeout, here, stop) as world:
+        yield world
+
+
+@contextmanager
+def joined_from_environment(backend: str = "gloo", timeout: float = TIMEOUT, device: str = "cpu") -> Iterator[World]:
+    """Join the world that torchrun, mpirun or srun made, and leave it at the end.
+
+    A default process group that is there already is that world (its backend and timeout are its maker's), and it stays.
+    Raises Refused where the environment does not say enough, RankFailed where the ranks do not meet in time.
+    """
+    told = launched()
+    place_here = _device(device, told.local_rank if told else 0)
+    if (world := standing(timeout, place_here)) is not None:
+        world.prove()
+        try:
+            yield world
+        finally:
+            _let_go(world)
+        return
+    if told is None:
+        raise Refused("no launcher started this process; start it with torchrun, mpirun or srun")
+    if told.size == 1:
+        yield World(device=place_here)
+        return
+    if told.on_one_host:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    number = next(_meetings)
+    place = address(told) or meeting_file(told, number)
+    try:
+        _meet(told, number, place, backend, timeout)
+        with _until_left(backend, timeout, place_here, Request()) as world:
+            yield world
+    finally:
+        gc.collect()                            # DDP and its hook hold one another, and the group with its store
+        if isinstance(place, Path):
+            place.unlink(missing_ok=True)       # by each rank: stores that go at once leave the file, or make it anew
+
+
+def standing(timeout: float = TIMEOUT, device: torch.device | None = None) -> World | None:
+    """The world of the default process group that is there already, or None. device: otherwise the current GPU with NCCL."""
+    if not dist.is_initialized():
+        return None
+    carriers = str(dist.get_backend_config())           # such as cpu:gloo,cuda:nccl
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in carriers else CPU
+    backend = "nccl" if "nccl" in carriers and device.type == "cuda" else "shm" if "shm" in carriers else "gloo"
+    return World(dist.get_rank(), dist.get_world_size(), backend, timeout, device, dist.group.WORLD)
+
+
+def _device(kind: str, local_rank: int) -> torch.device:
+    """A rank's device, made the current one: the host's GPUs in turn."""
+    if kind != "cuda":
+        return CPU
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def launched_size() -> int | None:
+    """The world's size where a launcher (or a process group of the user's) made this process a rank, else None."""
+    if _grouped():
+        return dist.get_world_size()
+    told = launched()
+    return told.size if told else None
+
+
+def ranks_here() -> int | None:
+    """How many of the launched ranks share this host's cores, else None."""
+    told = launched()
+    if _grouped() and (told is None or told.size != dist.get_world_size()):
+        return dist.get_world_size()                            # nobody says where they are; as if all were here
+    return told.local_size if told else None
+
+
+def launched_rank() -> int:
+    """This process's rank; 0 where it was not launched."""
+    if _grouped():
+        return dist.get_rank()
+    told = launched()
+    return told.rank if told else 0
+
+
+def check_interfaces() -> None:
+    """Refuse a name in GLOO_SOCKET_IFNAME that no interface of this host has; gloo would say so on joining, rank by rank."""
+    here = [name for _, name in socket.if_nameindex()]
+    named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    if strange := [name for name in named if name.partition(":")[0] not in here]:           # eth0:1 is an address of eth0
+        raise Refused(f"GLOO_SOCKET_IFNAME names {', '.join(strange)}, and this host has {', '.join(here)}; set it to the one "
+                      "by which the other hosts reach this one (`ip address` shows their addresses), or unset it where all "
+                      "ranks are on this host")
+
+
+def _grouped() -> bool:
+    """Is there a process group of the user's? One that holds this process alone makes it no rank."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _meet(told: Launched, number: int, place: tuple[str, int] | Path, backend: str, timeout: float) -> None:
+    """Make the default group of the launch: over a store that rank 0 listens at, or a file on this host."""
+    where = str(place) if isinstance(place, Path) else ":".join(map(str, place))
+    by_name = "" if told.on_one_host else (", and GLOO_SOCKET_IFNAME on each host to the interface that the others reach it by "
+                                           f"(here it is {os.environ.get('GLOO_SOCKET_IFNAME') or 'not set'})")
+    try:
+        if isinstance(place, Path):
+            store = dist.FileStore(where, told.size)
+        else:
+            store = dist.PrefixStore(f"paragrad/{number}", _listening(*place, told.rank, told.size, timeout))
+        _initialize(told.rank, told.size, store, backend, timeout)
+    except RuntimeError as error:
+        raise RankFailed(f"the {told.size} ranks of {told.by} did not meet at {where} within {timeout:g} s; see that all of "
+                         "them run, or set MASTER_ADDR and MASTER_PORT to the host of rank 0, as all can reach it, and a free "
+                         f"port there{by_name}: {error}", rank=told.rank) from error
+
+
+@functools.cache
+def _listening(host: str, port: int, rank: int, size: int, timeout: float) -> Any:
+    """The store at rank 0, or in torchrun's agent where that listens (torch reads TORCHELASTIC_USE_AGENT_STORE).
+
+    Kept while the process lives: the next meeting would otherwise reach the last one's listener as it closes.
+    """
+    host = f"[{host}]" if ":" in host else host
+    store, _, _ = next(dist.rendezvous(f"tcp://{host}:{port}", rank, size, timeout=timedelta(seconds=timeout)))
+    return store
+
+
+def _initialize(rank: int, size: int, store: Any, backend: str, timeout: float) -> None:
+    limit = timedelta(seconds=timeout)
+    store.set_timeout(limit)
+    dist.init_process_group(backend, timeout=limit, rank=rank, world_size=size, store=store)
+
+
+@contextmanager
+def _until_left(backend: str, timeout: float, device: torch.device, stop: Request) -> Iterator[World]:
+    world = World(dist.get_rank(), dist.get_world_size(), backend, timeout, device, dist.group.WORLD, stop)
+    try:
+        world.prove()
+        yield world
+        world.barrier()         # who leaves early appears to a peer as a closed connection
+    finally:
+        dist.destroy_process_group()
+        _let_go(world)
+
+
+def _let_go(world: World) -> None:
+    """Take the group from a world that was left: one still held as the interpreter ends may abort it, threads running."""
+    object.__setattr__(world, "group", None)
