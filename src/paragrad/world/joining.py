@@ -53,7 +53,7 @@ def joined_from_environment(backend: str = "gloo", timeout: float = TIMEOUT, dev
         try:
             yield world
         finally:
-            _let_go(world)
+            world.let_go()
         return
     if told is None:
         raise Refused("no launcher started this process; start it with torchrun, mpirun or srun")
@@ -176,9 +176,4 @@ def _until_left(backend: str, timeout: float, device: torch.device, stop: Reques
         world.barrier()         # who leaves early appears to a peer as a closed connection
     finally:
         dist.destroy_process_group()
-        _let_go(world)
-
-
-def _let_go(world: World) -> None:
-    """Take the group from a world that was left: one still held as the interpreter ends may abort it, threads running."""
-    object.__setattr__(world, "group", None)
+        world.let_go()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from collections.abc import Iterator
+import weakref
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paragrad.errors import StepFailed
+from paragrad.world.axes import Axis, check_apart, grid, lines
 from paragrad.world.signals import Request
 
 CPU = torch.device("cpu")
@@ -23,7 +26,8 @@ TIMEOUT = 300.0         # seconds a rank waits for another before it gives up, u
 class World:
     """rank of size; a world of one needs no process group and is an ordinary world.
 
-    Tensors of any device go in and come out; NCCL carries them on the GPU, gloo and shm through the host.
+    Tensors of any device go in and come out; NCCL carries them on the GPU, gloo and shm through the host. A world may be cut
+    into worlds; every rank named here is one of this world's own, whatever it was cut from.
     """
     rank: int = 0
     size: int = 1
@@ -33,6 +37,19 @@ class World:
     group: Any = field(default=None, repr=False, compare=False)
     stop: Request = field(default_factory=Request, repr=False, compare=False)      # this rank was asked to stop
     walks: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)    # numbers the group's exchanges
+    axes: tuple[Axis, ...] = ()                 # of the grid in which its ranks stand, from outer to inner
+    kin: list[weakref.ref[World]] = field(default_factory=list, repr=False, compare=False)      # all that were joined with it
+
+    def __post_init__(self) -> None:
+        self.kin.append(weakref.ref(self))
+
+    def let_go(self) -> None:
+        """As it is left: take the groups from this world and all cut from it. One still held as the interpreter ends may abort
+        it, threads running.
+        """
+        for found in self.kin:
+            if (world := found()) is not None:
+                object.__setattr__(world, "group", None)
 
     @property
     def carrier(self) -> torch.device:
@@ -71,7 +88,7 @@ class World:
         """Rank 0's value (any that pickles), on every rank."""
         values = [value]
         if self.size > 1:
-            dist.broadcast_object_list(values, src=0, group=self.group)
+            dist.broadcast_object_list(values, group_src=0, group=self.group)
         return values[0]
 
     def collected(self, value: Any) -> list[Any]:
@@ -86,6 +103,41 @@ class World:
         if self.size > 1:
             dist.barrier(group=self.group)
 
+    # ---- sub-worlds: each has a process group of its own, and what it does not say itself from the world it is cut from ------
+    def with_axes(self, *axes: tuple[str, int]) -> World:
+        """The same ranks in a grid of axes (name, size), from outer to inner: along the last one stand neighbours.
+
+        Raises Refused where the sizes' product is not this world's size.
+        """
+        return replace(self, axes=grid(axes, self.size))
+
+    def along(self, names: str | Collection[str]) -> World:
+        """The ranks that differ from this one along this axis, or these, alone; in the order they have here. Collective.
+
+        A group of its own for every call: its messages meet no others.
+        """
+        names = {names} if isinstance(names, str) else set(names)
+        found = self.among(lines(self.axes, names))
+        assert found is not None                        # every rank stands on a line
+        return replace(found, axes=tuple(axis for axis in self.axes if axis.name in names))
+
+    def among(self, sets: Sequence[Sequence[int]], backend: str | None = None) -> World | None:
+        """The world of that set which this rank is in; None if it is in none. Collective: every rank of this world calls it,
+        with all the sets; no two share a rank. Ranks there are in the order in which the set names them.
+
+        backend: otherwise this world's.
+        """
+        check_apart(sets, self.size)
+        if (told := self.agreed(wanted := [list(each) for each in sets])) != wanted:
+            raise StepFailed(f"rank 0 asks for worlds among {told}, rank {self.rank} among {wanted}; all must ask for the same")
+        found, backend = None, backend or self.backend
+        for each in sets:
+            group = self._group(each, backend) if len(each) > 1 else None
+            if self.rank in each:
+                found = replace(self, rank=each.index(self.rank), size=len(each), backend=backend, axes=(), group=group,
+                                walks=itertools.count())
+        return found
+
     def twin(self, through_host: bool = False) -> World:
         """The same ranks over a process group of its own, so that its messages meet no others. Collective.
 
@@ -93,9 +145,27 @@ class World:
         """
         if self.size == 1:
             return self
-        backend = "gloo" if through_host else self.backend
-        group = dist.new_group(timeout=timedelta(seconds=self.timeout), backend=backend)
-        return replace(self, backend=backend, group=group, walks=itertools.count())
+        found = self.among([range(self.size)], "gloo" if through_host else None)
+        assert found is not None
+        return replace(found, axes=self.axes)
+
+    def _group(self, ranks: Sequence[int], backend: str | None) -> Any:
+        """A process group of some of this world's ranks, on those; all ranks of this world call it.
+
+        Not by new_group, nor by DeviceMesh, which uses it: torch names a group by how many a rank was asked for, so all
+        launched ranks would have to come, whichever sub-world calls. This is the step behind both, with a name that its ranks
+        agree on unasked: which they are, and how manieth group of just these. Not one by chance: DTensor remembers names, and
+        looks for them in the next world.
+        """
+        inside, whole = dist.distributed_c10d, dist.get_process_group_ranks(self.group)
+        members, own = [whole[rank] for rank in ranks], ranks.index(self.rank) if self.rank in ranks else None
+        name = f"paragrad/{hashlib.sha256(str(members).encode()).hexdigest()}/"
+        name += str(sum(each.startswith(name) for each in inside._world.pg_names.values()))
+        group, _ = inside._new_process_group_helper(len(ranks), own, members, backend, self.store, name,
+                                                    timeout=timedelta(seconds=self.timeout))
+        if own is not None:
+            inside._world.pg_group_ranks[group] = {member: rank for rank, member in enumerate(members)}
+        return group
 
     def prove(self) -> None:
         """Run every kind of collective this library uses on known whole numbers; raise if one answers wrong."""

@@ -1,0 +1,58 @@
+"""Ranks in a grid, and who lies along its axes: without a process."""
+
+from __future__ import annotations
+
+import pytest
+
+from paragrad.errors import Refused
+from paragrad.world.axes import Axis, check_apart, grid, lines
+
+THREE = (Axis("data", 2), Axis("tensor", 2), Axis("pipeline", 2))
+
+
+@pytest.mark.parametrize(("names", "expected"), [
+    (["pipeline"], [[0, 1], [2, 3], [4, 5], [6, 7]]),                   # the last axis: neighbours
+    (["tensor"], [[0, 2], [1, 3], [4, 6], [5, 7]]),
+    (["data"], [[0, 4], [1, 5], [2, 6], [3, 7]]),
+    (["pipeline", "data"], [[0, 1, 4, 5], [2, 3, 6, 7]]),               # whatever the order of the names
+    (["data", "tensor", "pipeline"], [[0, 1, 2, 3, 4, 5, 6, 7]]),
+    ([], [[0], [1], [2], [3], [4], [5], [6], [7]])])
+def test_lines_of_a_cube(names: list[str], expected: list[list[int]]) -> None:
+    assert lines(THREE, names) == expected
+
+
+def test_lines_of_unequal_sizes() -> None:
+    axes = grid([("data", 3), ("tensor", 2)], 6)
+    assert lines(axes, ["data"]) == [[0, 2, 4], [1, 3, 5]]
+    assert lines(axes, ["tensor"]) == [[0, 1], [2, 3], [4, 5]]
+    assert lines(grid([("data", 1), ("tensor", 3)], 3), ["data"]) == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize(("pairs", "ranks", "words"), [
+    ([("data", 2), ("tensor", 2)], 6, r"data\(2\) \* tensor\(2\) wants 4 ranks and the world has 6; start 4, or choose sizes"),
+    ([("data", 2)], 1, "wants 2 ranks and the world has 1"),
+    ([], 2, "no axes wants 1 ranks and the world has 2"),
+    ([("data", 2), ("data", 2)], 4, "two axes data; give each a name of its own"),
+    ([("data", -2), ("tensor", -2)], 4, "an axis of -2 ranks; give every axis at least 1")])
+def test_a_grid_that_is_not_the_world_is_refused(pairs: list[tuple[str, int]], ranks: int, words: str) -> None:
+    with pytest.raises(Refused, match=words):
+        grid(pairs, ranks)
+
+
+def test_an_axis_that_is_not_there_is_named() -> None:
+    with pytest.raises(ValueError, match=r"no axis spatial; the world's are data\(2\) \* tensor\(2\) \* pipeline\(2\)"):
+        lines(THREE, ["data", "spatial"])
+    with pytest.raises(ValueError, match="no axis data; the world's are none yet"):
+        lines((), ["data"])
+
+
+def test_sets_stand_apart_and_name_ranks_that_are_there() -> None:
+    check_apart([[3, 0], [1]], 4)
+    check_apart([], 4)
+    with pytest.raises(ValueError, match=r"no rank 4 in a world of 4, among \[\[0, 4\]\]"):
+        check_apart([[0, 4]], 4)
+    with pytest.raises(ValueError, match="no rank -1"):
+        check_apart([[-1]], 4)
+    for twice in ([[0, 1], [1, 2]], [[1, 1]]):
+        with pytest.raises(ValueError, match="rank 1 is named twice"):
+            check_apart(twice, 4)
