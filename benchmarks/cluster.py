@@ -44,7 +44,8 @@ from paragrad.planner.choosing import Chooser, candidates
 from paragrad.planner.price import seconds as closed_form
 from paragrad.players.clock import timed
 from paragrad.players.machine import Cluster, Machine, read_machine
-from paragrad.strategies.strategy import Data, Native, strategy
+from paragrad.strategies.data import Data, Native
+from paragrad.strategies.table import strategy
 
 RANKS_OF_ONE_HOST = 4
 ENOUGH = 5              # rounds from which on a sign test can say anything

@@ -35,7 +35,7 @@ from torch.utils.data import TensorDataset
 
 import paragrad as pg
 from paragrad.record.record import Record
-from paragrad.strategies.strategy import Serial
+from paragrad.strategies.serial import Serial
 from paragrad.training.admission import admitted
 from paragrad.training.settings import Settings
 from paragrad.training.trainer import Trainer

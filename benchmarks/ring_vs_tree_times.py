@@ -22,7 +22,8 @@ from paragrad.planner.price import seconds as closed_form
 from paragrad.players.clock import timed
 from paragrad.players.machine import Cluster, Link
 from paragrad.players.uniform import simulated
-from paragrad.strategies.strategy import Data, strategy
+from paragrad.strategies.data import Data
+from paragrad.strategies.table import strategy
 
 WIDTHS = (16, 64, 256, 1024, 4096)
 WIDTH = 256                                     # where ranks vary

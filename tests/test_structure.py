@@ -13,7 +13,8 @@ import pytest
 from equality import CELLS, JOBS, ROWS, SERIAL, WORKERS, covering
 
 import paragrad
-from paragrad.strategies.strategy import ALGORITHMS, STRATEGIES, strategy
+from paragrad.strategies.data import ALGORITHMS
+from paragrad.strategies.table import STRATEGIES, strategy
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "paragrad"
@@ -59,6 +60,43 @@ def test_a_room_imports_from_itself_and_those_above_it(name: str) -> None:
     for found in imports(MODULES[name]):
         if found.startswith("paragrad.") and found in MODULES | dict.fromkeys(f"paragrad.{room}" for room in ROOMS):
             assert found.split(".")[1] in (*above, "errors", "version"), found
+
+
+def test_no_two_files_import_each_other() -> None:
+    """Two circles that once were: checkpoint and trainer, results and table. The first step's proof is the trainer's own: it
+    knows it for type checkers."""
+    users = {name: imports(path) & MODULES.keys() for name, path in MODULES.items()}
+    circles = {frozenset((name, other)) for name, found in users.items() for other in found if name in users[other]}
+    trainer = "paragrad.training.trainer"
+    assert circles == {frozenset((trainer, f"paragrad.training.first_step.{name}")) for name in ("start",)}
+
+
+# words for a strategy in the code, and what only a strategy is called
+STRATEGY = {"strategy", "resolved", "asked", "chosen", "candidate"}
+NAMED = {"replicated", "shared_memory", "fully_sharded",
+         *(cls.name for cls in (*STRATEGIES.values(), *ALGORITHMS) if cls.built)}
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.split(".")[1] not in ("strategies", "techniques")])
+def test_nobody_asks_what_strategy_it_is(name: str) -> None:
+    """A strategy answers for itself: no question for its class or its name, beside its own rooms and what it is made of."""
+    if name.split(".")[1] in ("notation", "schedules"):
+        return
+    tree = ast.parse(MODULES[name].read_text())
+    own = {alias.asname or alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+           and (node.module or "").startswith("paragrad.strategies") for alias in node.names}
+    for node in ast.walk(tree):
+        text = ast.unparse(node) if isinstance(node, ast.Compare | ast.Call | ast.Match) else ""
+        if isinstance(node, ast.Match):
+            assert not {*re.findall(r"\w+", ast.unparse(node.subject))} & STRATEGY, text
+        elif isinstance(node, ast.Call) and text.startswith(("isinstance(", "issubclass(")):
+            assert not {*re.findall(r"\w+", ast.unparse(node.args[1]))} & own, text
+        elif isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            assert not any(isinstance(side, ast.Constant) and side.value in NAMED for side in sides), text
+            asked = [each for side in sides for each in ast.walk(side) if isinstance(each, ast.Call)
+                     and ast.unparse(each.func) == "type"]
+            assert not any({*re.findall(r"\w+", ast.unparse(call))} & STRATEGY for call in asked), text
 
 
 def test_who_imports_torch_distributed() -> None:

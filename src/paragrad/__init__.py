@@ -12,9 +12,12 @@ if typing.TYPE_CHECKING:
     from paragrad.errors import RankFailed, Refused
     from paragrad.jobs.finding import job
     from paragrad.jobs.job import Job, accuracy
+    from paragrad.notation.choices import Decimal, Flag, Integer, Word, option
     from paragrad.report.certificate import Certificate
     from paragrad.report.run import Run
     from paragrad.report.table import Table
+    from paragrad.schedules.actions import Recv, Send
+    from paragrad.schedules.all_reduce import AllReduce
     from paragrad.schedules.butterfly import Butterfly
     from paragrad.schedules.direct import Direct
     from paragrad.schedules.double_tree import DoubleTree
@@ -23,7 +26,11 @@ if typing.TYPE_CHECKING:
     from paragrad.schedules.star import Star
     from paragrad.schedules.tree import Tree
     from paragrad.schedules.two_level import TwoLevel
-    from paragrad.strategies.strategy import Data, Native, Serial, strategy
+    from paragrad.strategies.data import Data, Native
+    from paragrad.strategies.serial import Serial
+    from paragrad.strategies.strategy import Promise, Strategy
+    from paragrad.strategies.table import strategy
+    from paragrad.techniques.exchange import Exchange
     from paragrad.verbs.compare import compare
     from paragrad.verbs.hook import hook
     from paragrad.verbs.parallelize import parallelize
@@ -31,18 +38,22 @@ if typing.TYPE_CHECKING:
     from paragrad.verbs.verify import verify
     from paragrad.version import __version__ as __version__
 
-__all__ = ["Butterfly", "Certificate", "Data", "Direct", "DoubleTree", "Halving", "Job", "Native", "RankFailed", "Refused",
-           "Ring", "RingAsync", "Run", "Serial", "Star", "Table", "Tree", "TwoLevel", "WholeBatch", "accuracy", "compare",
-           "hook", "job", "parallelize", "strategy", "train", "verify"]
+__all__ = ["AllReduce", "Butterfly", "Certificate", "Data", "Decimal", "Direct", "DoubleTree", "Exchange", "Flag", "Halving",
+           "Integer", "Job", "Native", "Promise", "RankFailed", "Recv", "Refused", "Ring", "RingAsync", "Run",
+           "Send", "Serial", "Star", "Strategy", "Table", "Tree", "TwoLevel", "WholeBatch", "Word", "accuracy",
+           "compare", "hook", "job", "option", "parallelize", "strategy", "train", "verify"]
 
 # where each public name is; tests/test_structure.py compares it with what type checkers are told above
 _HOMES = {name: home for home, names in {
     "datasets.loading": "WholeBatch", "errors": "RankFailed Refused", "jobs.finding": "job", "jobs.job": "Job accuracy",
-    "report.certificate": "Certificate", "report.run": "Run", "report.table": "Table", "schedules.butterfly": "Butterfly",
-    "schedules.direct": "Direct", "schedules.double_tree": "DoubleTree", "schedules.halving": "Halving",
-    "schedules.ring": "Ring RingAsync", "schedules.star": "Star", "schedules.tree": "Tree", "schedules.two_level": "TwoLevel",
-    "strategies.strategy": "Data Native Serial strategy", "verbs.compare": "compare", "verbs.hook": "hook",
-    "verbs.parallelize": "parallelize", "verbs.train": "train", "verbs.verify": "verify", "version": "__version__",
+    "notation.choices": "Decimal Flag Integer Word option", "report.certificate": "Certificate", "report.run": "Run",
+    "report.table": "Table", "schedules.actions": "Recv Send", "schedules.all_reduce": "AllReduce",
+    "schedules.butterfly": "Butterfly", "schedules.direct": "Direct", "schedules.double_tree": "DoubleTree",
+    "schedules.halving": "Halving", "schedules.ring": "Ring RingAsync", "schedules.star": "Star", "schedules.tree": "Tree",
+    "schedules.two_level": "TwoLevel", "strategies.data": "Data Native", "strategies.serial": "Serial",
+    "strategies.strategy": "Promise Strategy", "strategies.table": "strategy", "techniques.exchange": "Exchange",
+    "verbs.compare": "compare", "verbs.hook": "hook", "verbs.parallelize": "parallelize", "verbs.train": "train",
+    "verbs.verify": "verify", "version": "__version__",
 }.items() for name in names.split()}
 
 

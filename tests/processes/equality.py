@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy
 import torch
@@ -17,6 +18,14 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, TensorDataset
 
 from paragrad import Job
+from paragrad.strategies.strategy import Here, Strategy
+from paragrad.strategies.table import resolve, strategy
+
+
+def resolved(text: str) -> Strategy:
+    """A strategy as ranks of this host run it; in shared memory only where that was asked for."""
+    here = Here(2, backend="shm")
+    return resolve(strategy(text), replace(here, unshared=None) if "shared_memory" in text else here)
 
 
 def numbers(*shape: int, seed: int) -> Tensor:

@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 from paragrad import Job
 from paragrad.jobs import loss
 from paragrad.techniques import batch_norm
-from paragrad.techniques.data_parallel import alone as by_itself
+from paragrad.techniques import exchange as exchanges
 from paragrad.techniques.data_parallel import shared_memory
 from paragrad.techniques.updating import ELEMENT
 from paragrad.training import batches, trainer
@@ -119,7 +119,7 @@ def noise_by_rank(net: Net) -> None:
 
 
 def _after_average(change: Callable[[Any], None]) -> None:
-    for kind in (by_itself.Alone, shared_memory.SharedMemory):
+    for kind in (exchanges.Exchange, shared_memory.SharedMemory):
         original = kind.average
 
         def changed(self: Any, weight: float, original: Any = original) -> None:
@@ -133,8 +133,8 @@ def sample_twice(net: Net) -> None:
 
     def changed(*arguments: Any, **more: Any) -> Any:
         batch = original(*arguments, **more)
-        first = batch.pieces[0]
-        return replace(batch, pieces=[replace(first, places=[*first.places[:-1], first.places[0]]), *batch.pieces[1:]])
+        first = batch.micros[0]
+        return replace(batch, micros=[replace(first, places=[*first.places[:-1], first.places[0]]), *batch.micros[1:]])
     mock.patch.object(trainer, "batch_of", changed).start()
 
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from equality import JOBS, VECTORS, mlp, stepped
+from equality import JOBS, VECTORS, mlp, resolved, stepped
 from equality import job as make_job
 from torch import Tensor, nn
 
@@ -25,7 +25,8 @@ from paragrad.errors import StepFailed
 from paragrad.jobs.job import Job
 from paragrad.record.record import Record
 from paragrad.report import listing
-from paragrad.strategies.strategy import Serial, Strategy, resolve, strategy
+from paragrad.strategies.serial import Serial
+from paragrad.strategies.strategy import Strategy
 from paragrad.training import checkpoint
 from paragrad.training.admission import admitted
 from paragrad.training.checkpoint import FILES, newest
@@ -60,21 +61,16 @@ def steps_from(world: World, job: Job, chosen: Strategy, saved: checkpoint.Saved
     trainer = Trainer.of_job(world, job, chosen)
     try:
         if saved is not None:
-            checkpoint.load(trainer, saved)
+            trainer.restore(saved)
         order = job.order(len(job.train))
         places = [(step // order.steps, list(order.batches())[step % order.steps]) for step in range(first, first + count)]
         for fetched in trainer.batches_at(job.train, order, places):
             trainer.step(*parted(fetched))
-        held = trainer.optimizer_state()
-        if folder is not None and world.rank == 0:
-            checkpoint.save(trainer, held, folder, checkpoint.identity_of(job, examined(job)))
+        if folder is not None:
+            trainer.save(folder, checkpoint.identity_of(job, examined(job)))
         return {name: tensor.clone() for name, tensor in trainer.state().items()}
     finally:
         trainer.close()
-
-
-def resolved(text: str) -> Strategy:
-    return resolve(strategy(text), cores=2)
 
 
 PAIRS = [("data(3, reduce=ring)", "serial"), ("data(3, shares=[3, 1, 2])", "data(2, reduce=tree)"),

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import torch
 
 from paragrad.errors import StepFailed
-from paragrad.notation.choices import Choice, choice
+from paragrad.notation.choices import Choice
 from paragrad.planner import choosing
 from paragrad.planner.choosing import Chooser
 from paragrad.players.machine import ASSUMED, Machine
@@ -15,12 +15,11 @@ from paragrad.players.proof import prove
 from paragrad.schedules.actions import Compute, Program
 from paragrad.schedules.ring import Ring
 from paragrad.schedules.two_level import TwoLevel
-from paragrad.strategies.strategy import Native
+from paragrad.strategies.data import Native
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
 
-@choice
 class Hasty(Choice):
     """A ring that leaves out a chunk: the quickest of all by the clock."""
 

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from paragrad.jobs.finding import find
 from paragrad.players.proof import prove
 from paragrad.report.table import Table
-from paragrad.strategies.strategy import SCHEDULES, Data, strategy
+from paragrad.strategies.data import SCHEDULES, Data
+from paragrad.strategies.table import strategy
 from paragrad.verbs.cli import app
 
 JOB_FILES = Path(__file__).parents[1] / "job_files"

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import paragrad
 from paragrad.jobs.job import Job
 from paragrad.players.proof import prove
-from paragrad.strategies.strategy import SCHEDULES
+from paragrad.strategies.data import SCHEDULES
 from paragrad.verbs.cli import app
 
 ROOT = Path(__file__).parents[2]

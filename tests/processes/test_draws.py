@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from paragrad.errors import StepFailed
-from paragrad.strategies.strategy import Serial
+from paragrad.strategies.serial import Serial
 from paragrad.techniques.draws import Keyed, Recording, seen
 from paragrad.techniques.hashing import elements, mixed, rows, uniform
 from paragrad.techniques.kernels import KERNELS, drawing

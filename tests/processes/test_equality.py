@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from equality import CELLS, JOBS, NOT_EXACT, ROWS, SERIAL, VECTORS, covering, mlp
+from equality import CELLS, JOBS, NOT_EXACT, ROWS, SERIAL, VECTORS, covering, mlp, resolved
 from equality import job as make_job
 from torch import Tensor, nn
 
@@ -17,7 +17,9 @@ from paragrad.jobs.job import CPU, Job
 from paragrad.report.certificate import Difference
 from paragrad.schedules.sabotage import SABOTAGES
 from paragrad.schedules.tree import Tree
-from paragrad.strategies.strategy import Serial, Strategy, resolve, strategy
+from paragrad.strategies.serial import Serial
+from paragrad.strategies.strategy import Strategy
+from paragrad.strategies.table import strategy
 from paragrad.techniques.data_parallel.reproducible import reproducible_all_reduce
 from paragrad.training.settings import Settings
 from paragrad.training.trainer import Trainer
@@ -26,10 +28,6 @@ from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
 BOUND = 1e-10       # float64, 20 steps
-
-
-def resolved(text: str) -> Strategy:
-    return resolve(strategy(text), cores=2)
 
 
 def checked(pool: Ranks, text: str, job: Job) -> Difference:

@@ -16,7 +16,8 @@ import torch
 from equality import JOBS
 
 from paragrad.errors import RankFailed, StepFailed
-from paragrad.strategies.strategy import resolve, strategy
+from paragrad.strategies.strategy import Here
+from paragrad.strategies.table import resolve, strategy
 from paragrad.verbs.lockstep import difference
 from paragrad.world.launched import cores
 from paragrad.world.launching import Ranks
@@ -208,7 +209,8 @@ def test_a_rank_that_serves_many_runs_keeps_no_threads_or_sockets(pool: Ranks) -
     """Every run left 9 threads and 21 descriptors in each rank: DDP holds its hook's state, which held DDP, so the process
     groups of a finished run lived on, and the whole equality table slowed down as it went."""
     def train() -> int:
-        pool.run(difference, JOBS["cnn with batch norm"], resolve(strategy("data(3, reduce=ring)"), cores=2), size=3)
+        chosen = resolve(strategy("data(3, reduce=ring)"), Here())
+        pool.run(difference, JOBS["cnn with batch norm"], chosen, size=3)
         return len(list(Path(f"/proc/{pool.processes[1].pid}/fd").iterdir()))
 
     train()

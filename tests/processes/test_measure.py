@@ -23,7 +23,8 @@ from paragrad.schedules.direct import Direct
 from paragrad.schedules.halving import Halving
 from paragrad.schedules.ring import Ring, RingAsync
 from paragrad.schedules.two_level import TwoLevel
-from paragrad.strategies.strategy import Native
+from paragrad.strategies.data import Native
+from paragrad.world.launched import cores
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
@@ -136,7 +137,7 @@ def test_what_the_clock_foretells() -> None:
 
 def test_a_run_records_what_was_picked_and_why(tmp_path: Path) -> None:
     machine = tmp_path / "machine.json"
-    Machine({"gloo": ASSUMED.link()}, ASSUMED.gamma, torch.get_num_threads(), "by hand").write(machine)
+    Machine({"gloo": ASSUMED.link()}, ASSUMED.gamma, cores(), "by hand").write(machine)
     run = pg.train(pg.job("digits").replace(epochs=1), "data(2, state=replicated)", backend="gloo", machine=machine,
                    runs=tmp_path, check=False)
     lines = [json.loads(line) for line in (run.folder / "rank-0.jsonl").read_text().splitlines()]

@@ -18,7 +18,7 @@ from paragrad import Job, RankFailed, Refused, parallelize, train, verify
 from paragrad.datasets.loading import brought, parted
 from paragrad.jobs.job import CPU
 from paragrad.record.record import lines_of
-from paragrad.strategies.strategy import strategy
+from paragrad.strategies.table import strategy
 from paragrad.techniques.data_parallel.shared_memory import SharedMemory
 from paragrad.techniques.slices import FOREACH, FUSED, slices
 from paragrad.techniques.updating import Alike, set_mode, updates_by

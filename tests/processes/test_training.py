@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from equality import JOBS, VECTORS, whole
+from equality import JOBS, VECTORS, resolved, whole
 from equality import job as make_job
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -21,8 +21,10 @@ import paragrad as pg
 from paragrad.datasets.loading import parted
 from paragrad.errors import Refused
 from paragrad.record.record import Record, lines_of
-from paragrad.strategies.strategy import resolve, strategy
-from paragrad.techniques.data_parallel.walker import Walker
+from paragrad.strategies.strategy import Here
+from paragrad.strategies.table import resolve, strategy
+from paragrad.techniques.data_parallel.bucket_queue import BucketQueue
+from paragrad.techniques.exchange import How
 from paragrad.training.admission import admitted
 from paragrad.training.settings import Settings
 from paragrad.training.trainer import Trainer
@@ -106,7 +108,8 @@ def test_overlap_can_be_switched_off_and_the_record_shows_it(pool: Ranks, tmp_pa
         folder = tmp_path / str(overlap)
         folder.mkdir()
         finished = trained(pool, folder, make_job("wide", wide, VECTORS, epochs=1), "data(2, reduce=tree)", overlap=overlap)
-        assert [choice["picked"] for choice in finished.choices if choice["what"] == "overlap"] == ["on" if overlap else "off"]
+        choices = {choice["what"]: choice["picked"] for choice in finished.of("choice")}
+        assert choices["overlap"] == ("on" if overlap else "off")
         names = {span["name"] for span in finished.of("span")}
         assert {"load", "F0", "B0", "reduce 0", "reduce 1", "update"} <= names
     assert pool.run(leaves_during_backward, True, size=2) == [True, True]
@@ -136,15 +139,15 @@ def leaves_during_backward(world: World, overlap: bool) -> bool:
         def forward(self, x: Tensor) -> Tensor:
             return self.rest(Gate.apply(self.first(x)))
 
-    def leaving(walker: Walker, vector: Tensor) -> int:
+    def leaving(queue: BucketQueue, vector: Tensor) -> int:
         left.set()
-        return play(walker, vector)
+        return play(queue, vector)
 
     world_ready = False
-    play, Walker._play = Walker._play, leaving                  # type: ignore[method-assign]
+    play, BucketQueue._play = BucketQueue._play, leaving                  # type: ignore[method-assign]
     try:
-        trainer = Trainer.of_job(world, make_job("gated", Gated, VECTORS), resolve(strategy("data(2, reduce=tree)"), cores=2),
-                                 overlap=overlap)
+        trainer = Trainer.of_job(world, make_job("gated", Gated, VECTORS), resolve(strategy("data(2, reduce=tree)"), Here()),
+                                 how=How(overlap))
         batches = trainer.batches(VECTORS, batch=12, epoch=0)
         trainer.step(*next(batches))                # DDP settles its buckets in the first step
         left.clear()
@@ -152,7 +155,7 @@ def leaves_during_backward(world: World, overlap: bool) -> bool:
         trainer.step(*next(batches))
         trainer.close()
     finally:
-        Walker._play = play                       # type: ignore[method-assign]
+        BucketQueue._play = play                       # type: ignore[method-assign]
     return seen == [True]
 
 
@@ -317,7 +320,7 @@ def test_a_whole_training_in_bfloat16(pool: Ranks, tmp_path: Path) -> None:
 
 
 def one_step(world: World, job: pg.Job, text: str) -> dict[str, Tensor]:
-    trainer = Trainer.of_job(world, job, resolve(strategy(text), cores=2))
+    trainer = Trainer.of_job(world, job, resolved(text))
     trainer.step(*parted(next(trainer.batches(job.train, job.batch, epoch=0))))
     trainer.close()
     return {name: value.clone() for name, value in trainer.state().items()}

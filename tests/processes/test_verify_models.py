@@ -19,6 +19,7 @@ from paragrad.datasets.loading import Samples
 from paragrad.datasets.order import Order
 from paragrad.jobs.job import Job
 from paragrad.report.certificate import Certificate
+from paragrad.strategies.shares import Division
 from paragrad.verbs.cli import app
 from paragrad.verbs.differing import apart, differences, each_apart
 from paragrad.verbs.picking import telling_batches
@@ -221,13 +222,13 @@ def test_the_batches_that_tell_most_come_early_and_none_twice() -> None:
     def padded(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         return nn.utils.rnn.pad_sequence([x for x, _ in samples], batch_first=True), torch.stack([y for _, y in samples])
 
-    places = telling_batches(Samples(lines, 3, padded), order, 20, [1, 1], 1)
+    places = telling_batches(Samples(lines, 3, padded), order, 20, Division((1, 1)))
     assert len(places) == len(set(places)) == 20
     assert places[0] == (0, batches[0])
     assert {(0, batch) for batch in (long, short, bare, batches[-1])} < set(places[:7])
-    assert telling_batches(Samples(lines, 3, padded), order, 43, [1, 1], 1)[38:42] == [
+    assert telling_batches(Samples(lines, 3, padded), order, 43, Division((1, 1)))[38:42] == [
         (0, batches[38]), (0, batches[39]), (1, batches[0]), (1, batches[1])]
-    assert len(telling_batches(Samples(lines, 3, padded), order, 1, [1, 1], 1)) == 1
+    assert len(telling_batches(Samples(lines, 3, padded), order, 1, Division((1, 1)))) == 1
 
 
 def test_what_is_not_finite_must_be_the_same_and_measures_nothing() -> None:

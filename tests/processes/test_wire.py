@@ -21,7 +21,7 @@ from paragrad.errors import RankFailed
 from paragrad.players.proof import prove
 from paragrad.players.walk import Deadlock, walk
 from paragrad.players.wire import SCRATCH, Play, Traffic, all_reduce
-from paragrad.schedules.actions import AllReduce, Compute, Program, Recv, Send, Slot, evenly, parts_in
+from paragrad.schedules.actions import Collective, Compute, Program, Recv, Send, Slot, evenly, parts_in
 from paragrad.schedules.butterfly import Butterfly
 from paragrad.schedules.direct import Direct
 from paragrad.schedules.double_tree import DoubleTree
@@ -34,7 +34,7 @@ from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 from stages import Forwards
 
-SCHEDULES: list[AllReduce] = [Ring(), Ring(blocking=True), RingAsync(), RingAsync(5), Tree(), Butterfly(), Star(), Direct(),
+SCHEDULES: list[Collective] = [Ring(), Ring(blocking=True), RingAsync(), RingAsync(5), Tree(), Butterfly(), Star(), Direct(),
                               Halving(1), Halving(3), DoubleTree(2), TwoLevel(Halving(), Direct(), 1)]
 LENGTHS = (0, 1, 2, 3, 4, 5, 1000, 100_003)
 DTYPES = (torch.float32, torch.float64, torch.int64)
@@ -45,7 +45,7 @@ def vector(rank: int, length: int, dtype: torch.dtype) -> torch.Tensor:
     return ((torch.arange(length) * (rank + 3) + 17 * rank) % 1009 - 500).to(dtype)
 
 
-def summed(world: World, schedule: AllReduce) -> list[tuple[torch.Tensor, int]]:
+def summed(world: World, schedule: Collective) -> list[tuple[torch.Tensor, int]]:
     results = []
     for length, dtype in itertools.product(LENGTHS, DTYPES):
         mine = vector(world.rank, length, dtype)
@@ -55,7 +55,7 @@ def summed(world: World, schedule: AllReduce) -> list[tuple[torch.Tensor, int]]:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_sums_are_exact_at_every_length(pool: Ranks, schedule: AllReduce, size: int) -> None:
+def test_sums_are_exact_at_every_length(pool: Ranks, schedule: Collective, size: int) -> None:
     answers = pool.run(summed, schedule, size=size)
     for place, (length, dtype) in enumerate(itertools.product(LENGTHS, DTYPES)):
         expected = sum(vector(rank, length, dtype) for rank in range(size))
@@ -65,7 +65,7 @@ def test_sums_are_exact_at_every_length(pool: Ranks, schedule: AllReduce, size: 
 
 @pytest.mark.parametrize("schedule", [TwoLevel(group=2), TwoLevel(Butterfly(), Star(), 2), TwoLevel(Tree(), Halving(2), 2)],
                          ids=str)
-def test_sums_of_two_levels_are_exact(pool: Ranks, schedule: AllReduce) -> None:
+def test_sums_of_two_levels_are_exact(pool: Ranks, schedule: Collective) -> None:
     test_sums_are_exact_at_every_length(pool, schedule, 4)
 
 

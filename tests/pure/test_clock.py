@@ -9,7 +9,7 @@ import pytest
 from paragrad.players.clock import Durations, timed
 from paragrad.players.machine import Cluster, Link
 from paragrad.players.uniform import simulated, timed_uniform
-from paragrad.schedules.actions import AllReduce, Compute, Program, Recv, ScheduleError, Send
+from paragrad.schedules.actions import Collective, Compute, Program, Recv, ScheduleError, Send
 from paragrad.schedules.butterfly import Butterfly
 from paragrad.schedules.direct import Direct
 from paragrad.schedules.double_tree import DoubleTree
@@ -176,12 +176,12 @@ def test_all_ranks_at_once_up_to_64(size: int) -> None:
             assert at_once.ends == pytest.approx(timed(schedule, size, 12 * size + 5, CLUSTERS["flight and overhead"]).ends)
 
 
-UNIFORM: list[AllReduce] = [Ring(), RingAsync(2), RingAsync(3), Direct()]
+UNIFORM: list[Collective] = [Ring(), RingAsync(2), RingAsync(3), Direct()]
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=CLUSTERS)
 @pytest.mark.parametrize("schedule", UNIFORM, ids=str)
-def test_all_ranks_at_once_are_timed_as_one_by_one(schedule: AllReduce, cluster: Cluster) -> None:
+def test_all_ranks_at_once_are_timed_as_one_by_one(schedule: Collective, cluster: Cluster) -> None:
     """Also for lengths that do not divide; None where ranks would meet on a link."""
     uniform = []
     sizes = {2, 3, 4, 5, 8, 9, 16, 24}
@@ -199,7 +199,7 @@ def test_all_ranks_at_once_are_timed_as_one_by_one(schedule: AllReduce, cluster:
 
 @pytest.mark.parametrize("schedule", [Ring(blocking=True), Tree(), Star(), Butterfly(), Halving(), DoubleTree(),
                                       TwoLevel(group=2)], ids=str)
-def test_schedules_with_a_choice_by_rank_go_to_the_clock(schedule: AllReduce) -> None:
+def test_schedules_with_a_choice_by_rank_go_to_the_clock(schedule: Collective) -> None:
     assert timed_uniform(schedule, 6, 100, CLUSTERS["textbook"]) is None
     assert simulated(schedule, 6, 100, CLUSTERS["textbook"]) == timed(schedule, 6, 100, CLUSTERS["textbook"])
 

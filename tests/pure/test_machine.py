@@ -17,7 +17,7 @@ from paragrad.schedules.direct import Direct
 from paragrad.schedules.ring import Ring
 from paragrad.schedules.star import Star
 from paragrad.schedules.tree import Tree
-from paragrad.strategies.strategy import strategy
+from paragrad.strategies.table import strategy
 
 MEASURED = Machine({"gloo": Link(1e-4, 1e-9, 2e-6, 3e-5, 1e-10, ((64, 1e-4), (1000, 2e-4), (100_000, 3e-4))),
                     "shm": Link(1e-5, 1e-10)}, gamma=1e-10, cores=2, measured="2026, here", errors={"gloo": 0.5, "shm": 0.0},
@@ -116,7 +116,7 @@ def test_a_simulation_says_what_the_formula_says() -> None:
 
 
 @pytest.mark.parametrize(("text", "options", "says"), [
-    ("data(4)", {}, "say how many workers and which algorithm"),
+    ("data(4)", {}, "say which all-reduce, for example data"),
     ("data(4, reduce=native)", {}, "there is no schedule"),
     ("serial", {}, "has no schedule to simulate"),
     ("data(4, reduce=ring)", {"slow": ((4, 2.0),)}, "give a rank from 0 to 3"),

@@ -13,21 +13,11 @@ from paragrad.errors import Refused
 from paragrad.notation.choices import Choice, Decimal, Flag, Integer, Integers, One, Word, options_of
 from paragrad.schedules.ring import Ring, RingAsync
 from paragrad.strategies import planned
-from paragrad.strategies.strategy import (
-    ALGORITHMS,
-    STRATEGIES,
-    Data,
-    Native,
-    Pipeline,
-    Product,
-    Serial,
-    Strategy,
-    Tensor,
-    refuse_unbuilt,
-    resolve,
-    strategies,
-    strategy,
-)
+from paragrad.strategies.data import ALGORITHMS, Data, Native
+from paragrad.strategies.serial import Serial
+from paragrad.strategies.strategy import Here, Product, Strategy
+from paragrad.strategies.table import STRATEGIES, refuse_unbuilt, resolve, strategies, strategy
+from paragrad.strategies.unbuilt import Pipeline, Tensor
 
 
 def values(kind: object) -> st.SearchStrategy[Any]:
@@ -152,17 +142,17 @@ def test_built_ones_pass() -> None:
 
 
 def test_auto_is_resolved() -> None:
-    assert resolve(Serial(), cores=8) == Serial(threads=8)
-    assert resolve(Data("auto"), cores=8) == Data(8, reduce="auto", state="replicated")         # picked when first exchanged
-    assert resolve(Data("auto"), cores=8, own=True) == Data(8, reduce=Native(), state="replicated")
-    assert resolve(Data("auto"), cores=8, workers=3).workers == 3
-    assert resolve(Data(2, reduce=RingAsync()), cores=8) == Data(2, reduce=RingAsync(2), state="replicated")
-    assert resolve(strategy("data(8, reduce=two_level(across=halving))"), cores=8, group=4) == strategy(
+    assert resolve(Serial(), Here(8)) == Serial(threads=8)
+    assert resolve(Data("auto"), Here(8)) == Data(8, reduce="auto", state="replicated")         # picked when first exchanged
+    assert resolve(Data("auto"), Here(8, backend="shm")) == Data(8, reduce=Native(), state="replicated")
+    assert resolve(Data("auto"), Here(8, ranks=3)).workers == 3
+    assert resolve(Data(2, reduce=RingAsync()), Here(8)) == Data(2, reduce=RingAsync(2), state="replicated")
+    assert resolve(strategy("data(8, reduce=two_level(across=halving))"), Here(8, group=4)) == strategy(
         "data(8, reduce=two_level(across=halving(2), group=4), state=replicated)")
     with pytest.raises(Refused, match="groups of 3 do not make up 8 ranks"):
-        resolve(strategy("data(8, reduce=two_level(group=3))"), cores=8)
+        resolve(strategy("data(8, reduce=two_level(group=3))"), Here(8, backend="shm"))
     with pytest.raises(Refused, match="wants 2 worker"):
-        resolve(Data(2), cores=8, workers=3)
+        resolve(Data(2), Here(8, ranks=3))
 
 
 def test_strategies_are_values() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paragrad.datasets.order import Order, permutation
 from paragrad.schedules.actions import evenly
-from paragrad.strategies.shares import divide, micro_batches
+from paragrad.strategies.shares import Division, divide, micro_batches
 
 
 @given(st.integers(1, 300), st.integers(1, 70), st.integers(0, 5), st.integers(0, 5))
@@ -42,7 +42,7 @@ def test_the_example_of_the_design() -> None:
 @given(st.integers(0, 50), st.integers(1, 100), st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(1, 7))
 def test_micro_batches_cover_the_batch_in_rank_order(start: int, samples: int, weights: list[int], micro: int) -> None:
     batch = range(start, start + samples)
-    pieces = micro_batches(batch, weights, micro)
+    pieces = micro_batches(batch, Division(tuple(weights), micro))
     by_rank = [list(chain(*(piece[rank] for piece in pieces))) for rank in range(len(weights))]
     assert list(chain(*by_rank)) == list(batch)
     assert [len(part) for part in by_rank] == divide(samples, weights)

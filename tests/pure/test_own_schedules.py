@@ -17,7 +17,7 @@ from paragrad.players.machine import Cluster, Link
 from paragrad.players.proof import ENDLESS, prove
 from paragrad.players.uniform import simulated
 from paragrad.players.work import work_and_depth
-from paragrad.schedules.actions import AllReduce, Compute, Program, Recv, ScheduleError, Send
+from paragrad.schedules.actions import Collective, Compute, Program, Recv, ScheduleError, Send
 from paragrad.schedules.two_level import TwoLevel
 
 
@@ -44,7 +44,7 @@ def test_ten_lines_are_an_all_reduce() -> None:
 
 
 def test_who_names_its_base_has_a_part_for_each_rank() -> None:
-    class Named(AllReduce):
+    class Named(Collective):
         def program(self, rank: int, size: int) -> Program:
             yield from Gossip().program(rank, size)
 

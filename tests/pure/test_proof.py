@@ -9,7 +9,7 @@ import pytest
 
 from paragrad.players.proof import ALL_REDUCE, FIRST_HALF, SECOND_HALF, Goal, Held, prove
 from paragrad.players.walk import Deadlock
-from paragrad.schedules.actions import Action, AllReduce, Compute, Program, Recv, ScheduleError, Send
+from paragrad.schedules.actions import Action, Collective, Compute, Program, Recv, ScheduleError, Send
 from paragrad.schedules.butterfly import Butterfly
 from paragrad.schedules.direct import Direct
 from paragrad.schedules.double_tree import DoubleTree
@@ -20,14 +20,14 @@ from paragrad.schedules.tree import Tree, TreeBroadcast, TreeReduce
 from paragrad.schedules.two_level import TwoLevel
 from stages import THROUGH, Forwards
 
-SCHEDULES: list[AllReduce] = [Ring(), Ring(blocking=True), RingAsync(3), Tree(), Butterfly(), Star(), Direct(), DoubleTree(2),
+SCHEDULES: list[Collective] = [Ring(), Ring(blocking=True), RingAsync(3), Tree(), Butterfly(), Star(), Direct(), DoubleTree(2),
                               Halving(1), Halving(2), TwoLevel(group=2), TwoLevel(Butterfly(), Star(), 2)]
 
 
 @dataclass(frozen=True)
 class Sabotaged:
     """A schedule in which the program of one rank was changed."""
-    schedule: AllReduce
+    schedule: Collective
     change: Callable[[list[Action]], list[Action]]
     victim: int
 
@@ -39,7 +39,7 @@ class Sabotaged:
         yield from self.change(program) if rank == self.victim else program
 
 
-def refused(schedule: AllReduce, change: Callable[[list[Action]], list[Action]], victim: int = 1, size: int = 4) -> str:
+def refused(schedule: Collective, change: Callable[[list[Action]], list[Action]], victim: int = 1, size: int = 4) -> str:
     with pytest.raises(ScheduleError) as caught:
         prove(Sabotaged(schedule, change, victim), size, 12)
     return str(caught.value)
@@ -50,7 +50,7 @@ def first(program: list[Action], wanted: Callable[[Action], bool]) -> int:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_an_add_dropped(schedule: AllReduce) -> None:
+def test_an_add_dropped(schedule: Collective) -> None:
     def drop(program: list[Action]) -> list[Action]:
         place = first(program, lambda action: isinstance(action, Recv) and action.add)
         return [*program[:place], replace(program[place], add=False), *program[place + 1:]]      # type: ignore[call-arg]
@@ -61,7 +61,7 @@ def test_an_add_dropped(schedule: AllReduce) -> None:
 
 
 @pytest.mark.parametrize("schedule", [Ring(), RingAsync(3)], ids=str)
-def test_a_message_swapped(schedule: AllReduce) -> None:
+def test_a_message_swapped(schedule: Collective) -> None:
     def swap(program: list[Action]) -> list[Action]:
         one, two = [place for place, action in enumerate(program) if isinstance(action, Send)][:2]
         program[one], program[two] = program[two], program[one]
@@ -72,7 +72,7 @@ def test_a_message_swapped(schedule: AllReduce) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_a_chunk_skipped(schedule: AllReduce) -> None:
+def test_a_chunk_skipped(schedule: Collective) -> None:
     """Both ends agree to leave a message out, so nothing hangs: only the contributions tell."""
     skipped: set[tuple[int, int]] = set()
 
@@ -99,7 +99,7 @@ def test_a_chunk_skipped(schedule: AllReduce) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_a_mean_taken_inside(schedule: AllReduce) -> None:
+def test_a_mean_taken_inside(schedule: Collective) -> None:
     message = refused(schedule, lambda program: [*program, Compute("mean", 0)])
     assert "rank 1 computes 'mean' on slot 0" in message
     assert "the mean is taken once" in message
@@ -196,10 +196,10 @@ def test_halves_are_proved_for_what_they_are() -> None:
 
 def test_a_goal_of_ones_own() -> None:
     """An all-gather of what each rank has: what belongs into a slot is one contribution, and nothing beside it."""
-    def mine(schedule: AllReduce, size: int) -> list[Held]:
+    def mine(schedule: Collective, size: int) -> list[Held]:
         return [{rank: 1 << rank} for rank in range(size)]
 
-    def everybodys(schedule: AllReduce, size: int) -> list[Held]:
+    def everybodys(schedule: Collective, size: int) -> list[Held]:
         return [{part: 1 << part for part in range(size)} for _ in range(size)]
 
     @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from paragrad.planner.price import price
 from paragrad.players.draw import draw
 from paragrad.players.proof import FIRST_HALF, SECOND_HALF, prove
 from paragrad.players.walk import walk
-from paragrad.schedules.actions import AllReduce, Compute, Program, Recv, Send, evenly, parts_in
+from paragrad.schedules.actions import Collective, Compute, Program, Recv, Send, evenly, parts_in
 from paragrad.schedules.butterfly import Butterfly
 from paragrad.schedules.compose import Composed
 from paragrad.schedules.direct import Direct
@@ -63,7 +63,7 @@ def test_halves_are_proved_and_an_exchange_is_both(schedule: Composed, size: int
 @dataclass(frozen=True)
 class InTurn:
     """What the wire makes of long messages, at worst: of sends in a row to different ranks, one is over before the next."""
-    schedule: AllReduce
+    schedule: Collective
 
     def parts(self, size: int) -> int:
         return self.schedule.parts(size)
@@ -76,7 +76,7 @@ class InTurn:
 
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, *TWO_LEVELS], ids=str)
-def test_sends_in_turn_do_not_hang(schedule: AllReduce) -> None:
+def test_sends_in_turn_do_not_hang(schedule: Collective) -> None:
     """The wire lets long ones go one after the other, which a schedule that was proved without could answer with a hang."""
     for size in (3, 6, 9, 12) if isinstance(schedule, TwoLevel) else SMALL:
         assert prove(InTurn(schedule), size, size).messages == prove(schedule, size, size).messages
@@ -119,7 +119,7 @@ def test_bytes_of_the_ring_are_optimal(size: int) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-def test_a_world_of_one_sends_nothing(schedule: AllReduce) -> None:
+def test_a_world_of_one_sends_nothing(schedule: Collective) -> None:
     assert list(schedule.program(0, 1)) == []
 
 
@@ -183,7 +183,7 @@ class Numbers:
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, TwoLevel(group=1), TwoLevel(Halving(), Direct(), 1)], ids=str)
 @pytest.mark.parametrize("size", [2, 3, 6, 7, 16])
-def test_numbers_add_up_and_replicas_are_bit_equal(schedule: AllReduce, size: int) -> None:
+def test_numbers_add_up_and_replicas_are_bit_equal(schedule: Collective, size: int) -> None:
     draw_ = random.Random(size)
     whole = [[float(draw_.randrange(-10**6, 10**6)) for _ in range(37)] for _ in range(size)]
     real = [[draw_.gauss(0, 1) * 10.0 ** draw_.randrange(-8, 8) for _ in range(37)] for _ in range(size)]
@@ -244,7 +244,7 @@ DRAWN = {
 
 
 @pytest.mark.parametrize(("schedule", "size"), DRAWN, ids=str)
-def test_drawn(schedule: AllReduce, size: int) -> None:
+def test_drawn(schedule: Collective, size: int) -> None:
     print(draw(schedule, size))
     assert draw(schedule, size) == lines(DRAWN[schedule, size])
 

@@ -1,6 +1,6 @@
 """The notation of strategies: choices are frozen values that print as the call that makes them, and parse back.
 
-A choice is a frozen dataclass whose fields are made by `option(...)`: which kinds of value it takes, and its default.
+A choice is a class whose fields are made by `option(...)`: which kinds of value it takes, and its default.
 A bare word (`auto`, `replicated`) is a string; `none` is None; a technique (`ring`, `top_k(0.01)`) is a choice itself.
 How text becomes calls is in `grammar.py`; here calls become choices.
 """
@@ -83,19 +83,37 @@ class Word:
 
 
 class One:
-    """One of some choices: `One(Ring, Tree)` takes Ring(), "ring" and ring(...)."""
+    """One of some choices: `One(Ring, Tree)` takes Ring(), "ring" and ring(...); a family stands for its members."""
 
-    def __init__(self, *classes: type[Choice]) -> None:
-        self.classes = classes
+    def __init__(self, *given: type[Choice]) -> None:
+        self.given = given
+
+    @property
+    def classes(self) -> list[type[Choice]]:
+        return [cls for each in self.given for cls in (
+            each.members.values() if issubclass(each, Family) and each in families else (each,))]
 
     def __contains__(self, value: object) -> bool:
-        return isinstance(value, self.classes)
+        return isinstance(value, self.given)
 
     def __str__(self) -> str:
         return "one of " + ", ".join(cls.name for cls in self.classes)
 
 
-Kind = Integer | Decimal | Flag | Integers | Word | One
+class Several:
+    """Choices of a kind, one or more: the factors of a product."""
+
+    def __init__(self, cls: type[Choice]) -> None:
+        self.cls = cls
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, tuple) and bool(value) and all(isinstance(each, self.cls) for each in value)
+
+    def __str__(self) -> str:
+        return "choices"
+
+
+Kind = Integer | Decimal | Flag | Integers | Word | One | Several
 
 
 def option(*kinds: Kind, default: Any = MISSING, later: tuple[object, ...] = ()) -> Any:
@@ -104,15 +122,21 @@ def option(*kinds: Kind, default: Any = MISSING, later: tuple[object, ...] = ())
 
 
 # ---- choices -------------------------------------------------------------------------------------------------------
+@dataclass_transform(frozen_default=True, field_specifiers=(option,))
 class Choice:
-    """A frozen value that checks its fields, prints as the call that makes it and parses back to an equal value."""
+    """A frozen value that checks its fields, prints as the call that makes it and parses back to an equal value.
+
+    Subclasses are made frozen dataclasses; `abstract=True`: this one is only there to be derived from.
+    """
     __slots__ = ()
     name: ClassVar[str]
     built: ClassVar[bool] = True                    # False: known by name, refused at the door
 
-    def __init_subclass__(cls, **keywords: Any) -> None:
+    def __init_subclass__(cls, abstract: bool = False, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", cls.__name__).lower()
+        if not abstract:
+            dataclass(frozen=True, repr=False)(cls)
 
     def __post_init__(self) -> None:
         for spec in options_of(type(self)):
@@ -139,10 +163,28 @@ class Choice:
                 if (value := getattr(self, spec.name)) != spec.default or spec.default is MISSING]
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(option,))
-def choice(cls: type[T]) -> type[T]:
-    """Make a Choice a frozen dataclass that keeps the Choice's own printing."""
-    return dataclass(frozen=True, repr=False)(cls)
+class Family(Choice, abstract=True):
+    """Choices of one kind that are known by their names. A user's own joins by being defined.
+
+    Defining two of one name raises Refused (defining one anew, as a notebook does, replaces it).
+    """
+    __slots__ = ()
+    members: ClassVar[dict[str, type[Choice]]]
+
+    def __init_subclass__(cls, abstract: bool = False, **keywords: Any) -> None:
+        super().__init_subclass__(abstract=abstract, **keywords)
+        if Family in cls.__bases__:
+            cls.members = {}
+            families.append(cls)
+        elif not abstract:
+            other = cls.members.get(cls.name)
+            if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+                raise Refused(f"{cls.__module__}.{cls.__qualname__} would be called {cls.name}, as {other.__module__}."
+                              f"{other.__qualname__} is; give it another name")
+            cls.members[cls.name] = cls
+
+
+families: list[type[Family]] = []
 
 
 def options_of(cls: type[Choice]) -> tuple[Field[Any], ...]:

@@ -11,10 +11,12 @@ from paragrad.errors import Refused
 from paragrad.planner.price import Price, least, price, seconds
 from paragrad.players.clock import Timeline, timed
 from paragrad.players.machine import Cluster, Machine
+from paragrad.players.proof import check
 from paragrad.players.uniform import simulated
 from paragrad.players.work import WorkAndDepth, work_and_depth
 from paragrad.schedules.actions import Send
-from paragrad.strategies.strategy import Data, Native, Strategy, refuse_unbuilt, resolve
+from paragrad.strategies.strategy import Strategy
+from paragrad.strategies.table import plan_of
 
 WALKED = 64             # ranks up to which work and depth are walked
 KEPT = 100_000          # messages up to which a timeline is kept
@@ -40,14 +42,14 @@ class Simulation:
 def simulate(strategy: Strategy, size: int, machine: Machine, *, link: str | None = None, inside: str | None = None,
              per_link: int = 1, per_core: int = 1, slow: tuple[tuple[int, float], ...] = (), element: int = 4,
              spans: bool = False) -> Simulation:
-    """Play a data strategy's all-reduce over `size` bytes on a cluster of hosts like `machine`. Raises Refused.
+    """Play a strategy's schedule over `size` bytes on a cluster of hosts like `machine`. Raises Refused.
 
     per_link: ranks of a host, which share its link to others;  inside: the link among them (otherwise the same as outside);
     per_core: ranks that share a core;  slow: (rank, how many times slower).
     """
-    resolved = _resolved(strategy, per_link)
-    workers, schedule = resolved.workers, resolved.reduce
-    assert isinstance(workers, int)
+    resolved, plan = plan_of(strategy, "simulate", per_link)
+    workers, schedule = plan.size, plan.schedule
+    check(schedule, workers, plan.what)
     for rank, factor in slow:
         if not 0 <= rank < workers or factor < 1:
             raise Refused(f"--slow {rank}={factor:g}: give a rank from 0 to {workers - 1} and a factor of at least 1")
@@ -58,12 +60,12 @@ def simulate(strategy: Strategy, size: int, machine: Machine, *, link: str | Non
     cluster = Cluster(machine.link(link), machine.gamma, machine.link(inside) if inside else None, per_link, per_core, 1, slow)
     if spans:
         _refuse_long(schedule, workers)
-        timeline = timed(schedule, workers, length, cluster, element=element, spans=True)       # type: ignore[arg-type]
+        timeline = timed(schedule, workers, length, cluster, element=element, spans=True)
     else:
-        timeline = simulated(schedule, workers, length, cluster, element=element)               # type: ignore[arg-type]
+        timeline = simulated(schedule, workers, length, cluster, element=element)
     closed, terms = _closed(schedule, workers, length, cluster, element)
     return Simulation(resolved, workers, size, cluster, machine, timeline, closed, terms, least(workers, length),
-                      work_and_depth(schedule, workers, length) if workers <= WALKED else None,   # type: ignore[arg-type]
+                      work_and_depth(schedule, workers, length) if workers <= WALKED else None,
                       element)
 
 
@@ -72,19 +74,6 @@ def _refuse_long(schedule: Any, workers: int) -> None:
     sends = (action for rank in range(workers) for action in schedule.program(rank, workers) if isinstance(action, Send))
     if next(islice(sends, KEPT, None), None) is not None:
         raise Refused(f"a timeline of more than {KEPT:,} messages is too long to keep; simulate fewer ranks")
-
-
-def _resolved(strategy: Strategy, per_link: int) -> Data:
-    refuse_unbuilt(strategy)
-    if not isinstance(strategy, Data) or strategy.state == "shared_memory":
-        raise Refused(f"{strategy} has no schedule to simulate; try data(4096, reduce=ring)")
-    if strategy.workers == "auto" or strategy.reduce == "auto":
-        raise Refused(f"{strategy}: say how many workers and which algorithm, for example data(4096, reduce=ring)")
-    resolved = resolve(strategy, cores=1, group=per_link)
-    assert isinstance(resolved, Data)
-    if isinstance(resolved.reduce, Native):
-        raise Refused("native is the backend's own all-reduce, of which there is no schedule; gloo's is like ring_async")
-    return resolved
 
 
 def _closed(schedule: Any, workers: int, length: int, cluster: Cluster, element: int) -> tuple[float | None, Price | None]:

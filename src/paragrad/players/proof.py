@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import islice, zip_longest
 from typing import Any
 
+from paragrad.errors import Refused
 from paragrad.players.reading import read
 from paragrad.players.walk import Deadlock, Rounds, Sends, walk
 from paragrad.schedules.actions import (
@@ -67,6 +68,7 @@ def _owned_sums(schedule: Any, size: int) -> list[Held]:
 ALL_REDUCE = Goal(_own, _sums)              # exactly one contribution of everyone in every slot of every rank
 FIRST_HALF = Goal(_own, _owned_sums)        # reduce, reduce_scatter: in what each rank owns, and every slot has an owner
 SECOND_HALF = Goal(_owned_sums, _sums)      # broadcast, all_gather: from there to everywhere
+GOALS = {"all-reduce": ALL_REDUCE}          # of strategies' plans
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,15 @@ def _the_same_again(schedule: Schedule, size: int, actions: list[list[Action]]) 
             if one != other:
                 raise ScheduleError(f"rank {rank}, action {number} of its program: {one or 'its end'}, and when asked again "
                                     f"{other or 'its end'}; let it depend on rank and size alone")
+
+
+def check(schedule: Schedule, size: int, what: str = "all-reduce") -> None:
+    """Refuse what does not come to the goal of that name; of more than PROVED ranks that takes too long to see."""
+    if size <= PROVED:
+        try:
+            prove(schedule, size, goal=GOALS[what])
+        except ScheduleError as error:
+            raise Refused(f"{schedule} is no {what} of {size} ranks: {error}; mend the schedule") from None
 
 
 def _free_of_deadlock(schedule: Schedule, size: int, sends: Sends) -> bool:

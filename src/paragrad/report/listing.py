@@ -12,27 +12,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from paragrad.errors import Refused
 from paragrad.jobs.job import accuracy
-from paragrad.notation.choices import Choice
 from paragrad.players.draw import draw as drawn
+from paragrad.players.proof import check
 from paragrad.report.certificate import Certificate
 from paragrad.report.drawing import write_space_time
 from paragrad.report.printing import print_facts, print_rows
 from paragrad.report.run import Run
 from paragrad.report.table import COMPUTED, held, sent
-from paragrad.strategies.shares import micro_batches
-from paragrad.strategies.strategy import (
-    ALGORITHMS,
-    SCHEDULES,
-    STRATEGIES,
-    Data,
-    Native,
-    Strategy,
-    refuse_unbuilt,
-    resolve,
-    share_weights,
-)
+from paragrad.strategies.shares import Division, micro_batches
+from paragrad.strategies.strategy import Strategy
+from paragrad.strategies.table import algorithms, known, plan_of
 from paragrad.training.admission import Admitted
 
 
@@ -116,43 +106,35 @@ def certificate(found: Certificate, as_json: bool) -> None:
 def dry_run(checked: Admitted, as_json: bool) -> None:
     """What a run would do: shares, steps, resolved choices."""
     order, job = checked.facts.order, checked.job
-    weights, micro = share_weights(checked.resolved)
+    division = checked.resolved.division
     batches = list(order.batches())
     facts: dict[str, Any] = {
         "job": job.name, "resolved": str(checked.resolved), "workers": checked.size, "threads per rank": checked.threads,
         "samples": order.samples, "batch": job.batch, "steps per epoch": order.steps, "epochs": job.epochs,
-        "steps": order.steps * job.epochs, "shares": _shares(batches[0], weights, micro)}
+        "steps": order.steps * job.epochs, "shares": _shares(batches[0], division)}
     if len(batches[-1]) < len(batches[0]):
-        facts["shares of the short last batch"] = _shares(batches[-1], weights, micro)
+        facts["shares of the short last batch"] = _shares(batches[-1], division)
     if as_json:
         print(json.dumps(facts))
         return
     print_facts(facts.items())
 
 
-def _shares(batch: range, weights: list[int], micro: int) -> list[list[int]]:
+def _shares(batch: range, division: Division) -> list[list[int]]:
     """For each rank, the samples of its micro-batches."""
-    pieces = micro_batches(batch, weights, micro)
-    return [[len(piece[rank]) for piece in pieces] for rank in range(len(weights))]
+    pieces = micro_batches(batch, division)
+    return [[len(piece[rank]) for piece in pieces] for rank in range(len(division.shares))]
 
 
 def draw(chosen: Strategy, svg: Path | None) -> None:
     """The drawing of a data strategy's all-reduce. svg: a file for it as a space-time diagram, too."""
-    refuse_unbuilt(chosen)
-    if not isinstance(chosen, Data):
-        raise Refused(f"{chosen} has no exchange to draw; try data(4, reduce=ring)")
-    if chosen.workers == "auto" or chosen.reduce == "auto":
-        raise Refused(f"{chosen}: say how many workers and which algorithm, for example data(4, reduce=ring)")
-    resolved = resolve(chosen, cores=1)
-    assert isinstance(resolved, Data)
-    if isinstance(resolved.reduce, Native):
-        raise Refused("native is the backend's own all-reduce, of which there is no schedule; draw "
-                      + ", ".join(each.name for each in SCHEDULES))
+    _, plan = plan_of(chosen, "draw")
+    check(plan.schedule, plan.size, plan.what)
     if svg:
-        write_space_time(resolved.reduce, resolved.workers, svg)      # type: ignore[arg-type]
-    print(f"{resolved.reduce}, {resolved.workers} ranks; a line is a rank, a column a round. "
+        write_space_time(plan.schedule, plan.size, svg)
+    print(f"{plan.schedule}, {plan.size} ranks; a line is a rank, a column a round. "
           ">1:0 sends slot 0 to rank 1, <3:2+ receives slot 2 from rank 3 and adds it, ! waits")
-    print(drawn(resolved.reduce, resolved.workers))       # type: ignore[arg-type]
+    print(drawn(plan.schedule, plan.size))
 
 
 def jobs(known: dict[str, Callable[..., Any]], as_json: bool) -> None:
@@ -165,8 +147,7 @@ def jobs(known: dict[str, Callable[..., Any]], as_json: bool) -> None:
 def strategies(as_json: bool) -> None:
     """Every strategy and algorithm: how it is written, whether it is built, one line with its source."""
     rows = [(kind, cls.name, "yes" if cls.built else "not yet", _line(cls))
-            for kind, classes in (("strategy", STRATEGIES.values()), ("reduce", ALGORITHMS)) for cls in classes
-            if issubclass(cls, Choice)]
+            for kind, classes in (("strategy", known()), ("reduce", algorithms())) for cls in classes.values()]
     print_rows(("kind", "name", "built", "what it is, and its source"), rows, as_json)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from paragrad.errors import RankFailed
 from paragrad.record.record import Line, Record, lines_of
-from paragrad.strategies.strategy import Serial, strategies
+from paragrad.strategies.serial import Serial
 from paragrad.training.settings import Settings
 
 TWIN = "rounding twin"          # serial, every batch back to front
@@ -124,7 +124,7 @@ def _row(results: Results, names: list[str]) -> Row:
 def _serial_seconds(results: Results, threads: int) -> float | None:
     """The median step of plain serial with so many threads, over its runs."""
     found = [record.seconds_per_step for record in results.records.values()
-             if strategies(record.header["resolved"])[0] == Serial(threads=threads) and not record.header["reverse"]]
+             if record.header["resolved"] == str(Serial(threads=threads)) and not record.header["reverse"]]
     return median([seconds for seconds in found if seconds] or [0.0]) or None
 
 

@@ -8,7 +8,8 @@ from torch import nn
 
 from paragrad.jobs.job import Job
 from paragrad.record.record import Record
-from paragrad.strategies.strategy import Strategy, strategy
+from paragrad.strategies.strategy import Strategy
+from paragrad.strategies.table import strategy
 from paragrad.training.tensor_files import load_weights
 
 

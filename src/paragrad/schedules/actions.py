@@ -93,10 +93,6 @@ class Collective(Schedule, Protocol):
         return size
 
 
-class AllReduce(Collective, Protocol):
-    """Every rank ends with the sum of all ranks' vectors."""
-
-
 class Half(Collective, Protocol):
     """One half of an all-reduce. Between the halves each rank owns some parts, which hold the sum of all ranks' vectors there.
 

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paragrad.notation.choices import Flag, choice, option
+from paragrad.notation.choices import Flag, option
 from paragrad.schedules.actions import Half, Program, Recv, Send, Slot
 from paragrad.schedules.compose import Composed
 
 
-@choice
 class Butterfly(Composed):
     """Butterfly, that is recursive doubling (Thakur, Rabenseifner, Gropp 2005)."""
     reproducible: bool = option(Flag(), default=False)

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
-from paragrad.notation.choices import Choice
 from paragrad.schedules.actions import Half, Program
+from paragrad.schedules.all_reduce import AllReduce
 
 
-class Composed(Choice, ABC):
+class Composed(AllReduce, ABC, abstract=True):
     """First one half, then the other; both cut the vector alike and agree on who owns what in between."""
     __slots__ = ()
 
     @abstractmethod
     def halves(self) -> tuple[Half, Half]:
         """The first and the second."""
-
-    def settled(self) -> Composed:
-        """The same with every `auto` replaced."""
-        return self
 
     def parts(self, size: int) -> int:
         return self.halves()[0].parts(size)
@@ -30,17 +26,19 @@ class Composed(Choice, ABC):
             yield from half.program(rank, size)
 
 
-class Segmented(Composed):
+class Segmented(Composed, abstract=True):
     """Messages in segments: the addition of one overlaps the transfer of the next."""
     __slots__ = ()
     AUTO: ClassVar[int] = 2                     # the least that lets one be added while one travels
-    segments: int | str
+    if TYPE_CHECKING:                           # an option of each
+        @property
+        def segments(self) -> int | str: ...
 
     def count(self) -> int:
         return self.AUTO if isinstance(self.segments, str) else self.segments
 
-    def settled(self) -> Segmented:
-        return dataclasses.replace(self, segments=self.count())         # type: ignore[type-var]
+    def resolved(self, size: int, group: int) -> Self:
+        return dataclasses.replace(cast(Any, self), segments=self.count())     # type: ignore[no-any-return]
 
 
 class AtRoot:

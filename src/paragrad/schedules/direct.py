@@ -15,12 +15,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paragrad.notation.choices import Flag, choice, option
+from paragrad.notation.choices import Flag, option
 from paragrad.schedules.actions import Half, Program, Recv, Send
 from paragrad.schedules.compose import Composed
 
 
-@choice
 class Direct(Composed):
     """All-to-all reduce-scatter, then all-gather (as hivemind averages)."""
     reproducible: bool = option(Flag(), default=False)

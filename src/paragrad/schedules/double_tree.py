@@ -20,12 +20,11 @@ from functools import cache
 from itertools import product
 from typing import ClassVar
 
-from paragrad.notation.choices import Flag, Integer, Word, choice, option
+from paragrad.notation.choices import Flag, Integer, Word, option
 from paragrad.schedules.actions import Half, Program, Recv, Send
 from paragrad.schedules.compose import Segmented
 
 
-@choice
 class DoubleTree(Segmented):
     """Two binary trees at once, half of the vector each (Sanders, Speck, Traff 2009)."""
     AUTO: ClassVar[int] = 8                     # on eight ranks the trees are about as deep: filling them costs as much again

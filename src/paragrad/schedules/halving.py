@@ -20,13 +20,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from paragrad.notation.choices import Flag, Integer, Word, choice, option
+from paragrad.notation.choices import Flag, Integer, Word, option
 from paragrad.schedules.actions import Half, Program, Recv, Send, Slot, neighbours
 from paragrad.schedules.butterfly import fold, inner, rounds, unfold
 from paragrad.schedules.compose import Segmented
 
 
-@choice
 class Halving(Segmented):
     """Recursive halving, then recursive doubling (Rabenseifner 2004)."""
     segments: int | str = option(Integer(), Word("auto"), default="auto")      # per message

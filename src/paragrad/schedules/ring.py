@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paragrad.notation.choices import Flag, Integer, Word, choice, option
+from paragrad.notation.choices import Flag, Integer, Word, option
 from paragrad.schedules.actions import Half, Program, Recv, Send
 from paragrad.schedules.compose import Composed, Segmented
 
 
-@choice
 class Ring(Composed):
     """Ring: reduce-scatter, then all-gather, one chunk a hop (Patarasuk & Yuan 2009)."""
     blocking: bool = option(Flag(), default=False)          # rendezvous sends: even ranks send first, odd ranks receive
@@ -29,7 +28,6 @@ class Ring(Composed):
         return RingReduceScatter(1, self.blocking), RingAllGather(1, self.blocking)
 
 
-@choice
 class RingAsync(Segmented):
     """Ring in segments: the addition of one overlaps the transfer of the next (Open MPI's segmented ring)."""
     segments: int | str = option(Integer(), Word("auto"), default="auto")      # per chunk

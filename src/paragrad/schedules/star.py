@@ -15,12 +15,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paragrad.notation.choices import Flag, choice, option
+from paragrad.notation.choices import Flag, option
 from paragrad.schedules.actions import Half, Program, Recv, Send
 from paragrad.schedules.compose import AtRoot, Composed
 
 
-@choice
 class Star(Composed):
     """Star: everybody sends to rank 0, which adds and tells all."""
     reproducible: bool = option(Flag(), default=False)

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paragrad.notation.choices import Flag, choice, option
+from paragrad.notation.choices import Flag, option
 from paragrad.schedules.actions import Half, Program, Recv, Send
 from paragrad.schedules.compose import AtRoot, Composed
 
 
-@choice
 class Tree(Composed):
     """Binomial tree: reduce to rank 0, then broadcast (Chan et al. 2007)."""
     reproducible: bool = option(Flag(), default=False)

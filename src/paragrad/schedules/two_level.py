@@ -16,10 +16,13 @@ Time of two rings, g ranks in each of N groups: 2(g-1) a + 2(g-1)/g n b inside, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Self
 
 from paragrad.errors import Refused
-from paragrad.notation.choices import Choice, Flag, Integer, One, Word, choice, option
+from paragrad.notation.choices import Choice, Flag, Integer, One, Word, option
 from paragrad.schedules.actions import Compute, Program, Recv, Send, Slot, neighbours
+from paragrad.schedules.all_reduce import AllReduce
 from paragrad.schedules.butterfly import Butterfly
 from paragrad.schedules.compose import Composed
 from paragrad.schedules.direct import Direct
@@ -32,8 +35,7 @@ from paragrad.schedules.tree import Tree
 LEVELS: tuple[type[Choice], ...] = (Star, Tree, DoubleTree, Butterfly, Halving, Direct, Ring, RingAsync)
 
 
-@choice
-class TwoLevel(Choice):
+class TwoLevel(AllReduce):
     """One algorithm inside a host, another across hosts (Jia et al. 2018, arXiv 1807.11205)."""
     inside: Composed = option(One(*LEVELS), default=Ring())
     across: Composed = option(One(*LEVELS), default=Ring())
@@ -45,6 +47,11 @@ class TwoLevel(Choice):
             if getattr(level, "reproducible", False):
                 raise Refused(f"reproducible belongs to the whole exchange: write two_level(..., reproducible=true), "
                               f"and {level.name} without it")
+
+    def resolved(self, size: int, group: int) -> Self:
+        found = replace(self, group=group if self.group == "auto" else self.group)
+        each = found.grouping(size)
+        return replace(found, inside=found.inside.resolved(each, each), across=found.across.resolved(size // each, 1))
 
     def grouping(self, size: int) -> int:
         """Ranks of a group. Raises Refused where groups of that size do not make up `size` ranks."""

@@ -7,55 +7,47 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from paragrad.notation.choices import Choice, Decimal, Integer, Integers, One, Word, choice, option
+from paragrad.notation.choices import Choice, Decimal, Integer, Integers, One, Word, option
 
 
-class Planned(Choice):
+class Planned(Choice, abstract=True):
     """Known by name, not built."""
     __slots__ = ()
     built: ClassVar[bool] = False
 
 
 # ---- gradient compression --------------------------------------------------------------------------------------------
-@choice
 class Threshold(Planned):
     """Send what exceeds a fixed threshold (Strom 2015)."""
     at: float = option(Decimal())
 
 
-@choice
 class TopK(Planned):
     """Send the largest entries (Aji & Heafield 2017)."""
     ratio: float = option(Decimal(most=1.0))
 
 
-@choice
 class OneBit(Planned):
     """Send signs, feed the error back (Seide et al. 2014)."""
 
 
-@choice
 class Int8(Planned):
     """Send eight-bit integers with a scale (Alistarh et al. 2017, QSGD)."""
 
 
-@choice
 class PowerSgd(Planned):
     """Send a low-rank factorisation (Vogels et al. 2019)."""
     columns: int = option(Integer(), default=1)
 
 
-@choice
 class Bf16(Planned):
     """Send bfloat16."""
 
 
-@choice
 class Fp16(Planned):
     """Send float16."""
 
 
-@choice
 class Dgc(Planned):
     """Deep gradient compression: top-k with momentum correction (Lin et al. 2018)."""
     ratio: float = option(Decimal(most=1.0))
@@ -68,69 +60,57 @@ COMPRESSORS = (Threshold, TopK, OneBit, Int8, PowerSgd, Bf16, Fp16, Dgc)
 
 
 # ---- pipeline schedules ------------------------------------------------------------------------------------------------
-@choice
 class Gpipe(Planned):
     """All forwards, then all backwards (Huang et al. 2019)."""
 
 
-@choice
 class OneFOneB(Planned):
     """One forward, one backward in turn (PipeDream-flush, Narayanan et al. 2019)."""
 
 
-@choice
 class Interleaved(Planned):
     """One forward, one backward over several chunks of the model per rank (Narayanan et al. 2021)."""
     chunks: int = option(Integer(2), default=2)
 
 
-@choice
 class ZeroBubble(Planned):
     """ZB-H1: the weight part of backward fills the bubble (Qi et al. 2024)."""
 
 
 # ---- parameter servers, averaging ----------------------------------------------------------------------------------------
-@choice
 class Bsp(Planned):
     """Bulk synchronous; with backup workers the slowest are not waited for (Chen et al. 2016)."""
     backup: int = option(Integer(0), default=0)
 
 
-@choice
 class Ssp(Planned):
     """Stale synchronous: at most `bound` steps apart (Ho et al. 2013)."""
     bound: int = option(Integer(0))
 
 
-@choice
 class Asp(Planned):
     """Asynchronous (Dean et al. 2012)."""
 
 
-@choice
 class Mean(Planned):
     """The plain mean of the weights."""
 
 
-@choice
 class Nesterov(Planned):
     """An outer Nesterov step on the mean difference (DiLoCo, Douillard et al. 2023)."""
     lr: float = option(Decimal(), default=0.7)
     momentum: float = option(Decimal(above=-1e-300, most=1.0), default=0.9)
 
 
-@choice
 class Elastic(Planned):
     """Weights pulled to a common centre (EASGD, Zhang et al. 2015)."""
     pull: float | str = option(Decimal(), Word("auto"), default="auto")
 
 
-@choice
 class Even(Planned):
     """Every client has a random, equal part of the samples."""
 
 
-@choice
 class Dirichlet(Planned):
     """Clients differ in their mix of classes (Hsu et al. 2019)."""
     alpha: float = option(Decimal(), default=0.5)

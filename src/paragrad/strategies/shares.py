@@ -9,8 +9,23 @@ sample with weight 0).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from paragrad.schedules.actions import evenly
+
+
+@dataclass(frozen=True)
+class Division:
+    """Who computes which samples of a global batch: relative shares, one for each replica, and micro-batches in each."""
+    shares: tuple[int, ...] = (1,)
+    micro: int = 1
+
+
+@dataclass(frozen=True)
+class Micro:
+    """A micro-batch of one rank. `places` is never empty: where `positions` is, one sample stands in with weight 0."""
+    positions: list[int]        # in the epoch's order
+    places: list[int]           # in the global batch
 
 
 def divide(samples: int, weights: Sequence[int]) -> list[int]:
@@ -23,9 +38,9 @@ def divide(samples: int, weights: Sequence[int]) -> list[int]:
     return counts
 
 
-def micro_batches(batch: range, weights: Sequence[int], micro: int) -> list[list[range]]:
+def micro_batches(batch: range, division: Division) -> list[list[range]]:
     """For every micro-batch, the part of every rank: `[micro][rank] -> range of positions`; parts may be empty."""
-    counts = divide(len(batch), weights)
+    counts, micro = divide(len(batch), division.shares), division.micro
     starts = [sum(counts[:rank]) for rank in range(len(counts))]
     number = max(min(micro, count) for count in counts)
     cut = [[batch[start + part.start: start + part.stop] for part in evenly(count, min(micro, count) or 1)]

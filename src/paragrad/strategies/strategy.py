@@ -1,201 +1,186 @@
-"""Strategies: how one serial training is split over workers, as values, and the table of their names.
+"""What a strategy is: a frozen value that answers for itself. Nobody asks for its class or its name.
 
     s = strategy("data(2, reduce=ring)")      # == Data(2, reduce=Ring())
     s.workers, s.exact, s * Tensor(2)
+
+What runs inside a rank for it is found in `techniques/table.py`; a strategy of a user's own brings it along (`exchange`).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from math import prod
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
 from paragrad.errors import Refused
-from paragrad.notation.choices import (
-    Choice,
-    Decimal,
-    Flag,
-    Integer,
-    Integers,
-    One,
-    Word,
-    build,
-    choice,
-    option,
-    parts_of,
-)
-from paragrad.notation.grammar import parse_products
-from paragrad.schedules.compose import Composed
-from paragrad.schedules.two_level import LEVELS, TwoLevel
-from paragrad.strategies import planned
+from paragrad.notation.choices import Family, Several, option
+from paragrad.schedules.actions import Collective
+from paragrad.strategies.shares import Division
+from paragrad.world.axes import Axis
 
 
-@choice
-class Native(Choice):
-    """The backend's own all-reduce (gloo: a ring in segments)."""
+@dataclass(frozen=True)
+class Promise:
+    """What holds of a strategy, whatever the job.
+
+    exact: the same training as serial, which the first step has to show;  replicas_equal: all replicas' parameters, bit for
+    bit, after every step;  buffers_equal: their buffers too;  jobs_only: why it is nothing for a loop of the user's own.
+    """
+    exact: bool = True
+    replicas_equal: bool = True
+    buffers_equal: bool = True
+    jobs_only: str | None = None
 
 
-SCHEDULES: tuple[type[Choice], ...] = (*LEVELS, TwoLevel)                  # ours
-ALGORITHMS: tuple[type[Choice], ...] = (Native, *SCHEDULES)
+@dataclass(frozen=True)
+class Here:
+    """Where a strategy is to run, read once.
+
+    cores: of this host;  ranks: the world's size, where a launcher gave one;  group: how many of them are on this host;
+    unshared: why they cannot share memory, or None;  backend: what carries their messages;  own_loop: the user's.
+    """
+    cores: int = 1
+    ranks: int | None = None
+    group: int | None = None
+    unshared: str | None = "nobody knows whether all ranks are on this host"
+    backend: str = "gloo"
+    own_loop: bool = False
 
 
-class Strategy(Choice):
-    """How the training is split. `exact`: the same training as serial. `*` nests: left to right is outer to inner."""
-    replica: ClassVar[bool] = False                 # a part that holds replicas: at most one in a product, leftmost
-    workers: int | str
+@dataclass(frozen=True)
+class Plan:
+    """A schedule that a strategy will play over `size` ranks: proved at the door, drawn, simulated, sabotaged.
+
+    what: its goal, by its name in `players.proof.GOALS`.
+    """
+    what: str
+    schedule: Collective
+    size: int
+
+
+class Facts(Protocol):
+    """What a strategy may ask about a job at the door."""
+
+    @property
+    def job(self) -> str: ...                   # its name
+
+    @property
+    def full(self) -> int: ...                  # samples of a full batch
+
+    @property
+    def uncut(self) -> str | None: ...          # why a batch cannot be cut into micro-batches
+
+    @property
+    def whole_loss(self) -> str | None: ...     # why the loss of a batch is not that of its parts
+
+    @property
+    def by_layout(self) -> str | None: ...      # what is drawn otherwise where a batch is divided
+
+
+class Strategy(Family, abstract=True):
+    """How the training is split. `*` nests: left to right is outer to inner.
+
+    One of your own says its `workers`, what it promises, and brings an `exchange`; it may say more of the rest.
+    """
+    replica = False                                 # it holds replicas: at most one such factor in a product, leftmost
+    cuts_micro = False                              # it cuts micro-batches itself
+    if TYPE_CHECKING:                               # options of some
+        @property
+        def workers(self) -> int | str: ...
+        @property
+        def threads(self) -> int | str | None: ...
+        @property
+        def batch_norm(self) -> str: ...
+        @property
+        def bucketed(self) -> bool: ...
+        @property
+        def promise(self) -> Promise: ...
+        def exchange(self, held: Any, world: Any, log: Any, how: Any) -> Any: ...
+    else:
+        threads = None                              # of each rank: the cores are divided
+        bucketed = False    # gradients travel in buckets: all ranks know beforehand which parameters have none
+        batch_norm = "whole"                        # whose samples statistics are of: "whole" micro-batches, or each "share"
+
+    # ---- what it is --------------------------------------------------------------------------------------------------------
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """Outer to inner, of a resolved strategy; the ranks of the last one are neighbours."""
+        assert isinstance(self.workers, int)
+        return (Axis(self.name, self.workers),)
+
+    @property
+    def division(self) -> Division:
+        """Of a resolved strategy."""
+        return Division((1,) * prod(axis.size for axis in self.axes if axis.divides == "samples"))
+
+    @property
+    def size(self) -> int:
+        """Ranks of a resolved strategy."""
+        return prod(axis.size for axis in self.axes)
 
     @property
     def exact(self) -> bool:
-        return True
+        """Is it the same training as serial?"""
+        return self.promise.exact
+
+    def plans(self) -> tuple[Plan, ...]:
+        """The schedules that a resolved strategy will play."""
+        return ()
+
+    def unplanned(self) -> str:
+        """Why there are none, with the repair."""
+        return "try data(4, reduce=ring)"
+
+    # ---- where and what it is for ------------------------------------------------------------------------------------------
+    def resolved(self, here: Here) -> Self:
+        """The same with every `auto` replaced. Raises Refused where it cannot be here."""
+        if self.workers == "auto":
+            return replace(cast(Any, self), workers=here.ranks or here.cores)  # type: ignore[no-any-return]
+        return self
+
+    def picked(self, resolved: Self, here: Here) -> Iterator[tuple[str, str, str]]:
+        """What its `auto`s became, and why: (what, picked, because)."""
+        yield from ()
+
+    def alternatives(self, here: Here) -> tuple[Strategy, ...]:
+        """Other strategies, the same training, that may be faster here: worth a trial for a moment."""
+        return ()
+
+    def refuse(self, facts: Facts, asked: Strategy, unchecked: bool = False) -> None:
+        """Refuse a job that a resolved strategy cannot train, with the repair. asked: the strategy as the user wrote it;
+        unchecked: go on with what is known to be another training."""
+        division = self.division
+        if facts.full < len(division.shares):
+            raise Refused(f"{asked} has {len(division.shares)} workers and the full batch {facts.full} sample(s); give a batch "
+                          f"of at least {len(division.shares)}, or fewer workers")
+        if division.micro > 1 and facts.uncut:
+            raise Refused(f"job {facts.job}: {facts.uncut}")
+        if self.exact and not unchecked and division != Division():
+            if facts.whole_loss:
+                raise Refused(f"job {facts.job}: {facts.whole_loss}")
+            if facts.by_layout:
+                raise Refused(f"{asked}: {facts.by_layout}")
+
+    def refuse_beside(self, factors: tuple[Strategy, ...]) -> None:
+        """Refuse the other factors of a product, with the repair."""
+        if self.replica and factors[0] is not self:
+            raise Refused(f"{self.name} holds replicas: at most one such part in a product, leftmost; got "
+                          + " * ".join(map(str, factors)))
 
     def __mul__(self, other: Strategy) -> Product:
         return Product(factors_of(self) + factors_of(other))
 
 
-@choice
-class Serial(Strategy):
-    """One worker, the reference of every other strategy."""
-    threads: int | str = option(Integer(), Word("auto"), default="auto")       # auto: all cores
-    micro: int = option(Integer(), default=1)                                  # micro-batches per step
-    workers: ClassVar[int] = 1  # type: ignore[misc]
-
-
-@choice
-class Data(Strategy):
-    """Synchronous data parallelism: own share of the batch, gradients summed over all workers (Goyal et al. 2017)."""
-    workers: int | str = option(Integer(), Word("auto"))
-    reduce: Choice | str = option(One(*ALGORITHMS), Word("auto"), default="auto")
-    state: str = option(Word("replicated", "shared_memory", "fully_sharded", "auto"), default="auto",
-                        later=("fully_sharded",))
-    shares: tuple[int, ...] | str = option(Integers(0), Word("equal", "auto"), default="equal", later=("auto",))
-    micro: int = option(Integer(), default=1)
-    compress: Choice | None = option(One(*planned.COMPRESSORS), Word("none"), default=None)
-    batch_norm: str = option(Word("whole", "share"), default="whole")
-    dense: str = option(Word("same", "tensor"), default="same", later=("tensor",))
-    replica: ClassVar[bool] = True
+@dataclass(frozen=True, repr=False)
+class Product(Strategy, abstract=True):
+    """A hybrid: strategies multiplied along axes, left to right is outer to inner. It has no name of its own."""
+    factors: tuple[Strategy, ...] = option(Several(Strategy))
+    built = False
 
     def check(self) -> None:
-        if self.reduce != "auto" and self.state not in ("replicated", "auto"):
-            raise Refused(f"data: reduce={self.reduce} does not fit state={self.state}, which has an exchange of its "
-                          "own; leave out one of them")
-        if isinstance(self.shares, tuple):
-            if isinstance(self.workers, int) and len(self.shares) != self.workers:
-                raise Refused(f"data({self.workers}) has {self.workers} workers and {len(self.shares)} shares; "
-                              "give one share per worker")
-            if 0 in self.shares:
-                raise Refused(f"data: every worker needs a share of at least 1, got {list(self.shares)}; "
-                              "use fewer workers instead")
-
-    @property
-    def exact(self) -> bool:
-        return self.compress is None and self.batch_norm == "whole"
-
-
-@choice
-class Tensor(Strategy, planned.Planned):
-    """Neurons, channels, heads and vocabulary split (Shoeybi et al. 2019)."""
-    workers: int | str = option(Integer(), Word("auto"))
-
-
-@choice
-class Spatial(Strategy, planned.Planned):
-    """The image split, with halo exchange (Dryden et al. 2019)."""
-    rows: int = option(Integer())
-    columns: int = option(Integer(), default=1)
-    dense: str = option(Word("same", "tensor"), default="same")
-    batch_norm: str = option(Word("whole", "share"), default="whole")
-
-    @property
-    def workers(self) -> int:  # type: ignore[override]
-        return self.rows * self.columns
-
-    @property
-    def exact(self) -> bool:
-        return self.batch_norm == "whole"
-
-
-@choice
-class Branch(Strategy, planned.Planned):
-    """Independent sub-networks on ranks of their own (Krizhevsky et al. 2012)."""
-    workers: int = option(Integer())
-
-
-@choice
-class Place(Strategy, planned.Planned):
-    """Layers in sequence on different ranks, one batch at a time (Dean et al. 2012)."""
-    workers: int = option(Integer())
-    cut: tuple[int, ...] | str = option(*planned.CUT, default="auto")
-
-
-@choice
-class Pipeline(Strategy, planned.Planned):
-    """Micro-batches in flight through stages of layers (Huang et al. 2019; Narayanan et al. 2019)."""
-    workers: int = option(Integer())
-    micro: int | str = option(Integer(), Word("auto"), default="auto")          # auto: 4 x workers
-    schedule: Choice = option(planned.SCHEDULES, default=planned.OneFOneB())
-    recompute: bool = option(Flag(), default=False)
-    cut: tuple[int, ...] | str = option(*planned.CUT, default="auto")
-
-
-@choice
-class Server(Strategy, planned.Planned):
-    """Servers hold the parameters; workers push gradients and pull parameters (Li et al. 2014)."""
-    workers: int = option(Integer())
-    servers: int = option(Integer(), default=1)
-    sync: Choice = option(planned.SYNC, default=planned.Bsp())
-    rate: str = option(Word("constant", "by_staleness"), default="constant")
-    replica: ClassVar[bool] = True
-
-    @property
-    def exact(self) -> bool:
-        return self.sync == planned.Bsp()
-
-
-@choice
-class Local(Strategy, planned.Planned):
-    """Local SGD: weights averaged every so many steps (Stich 2018; at the end: ParallelSGD, Zinkevich et al. 2010)."""
-    workers: int = option(Integer())
-    every: int | str = option(Integer(), Word("end"), default=8)
-    outer: Choice = option(planned.OUTER, default=planned.Mean())
-    after: int = option(Integer(0), default=0)
-    replica: ClassVar[bool] = True
-
-    @property
-    def exact(self) -> bool:
-        return False
-
-
-@choice
-class Federated(Strategy, planned.Planned):
-    """Federated averaging: clients with data of their own, some of them each round (McMahan et al. 2017)."""
-    workers: int = option(Integer())
-    clients: int = option(Integer(), default=100)
-    fraction: float = option(Decimal(most=1.0), default=0.1)
-    local_epochs: int = option(Integer(), default=1)
-    rounds: int | str = option(Integer(), Word("auto"), default="auto")
-    split: Choice = option(planned.SPLIT, default=planned.Even())
-    replica: ClassVar[bool] = True
-
-    @property
-    def exact(self) -> bool:
-        return False
-
-
-@choice
-class Product(Strategy, planned.Planned):
-    """A hybrid: strategies multiplied along axes, left to right is outer to inner."""
-    factors: tuple[Strategy, ...] = ()
-
-    def __post_init__(self) -> None:
-        for place, factor in enumerate(self.factors):
-            if isinstance(factor, Serial):
-                raise Refused("serial is one worker and cannot be multiplied; leave it out")
-            if factor.replica and place > 0:
-                raise Refused(f"{factor.name} holds replicas: at most one such part in a product, leftmost; got {self}")
-        data = self.factors[0]
-        if isinstance(data, Data) and data.micro != 1 and any(isinstance(each, Pipeline) for each in self.factors):
-            raise Refused("data(micro=...) does not fit beside pipeline, which cuts micro-batches itself; "
-                          "give pipeline(micro=...)")
+        for factor in self.factors:
+            factor.refuse_beside(self.factors)
 
     def __str__(self) -> str:
         return " * ".join(map(str, self.factors))
@@ -204,104 +189,21 @@ class Product(Strategy, planned.Planned):
         return " * ".join(map(repr, self.factors))
 
     @property
-    def workers(self) -> int | str:  # type: ignore[override]
+    def workers(self) -> int | str:
         counts = [factor.workers for factor in self.factors]
         return "auto" if "auto" in counts else prod(int(count) for count in counts)
 
     @property
-    def exact(self) -> bool:
-        return all(factor.exact for factor in self.factors)
+    def axes(self) -> tuple[Axis, ...]:
+        return tuple(axis for factor in self.factors for axis in factor.axes)
 
-
-STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (
-    Serial, Data, Tensor, Spatial, Branch, Place, Pipeline, Server, Local, Federated)}
-REDUCES = {cls.name: f"data(2, reduce={cls.name})" for cls in ALGORITHMS}       # all-reduces are no strategies of their own
+    @property
+    def promise(self) -> Promise:
+        every = [factor.promise for factor in self.factors]
+        return Promise(all(each.exact for each in every), all(each.replicas_equal for each in every),
+                       all(each.buffers_equal for each in every),
+                       next((each.jobs_only for each in every if each.jobs_only), None))
 
 
 def factors_of(strategy: Strategy) -> tuple[Strategy, ...]:
     return strategy.factors if isinstance(strategy, Product) else (strategy,)
-
-
-def strategies(text: str) -> tuple[Strategy, ...]:
-    """Read `strategy; strategy; ...`."""
-    read = []
-    for product in parse_products(text):
-        factors = [build(call, dict(STRATEGIES), "strategy", elsewhere=REDUCES) for call in product]
-        assert all(isinstance(factor, Strategy) for factor in factors)
-        read.append(factors[0] if len(factors) == 1 else Product(tuple(factors)))  # type: ignore[arg-type]
-    return tuple(read)  # type: ignore[arg-type]
-
-
-def strategy(text: str | Strategy) -> Strategy:
-    """Read one strategy; a strategy is returned as it is. Raises Refused."""
-    if isinstance(text, Strategy):
-        return text
-    if not isinstance(text, str):
-        raise Refused(f"a strategy is a text such as 'data(2, reduce=ring)' or a value such as Data(2); got {text!r}")
-    read = strategies(text)
-    if len(read) > 1:
-        raise Refused(f"one strategy is wanted here, got {len(read)}: {text}")
-    return read[0]
-
-
-def refuse_unbuilt(chosen: Strategy) -> None:
-    """Refuse what is known by name and not built yet: a strategy, an algorithm, or a value of an option."""
-    factors = factors_of(chosen)
-    for value in [*factors, *(inner for factor in factors for _, _, inner in parts_of(factor)), chosen]:
-        if isinstance(value, Choice) and not value.built:
-            what = "products of strategies (hybrids) are" if isinstance(value, Product) else f"{value.name} is"
-            raise Refused(f"{what} known and not built yet; built: " + ", ".join(built_names()))
-    for owner, spec, value in parts_of(chosen):
-        if value in spec.metadata["later"]:
-            raise Refused(f"{owner.name}({spec.name}={str(value).lower()}) is known and not built yet; leave it out")
-
-
-def built_names() -> list[str]:
-    return [cls.name for cls in (*STRATEGIES.values(), *ALGORITHMS) if cls.built]
-
-
-def resolve(chosen: Strategy, *, cores: int, workers: int | None = None, sharing: bool = False,
-            own: bool = False, group: int | None = None) -> Strategy:
-    """The same strategy with every `auto` replaced. workers: the world's size where one is given already;  sharing: its ranks
-    can share memory;  own: their backend's own all-reduce is known to be the quickest, as shm's and NCCL's;  group: ranks of a
-    host, where not all are on one. Which all-reduce is the quickest over gloo is seen when the first gradients are exchanged.
-
-    Raises Refused where the world has another size than the strategy asks for.
-    """
-    if isinstance(chosen, Serial):
-        found: Strategy = replace(chosen, threads=cores) if chosen.threads == "auto" else chosen
-    elif isinstance(chosen, Data):
-        count = chosen.workers if isinstance(chosen.workers, int) else workers or cores
-        state = chosen.state
-        if state == "auto":
-            state = "shared_memory" if sharing and count > 1 and chosen.reduce == "auto" else "replicated"
-        reduce = chosen.reduce
-        if reduce == "auto" and state == "replicated" and (count == 1 or own):
-            reduce = Native()                       # otherwise one is picked for each size of buckets
-        if isinstance(reduce, Choice):
-            reduce = settled(reduce, count, group or count)
-        found = replace(chosen, workers=count, reduce=reduce, state=state)
-    else:
-        raise Refused(f"{chosen} is not built yet")
-    if workers is not None and found.workers != workers:
-        raise Refused(f"{chosen} wants {found.workers} worker(s) and the launcher started {workers}; "
-                      f"start {found.workers}, or write data(auto)")
-    return found
-
-
-def settled(algorithm: Choice, size: int, group: int) -> Choice:
-    """An algorithm with its numbers of segments, and of ranks in a group. Raises Refused where that does not make up `size`."""
-    if isinstance(algorithm, TwoLevel):
-        found = replace(algorithm, group=group if algorithm.group == "auto" else algorithm.group)
-        found.grouping(size)
-        return replace(found, inside=found.inside.settled(), across=found.across.settled())
-    return algorithm.settled() if isinstance(algorithm, Composed) else algorithm
-
-
-def share_weights(resolved: Strategy) -> tuple[list[int], int]:
-    """(relative shares of the batch by rank, micro-batches within each share) of a resolved strategy."""
-    if isinstance(resolved, Data):
-        assert isinstance(resolved.workers, int)
-        return list(resolved.shares) if isinstance(resolved.shares, tuple) else [1] * resolved.workers, resolved.micro
-    assert isinstance(resolved, Serial)
-    return [1], resolved.micro

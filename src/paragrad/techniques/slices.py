@@ -1,6 +1,6 @@
 """Slices: which rank adds up and updates which part of all gradients, where parameters are shared by the ranks of a host.
 
-A slice is a list of pieces, one per parameter it touches. Which pieces may be cut out of a parameter depends on the optimizer.
+A slice is a list of stretches, one per parameter it touches. Which ones may be cut out of a parameter depends on the optimizer.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ GRAIN = 64              # elements: no cache line of a float's is written by two
 
 
 @dataclass(frozen=True)
-class Piece:
+class Stretch:
     """Elements start to stop of parameter number `index`."""
     index: int
     start: int
     stop: int
 
 
-def slices(optimizer: torch.optim.Optimizer, kind: str, lengths: list[int], ranks: int) -> tuple[list[list[Piece]], str]:
-    """(the pieces of every rank, why so), for parameters of some lengths (elements); kind: what `updates_by` found."""
+def slices(optimizer: torch.optim.Optimizer, kind: str, lengths: list[int], ranks: int) -> tuple[list[list[Stretch]], str]:
+    """(the stretches of every rank, why so), for parameters of some lengths (elements); kind: what `updates_by` found."""
     name = type(optimizer).__name__
     if kind == ELEMENT:
         return _even(lengths, ranks), f"{name} updates element by element: every rank 1/{ranks} of all"
     if kind == TENSOR:
         return _whole(lengths, ranks), f"{name} wants whole tensors: each is one rank's"
-    everything = [Piece(index, 0, length) for index, length in enumerate(lengths)]
+    everything = [Stretch(index, 0, length) for index, length in enumerate(lengths)]
     why = ("has a hook or a step of its own that may look at any parameter" if hooked(optimizer) else
            "did not update element by element or tensor by tensor where it was tried")
     return [everything] + [[] for _ in range(ranks - 1)], f"{name} {why}: rank 0 updates everything"
@@ -65,27 +65,27 @@ def _fusible(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -
     return len(met) <= 1 and all(map(torch.is_floating_point, parameters))
 
 
-def _even(lengths: list[int], ranks: int) -> list[list[Piece]]:
+def _even(lengths: list[int], ranks: int) -> list[list[Stretch]]:
     total = sum(lengths)
     cuts = [min(total, -(-total * rank // ranks // GRAIN) * GRAIN) for rank in range(ranks)] + [total]
-    found: list[list[Piece]] = []
+    found: list[list[Stretch]] = []
     for first, last in itertools.pairwise(cuts):
-        begin, pieces = 0, []
+        begin, stretches = 0, []
         for index, length in enumerate(lengths):
             start, stop = max(first, begin) - begin, min(last, begin + length) - begin
             if start < stop:
-                pieces.append(Piece(index, start, stop))
+                stretches.append(Stretch(index, start, stop))
             begin += length
-        found.append(pieces)
+        found.append(stretches)
     return found
 
 
-def _whole(lengths: list[int], ranks: int) -> list[list[Piece]]:
+def _whole(lengths: list[int], ranks: int) -> list[list[Stretch]]:
     """The longest first, each to the rank that has least."""
-    found: list[list[Piece]] = [[] for _ in range(ranks)]
+    found: list[list[Stretch]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         rank = loads.index(min(loads))
-        found[rank].append(Piece(index, 0, lengths[index]))
+        found[rank].append(Stretch(index, 0, lengths[index]))
         loads[rank] += lengths[index]
-    return [sorted(pieces, key=lambda piece: piece.index) for pieces in found]
+    return [sorted(stretches, key=lambda stretch: stretch.index) for stretches in found]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,11 @@ import torch
 
 from paragrad.errors import Refused
 from paragrad.jobs.job import Job
-from paragrad.players.proof import PROVED, prove
-from paragrad.schedules.actions import ScheduleError
+from paragrad.players.proof import check
 from paragrad.schedules.sabotage import sabotaged
-from paragrad.strategies.strategy import Data, Native, Serial, Strategy, refuse_unbuilt, resolve, share_weights, strategy
+from paragrad.strategies.strategy import Here, Strategy
+from paragrad.strategies.table import refuse_unbuilt, resolve, strategy
+from paragrad.techniques.table import ours
 from paragrad.training import checkpoint
 from paragrad.training.door import Facts, examined, uncut
 from paragrad.training.first_step.causes import by_layout
@@ -21,7 +24,7 @@ from paragrad.training.settings import Settings
 from paragrad.world.backends.shm.region import unavailable
 from paragrad.world.joining import check_interfaces, launched_size, ranks_here
 from paragrad.world.launched import cores
-from paragrad.world.launching import files
+from paragrad.world.launching import Ranks, files
 
 
 @dataclass(frozen=True)
@@ -32,21 +35,23 @@ class Admitted:
     resolved: Strategy
     settings: Settings
     facts: Facts
+    here: Here
+    backend: str                                    # what carries the ranks' messages
     saved: checkpoint.Saved | None = None           # what to go on from
     tried: str | None = None                        # what a trial saw (`trial.py`)
 
     @property
     def size(self) -> int:
-        assert isinstance(self.resolved.workers, int)
-        return self.resolved.workers
+        return self.resolved.size
+
+    @property
+    def alone(self) -> bool:
+        """Is it one worker's training already, by what its axes say?"""
+        return not self.resolved.axes
 
     @property
     def threads(self) -> int:
         return threads_of(self.resolved)
-
-    @property
-    def backend(self) -> str:
-        return backend_of(self.settings, self.size)
 
     @property
     def not_shm(self) -> str | None:
@@ -56,6 +61,41 @@ class Admitted:
         """The same training under another seed."""
         job = self.job.replace(seed=seed)
         return replace(self, job=job, facts=replace(self.facts, order=job.order(self.facts.samples)))
+
+    def on(self, ranks: Ranks, function: Callable[..., Any], *arguments: Any,
+           on_report: Callable[[int, Any], None] | None = None) -> list[Any]:
+        """function(world, *arguments) on as many ranks as the strategy wants: the answers of all. Raises RankFailed."""
+        return ranks.run(function, *arguments, size=self.size, threads=self.threads, backend=self.backend,
+                         device=self.settings.device, on_report=on_report)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A job, as a strategy may ask about it (`strategies.strategy.Facts`)."""
+    named: Job
+    facts: Facts
+    data: Path | None
+
+    @property
+    def job(self) -> str:
+        return self.named.name
+
+    @property
+    def full(self) -> int:
+        return min(self.named.batch, self.facts.samples)
+
+    @property
+    def uncut(self) -> str | None:
+        return uncut(self.named, self.data)
+
+    @property
+    def whole_loss(self) -> str | None:
+        return self.facts.whole_loss
+
+    @property
+    def by_layout(self) -> str | None:
+        drawn = self.facts.probe.draws.by_layout
+        return by_layout(drawn) if drawn else None
 
 
 def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, facts: Facts | None = None) -> Admitted:
@@ -69,37 +109,48 @@ def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, 
     asked = strategy(asked)
     refuse_unbuilt(asked)
     settings.check(job)
-    resolved = resolve(asked, cores=cores(), workers=launched_size(), sharing=not_sharing(settings) is None,
-                       own=backend_of(settings, launched_size() or 2) != "gloo", group=ranks_here())
-    if isinstance(resolved, Data) and resolved.state == "shared_memory" and (why := not_sharing(settings)):
-        raise Refused(f"{asked}: {why}; leave out state=shared_memory")
+    here = here_for(settings)
+    resolved = ready(asked, here)
     facts = facts or examined(job, settings.folder)
     job = facts.ready(job)
-    full = min(job.batch, facts.samples)
-    if isinstance(resolved.workers, int) and full < resolved.workers:
-        raise Refused(f"{asked} has {resolved.workers} workers and the full batch {full} sample(s); "
-                      f"give a batch of at least {resolved.workers}, or fewer workers")
-    if share_weights(resolved)[1] > 1 and (why := uncut(job, settings.folder)):
-        raise Refused(f"job {job.name}: {why}")
-    check_schedule(asked, resolved, settings)
-    if resolved.exact and not settings.unchecked and share_weights(resolved) != ([1], 1):
-        if facts.whole_loss:
-            raise Refused(f"job {job.name}: {facts.whole_loss}")
-        if facts.probe.draws.by_layout:
-            raise Refused(f"{asked}: {by_layout(facts.probe.draws.by_layout)}")
+    resolved.refuse(Asked(job, facts, settings.folder), asked, settings.unchecked)
+    check_plans(asked, resolved, settings)
     saved = checkpoint.found(Path(settings.resume), job, facts) if settings.resume else None
-    found = Admitted(job, asked, resolved, settings, facts, saved)
-    backend_of(settings, found.size)
+    return Admitted(job, asked, resolved, settings, facts, here, backend_of(settings, resolved.size), saved)
+
+
+def here_for(settings: Settings, own_loop: bool = False) -> Here:
+    """Where a training with these settings is to run. own_loop: the user's."""
+    ranks = launched_size()
+    return Here(cores(), ranks or 1 if own_loop else ranks, ranks_here(), not_sharing(settings),
+                backend_of(settings, ranks or (1 if own_loop else 2)), own_loop)
+
+
+def ready(asked: Strategy, here: Here) -> Strategy:
+    """A strategy resolved, its answers looked at: a user's own may leave some out, or contradict itself. Raises Refused."""
+    who = f"{type(asked).__module__}.{type(asked).__qualname__}"
+    if not hasattr(asked, "workers"):
+        raise Refused(f"{who} does not say how many workers it has; give it the field `workers: int = option(Integer())`")
+    if not hasattr(asked, "promise"):
+        raise Refused(f"{who} does not say what it promises; give it a property `promise`, such as Promise(exact=False)")
+    if not ours(asked) and not hasattr(asked, "exchange"):
+        raise Refused(f"{who} has no exchange; give it a method `exchange(self, held, world, log, how)` that returns one")
+    found = resolve(asked, here)
+    along = prod(axis.size for axis in found.axes if axis.divides == "samples")
+    if found.size != found.workers:
+        raise Refused(f"{asked} has {found.workers} workers, and axes of {found.size} ranks: " + " x ".join(
+            f"{axis.name} {axis.size}" for axis in found.axes) + "; their product is the number of ranks")
+    if len(found.division.shares) != along:
+        raise Refused(f"{asked} divides a batch into {len(found.division.shares)} shares, and its axes have {along} replicas; "
+                      "give one share per replica")
     return found
 
 
 def threads_of(resolved: Strategy) -> int:
-    """Threads of each rank: the host's cores divided, unless serial says otherwise."""
-    if isinstance(resolved, Serial):
-        assert isinstance(resolved.threads, int)
+    """Threads of each rank: the host's cores divided, unless the strategy says otherwise."""
+    if isinstance(resolved.threads, int):
         return resolved.threads
-    assert isinstance(resolved.workers, int)
-    return max(1, cores() // (ranks_here() or resolved.workers))
+    return max(1, cores() // (ranks_here() or resolved.size))
 
 
 def backend_of(settings: Settings, size: int) -> str:
@@ -135,18 +186,13 @@ def not_sharing(settings: Settings) -> str | None:
     return not_shm(launched_size() or 1)
 
 
-def check_schedule(asked: Strategy, resolved: Strategy, settings: Settings) -> None:
-    """Prove the all-reduce at the size of this world, before any rank starts."""
-    if not isinstance(resolved, Data) or isinstance(resolved.reduce, Native | str):
-        if settings.sabotage:
-            raise Refused(f"{asked} has no schedule to sabotage; name an algorithm, such as data(2, reduce=ring)")
-        return
-    assert isinstance(resolved.workers, int)
-    schedule: Any = sabotaged(resolved.reduce, settings.sabotage)
-    if settings.unproved or resolved.workers > PROVED:
-        return
-    try:
-        prove(schedule, resolved.workers, resolved.workers * schedule.parts(resolved.workers))
-    except ScheduleError as error:
-        raise Refused(f"{schedule} is no all-reduce of {resolved.workers} ranks: {error}; mend the schedule "
-                      "(--unproved runs it all the same)") from None
+def check_plans(asked: Strategy, resolved: Strategy, settings: Settings) -> None:
+    """Prove the schedules of a strategy at the size of this world, before any rank starts."""
+    plans = resolved.plans()
+    if settings.sabotage and not plans:
+        raise Refused(f"{asked} has no schedule to sabotage; name an algorithm, such as data(2, reduce=ring)")
+    for plan in () if settings.unproved else plans:
+        try:
+            check(sabotaged(plan.schedule, settings.sabotage), plan.size, plan.what)
+        except Refused as error:
+            raise Refused(f"{error} (--unproved runs it all the same)") from None

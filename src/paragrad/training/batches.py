@@ -7,14 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from paragrad.datasets.order import Order
-from paragrad.strategies.shares import micro_batches
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A micro-batch of this rank. `places` is never empty: where `positions` is, one sample stands in with weight 0."""
-    positions: list[int]        # in the epoch's order
-    places: list[int]           # in the global batch
+from paragrad.strategies.shares import Division, Micro, micro_batches
 
 
 @dataclass(frozen=True)
@@ -23,45 +16,45 @@ class Batch:
     epoch: int
     whole: range
     indices: list[int]
-    pieces: list[Piece]
+    micros: list[Micro]
 
     @property
     def places(self) -> list[int]:
-        """The places in the global batch of what to load, piece after piece."""
-        return list(chain.from_iterable(piece.places for piece in self.pieces))
+        """The places in the global batch of what to load, micro-batch after micro-batch."""
+        return list(chain.from_iterable(each.places for each in self.micros))
 
     @property
     def recorded(self) -> list[int]:
         """[first, stop] of its positions, which are contiguous."""
-        positions = [position for piece in self.pieces for position in piece.positions]
+        positions = [position for each in self.micros for position in each.positions]
         return [min(positions), max(positions) + 1] if positions else [0, 0]
 
-    def fewer(self, count: int, shares: Sequence[int], micro: int, ranks: Sequence[int]) -> Batch | None:
+    def fewer(self, count: int, division: Division, replicas: Sequence[int]) -> Batch | None:
         """The same of its first samples alone; None where a share would have none."""
         whole = self.whole[:count]
-        micros = micro_batches(whole, shares, micro)
-        if not all(any(parts[rank] for parts in micros) for rank in range(len(shares))):
+        micros = micro_batches(whole, division)
+        if not all(any(parts[replica] for parts in micros) for replica in range(len(division.shares))):
             return None
-        return Batch(self.epoch, whole, self.indices[:count], _pieces(whole, shares, micro, ranks))
+        return Batch(self.epoch, whole, self.indices[:count], _micros(whole, division, replicas))
 
-    def cuts(self) -> Iterator[tuple[Piece, slice]]:
-        """Every piece, with its place in what was loaded."""
+    def cuts(self) -> Iterator[tuple[Micro, slice]]:
+        """Every micro-batch, with its place in what was loaded."""
         start = 0
-        for piece in self.pieces:
-            yield piece, slice(start, start + len(piece.places))
-            start += len(piece.places)
+        for each in self.micros:
+            yield each, slice(start, start + len(each.places))
+            start += len(each.places)
 
 
-def batch_of(order: Order, epoch: int, whole: range, shares: Sequence[int], micro: int, ranks: Sequence[int],
+def batch_of(order: Order, epoch: int, whole: range, division: Division, replicas: Sequence[int],
              reverse: bool = False) -> Batch:
-    """The part of a global batch that these ranks' parts make together; reverse: each micro-batch back to front."""
-    return Batch(epoch, whole, order.indices(epoch, whole), _pieces(whole, shares, micro, ranks, reverse))
+    """The part of a global batch that these replicas' parts make together; reverse: each micro-batch back to front."""
+    return Batch(epoch, whole, order.indices(epoch, whole), _micros(whole, division, replicas, reverse))
 
 
-def _pieces(whole: range, shares: Sequence[int], micro: int, ranks: Sequence[int], reverse: bool = False) -> list[Piece]:
-    pieces = []
-    for parts in micro_batches(whole, shares, micro):
-        positions = list(chain.from_iterable(parts[rank] for rank in ranks))
+def _micros(whole: range, division: Division, replicas: Sequence[int], reverse: bool = False) -> list[Micro]:
+    micros = []
+    for parts in micro_batches(whole, division):
+        positions = list(chain.from_iterable(parts[replica] for replica in replicas))
         positions = positions[::-1] if reverse else positions
-        pieces.append(Piece(positions, [position - whole.start for position in positions] or [0]))
-    return pieces
+        micros.append(Micro(positions, [position - whole.start for position in positions] or [0]))
+    return micros

@@ -21,21 +21,18 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paragrad.errors import Refused, StepFailed
 from paragrad.jobs.job import Job
 from paragrad.record.record import lines_of
-from paragrad.techniques.data_parallel.alone import OptimizerState
+from paragrad.techniques.exchange import State
 from paragrad.training.door import Facts
 from paragrad.training.tensor_files import load_tensors, load_weights, save_tensors, save_weights
 from paragrad.world.world import World
-
-if TYPE_CHECKING:
-    from paragrad.training.trainer import Trainer
 
 SCHEMA = 1
 KEPT = 2                # the newest, and the one before it
@@ -67,14 +64,35 @@ class Saved:
                      if line["kind"] == "epoch" and line["epoch"] == epoch), None)
 
 
-def save(trainer: Trainer, held: OptimizerState, parent: Path, identity: dict[str, Any] | None = None) -> Path:
-    """Write the trainer's model, optimizer, scheduler and step below parent; the checkpoint's folder.
+@dataclass(frozen=True)
+class Snapshot:
+    """A training as it stands after `step` steps, until the next one is made.
 
-    held: trainer.optimizer_state(), which all ranks ask for;  identity: what must be equal where it is loaded again. Call on
-    rank 0; replicas are equal. Raises StepFailed where the
-    optimizer or scheduler holds what neither tensors nor JSON can, or where parent holds a later step of another training.
+    state: the optimizer's, in serial shapes, whole on rank 0 (empty where a checkpoint is to be loaded into it);  identity:
+    what must be equal where it is loaded again.
     """
-    folder = parent / f"checkpoint-{trainer.steps:08}"
+    step: int
+    strategy: str
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    state: State
+    identity: dict[str, Any]
+
+    @property
+    def names(self) -> list[list[str]]:
+        """The serial names of the parameters of the optimizer's groups."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        return [[names[parameter] for parameter in group["params"]] for group in self.optimizer.param_groups]
+
+
+def save(snapshot: Snapshot, parent: Path) -> Path:
+    """Write a snapshot below parent; the checkpoint's folder. Call on rank 0; replicas are equal.
+
+    Raises StepFailed where the optimizer or scheduler holds what neither tensors nor JSON can, or where parent holds a later
+    step of another training.
+    """
+    folder = parent / f"checkpoint-{snapshot.step:08}"
     for later in (path for path in _folders(parent) if path > folder):
         if damage(later) is None:
             raise StepFailed(f"{later} is there, of a later step: another training was saved in {parent}; load it and go on "
@@ -83,12 +101,13 @@ def save(trainer: Trainer, held: OptimizerState, parent: Path, identity: dict[st
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    tensors, scalars, groups = _optimizer_state(trainer, held)
-    save_weights(trainer.model, partial / "model.safetensors")
+    tensors, scalars = _divided(snapshot.state)
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in snapshot.optimizer.param_groups]
+    save_weights(snapshot.model, partial / "model.safetensors")
     save_tensors(tensors, partial / "optimizer.safetensors")
-    state = {"schema": SCHEMA, "step": trainer.steps, "strategy": str(trainer.strategy), "identity": identity or {},
-             "optimizer": {"class": type(trainer.optimizer).__name__, "groups": groups, "scalars": scalars},
-             "scheduler": trainer.scheduler.state_dict() if trainer.scheduler is not None else None}
+    state = {"schema": SCHEMA, "step": snapshot.step, "strategy": snapshot.strategy, "identity": snapshot.identity,
+             "optimizer": {"class": type(snapshot.optimizer).__name__, "groups": groups, "scalars": scalars},
+             "scheduler": snapshot.scheduler.state_dict() if snapshot.scheduler is not None else None}
     (partial / "state.json").write_text(json.dumps(plain(state), indent=1))
     (partial / SUMS).write_text("".join(f"{_digest(partial / name)}  {name}\n" for name in FILES))
     for path in [*partial.iterdir(), partial]:
@@ -104,8 +123,12 @@ def save(trainer: Trainer, held: OptimizerState, parent: Path, identity: dict[st
 def identity_of(job: Job, facts: Facts) -> dict[str, Any]:
     """What a job must have in common with the one that was saved."""
     return {"name": job.name, "seed": job.seed, "batch": job.batch, "samples": facts.samples,
-            "dtype": str(job.parameter_dtype).removeprefix("torch."), **facts.training,
-            **{f"shape of {name}": shape for name, shape in facts.shapes.items()}}
+            "dtype": str(job.parameter_dtype).removeprefix("torch."), **facts.training, **shapes_of(facts.shapes)}
+
+
+def shapes_of(shapes: Mapping[str, list[int]]) -> dict[str, Any]:
+    """Of a model's state, as part of an identity."""
+    return {f"shape of {name}": shape for name, shape in shapes.items()}
 
 
 def found(parent: Path, job: Job, facts: Facts) -> Saved:
@@ -159,11 +182,11 @@ def newest_of_all(world: World, parent: Path) -> Saved:
     return chosen
 
 
-def load(trainer: Trainer, saved: Saved) -> None:
-    """Put a checkpoint into a trainer before its first step, whatever its strategy. Raises Refused if it does not fit."""
-    kept, names = saved.state["optimizer"], _group_names(trainer)
-    _check_fit(trainer, saved, names)
-    load_weights(trainer.model, saved.folder / "model.safetensors", str(trainer.world.device))
+def load(saved: Saved, into: Snapshot, device: str = "cpu") -> None:
+    """Put a checkpoint into a training before its first step, whatever its strategy. Raises Refused if it does not fit."""
+    kept, names = saved.state["optimizer"], into.names
+    _check_fit(saved, into)
+    load_weights(into.model, saved.folder / "model.safetensors", device)
     values: dict[str, dict[str, Any]] = {name: dict(scalars) for name, scalars in kept["scalars"].items()}
     for key, tensor in load_tensors(saved.folder / "optimizer.safetensors").items():
         name, _, what = key.rpartition("/")
@@ -171,45 +194,41 @@ def load(trainer: Trainer, saved: Saved) -> None:
     order = [name for group in names for name in group]
     places = iter(range(len(order)))
     groups = [{**group, "params": [next(places) for _ in own]} for group, own in zip(kept["groups"], names, strict=True)]
-    trainer.optimizer.load_state_dict({"state": {place: values[name] for place, name in enumerate(order) if name in values},
-                                       "param_groups": groups})
+    into.optimizer.load_state_dict({"state": {place: values[name] for place, name in enumerate(order) if name in values},
+                                    "param_groups": groups})
+    parameters = dict(into.model.named_parameters())
     for name, each in values.items():           # torch gives floating state its parameter's type; keep what it was
-        own = trainer.optimizer.state[trainer.parameters[name]]
+        own = into.optimizer.state[parameters[name]]
         own.update({key: own[key].to(value.dtype) for key, value in each.items() if isinstance(value, Tensor)})
-    if trainer.scheduler is not None:
-        trainer.scheduler.load_state_dict(saved.state["scheduler"])
-    trainer.steps = saved.step
+    if into.scheduler is not None:
+        into.scheduler.load_state_dict(saved.state["scheduler"])
 
 
-def _check_fit(trainer: Trainer, saved: Saved, names: list[list[str]]) -> None:
-    kept = saved.state["optimizer"]
-    if kept["class"] != type(trainer.optimizer).__name__ or len(kept["groups"]) != len(names):
+def _check_fit(saved: Saved, into: Snapshot) -> None:
+    kept, theirs = saved.state["optimizer"], saved.state["identity"]
+    for name in sorted(into.identity.keys() & theirs.keys()):
+        if into.identity[name] != theirs[name]:
+            raise Refused(f"{saved.folder} was saved with {name} {theirs[name]}, and here it is {into.identity[name]}; resume "
+                          "it as it was")
+    if kept["class"] != type(into.optimizer).__name__ or len(kept["groups"]) != len(into.names):
         raise Refused(f"{saved.folder} was saved with a {kept['class']} of {len(kept['groups'])} group(s), and the optimizer "
-                      f"here is a {type(trainer.optimizer).__name__} of {len(names)}; resume it as it was")
-    if (saved.state["scheduler"] is None) != (trainer.scheduler is None):
+                      f"here is a {type(into.optimizer).__name__} of {len(into.names)}; resume it as it was")
+    if (saved.state["scheduler"] is None) != (into.scheduler is None):
         raise Refused(f"{saved.folder} was saved {'without' if saved.state['scheduler'] is None else 'with'} a scheduler; "
                       "resume it as it was")
 
 
-def _optimizer_state(trainer: Trainer, held: OptimizerState) -> tuple[
-        dict[str, Tensor], dict[str, dict[str, Any]], list[dict[str, Any]]]:
-    """(tensors by "parameter/what", plain values by parameter, groups without their parameters)."""
-    names = {parameter: name for name, parameter in trainer.parameters.items()}
+def _divided(state: State) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """(tensors by "parameter/what", plain values by parameter)."""
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
-    for parameter, values in held.items():
+    for name, values in state.items():
         for what, value in values.items():
             if isinstance(value, Tensor):
-                tensors[f"{names[parameter]}/{what}"] = value.detach().clone().contiguous()
+                tensors[f"{name}/{what}"] = value.detach().clone().contiguous()
             else:
-                scalars.setdefault(names[parameter], {})[what] = value
-    groups = [{name: value for name, value in group.items() if name != "params"} for group in trainer.optimizer.param_groups]
-    return tensors, scalars, groups
-
-
-def _group_names(trainer: Trainer) -> list[list[str]]:
-    names = {parameter: name for name, parameter in trainer.parameters.items()}
-    return [[names[parameter] for parameter in group["params"]] for group in trainer.optimizer.param_groups]
+                scalars.setdefault(name, {})[what] = value
+    return tensors, scalars
 
 
 def plain(value: Any) -> Any:

@@ -27,9 +27,7 @@ def train_rank(world: World, checked: Admitted, folder: Path, origin: float, rep
     settings = checked.settings
     with Recorder(folder / f"rank-{world.rank}.jsonl", origin) as record, \
             events(folder if settings.tensorboard and world.rank == 0 else None) as show:
-        trainer = Trainer.of_job(world, checked.job, checked.resolved, record=record, overlap=settings.overlap,
-                                 reverse=settings.reverse, sabotage=settings.sabotage, machine=settings.known_machine,
-                                 unchecked=settings.unchecked, seen=checked.facts.probe)
+        trainer = Trainer.of_job(world, checked.job, checked.resolved, settings, record=record, seen=checked.facts.probe)
         try:
             training = Training(trainer, checked, folder, record, report or (lambda told: None), show)
             status = training.run()
@@ -131,16 +129,14 @@ class Training:
         if self.trainer.world.agreed(saved.sums) != saved.sums:
             raise StepFailed(f"this rank found another checkpoint in {saved.folder} than rank 0; put the run where all hosts "
                              "see it")
-        checkpoint.load(self.trainer, saved)
+        self.trainer.restore(saved)
         self.saved_at = self.trainer.steps
 
     def save(self) -> None:
-        """A checkpoint of this step, unless it is there already; rank 0 writes it."""
+        """A checkpoint of this step, unless it is there already."""
         if self.saved_at == self.trainer.steps:
             return
-        state = self.trainer.optimizer_state()
-        if self.trainer.world.rank == 0:
-            checkpoint.save(self.trainer, state, self.folder, checkpoint.identity_of(self.checked.job, self.checked.facts))
+        self.trainer.save(self.folder, checkpoint.identity_of(self.checked.job, self.checked.facts))
         self.saved_at = self.trainer.steps
 
 

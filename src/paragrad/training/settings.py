@@ -13,6 +13,7 @@ from paragrad.notation.choices import unknown
 from paragrad.players.machine import Machine, machine_of, read_machine
 from paragrad.record import tensorboard
 from paragrad.schedules.sabotage import SABOTAGES
+from paragrad.techniques.exchange import How
 from paragrad.world.launched import cores
 
 DEVICES = ("cpu", "cuda")
@@ -79,6 +80,11 @@ class Settings:
     def known_machine(self) -> Machine | None:
         """The machine of the file. Raises Refused."""
         return read_machine(Path(self.machine), cores())[0] if self.machine else None
+
+    @property
+    def how(self) -> How:
+        """What of it an exchange is told."""
+        return How(self.overlap, self.known_machine, self.sabotage)
 
     def check(self, job: Job | None = None) -> None:
         """Refuse what no rank should see (and what does not fit the job). Raises Refused."""

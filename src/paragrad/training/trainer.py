@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,21 +35,25 @@ from paragrad.jobs.job import Job
 from paragrad.jobs.loss import Loss, Summed
 from paragrad.jobs.precision import shared_type
 from paragrad.planner.price import computed_bytes
-from paragrad.players.machine import Machine
 from paragrad.record.log import Log
 from paragrad.record.record import Recorder
-from paragrad.strategies.strategy import Data, Strategy, share_weights
+from paragrad.strategies.shares import Micro
+from paragrad.strategies.strategy import Strategy
 from paragrad.techniques.batch_norm import BatchNorm, Part
-from paragrad.techniques.data_parallel.alone import Alone, OptimizerState
 from paragrad.techniques.draws import Draws, keyed
-from paragrad.techniques.probe import Probe, first_not_finite
+from paragrad.techniques.exchange import Exchange, How
+from paragrad.techniques.passes import Passes, Sums
+from paragrad.techniques.probe import Probe
 from paragrad.techniques.untouched import Before
 from paragrad.techniques.updating import Alike, in_eval_mode
 from paragrad.training import checkpoint
-from paragrad.training.batches import Batch, Piece, batch_of
+from paragrad.training.batches import Batch, batch_of
+from paragrad.training.checkpoint import Snapshot
 from paragrad.training.evaluation import Metric, evaluated, evaluating
 from paragrad.training.first_step.proof import Proof
 from paragrad.training.first_step.start import before, prove, settled
+from paragrad.training.settings import Settings
+from paragrad.world.axes import place
 from paragrad.world.generators import seed_everything
 from paragrad.world.world import World
 
@@ -71,10 +74,10 @@ class Trainer:
 
     scheduler, clip_norm, collate: as in Job;  autocast: the type that forward and loss are computed in, or None;  dtype: what
     inputs are brought to, otherwise what the model's real parameters share;
-    record: where steps and spans go, or None;  overlap: exchange gradients while backward runs;
+    record: where steps and spans go, or None;  how: exchanges go;
     like: compute what one worker must to be compared with that strategy (the union of all ranks' parts, micro-batch by
-    micro-batch);  reverse: each micro-batch in reverse order (the rounding twin);  sabotage: a planted bug, by its name;
-    examined: the loss was looked at, at the door; otherwise it is before the first step;  machine: known links, for `auto`;
+    micro-batch);  reverse: each micro-batch in reverse order (the rounding twin);
+    examined: the loss was looked at, at the door; otherwise it is before the first step;
     unchecked: do not compare the first step with one worker's, and go on where draws depend on the layout;
     seen: what a look at the model showed at the door.
     """
@@ -82,16 +85,19 @@ class Trainer:
     def __init__(self, world: World, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, strategy: Strategy, *,
                  seed: int = 0, scheduler: Any = None, clip_norm: float | None = None, autocast: torch.dtype | None = None,
                  collate: Collate | None = None, dtype: torch.dtype | None = None, record: Recorder | None = None,
-                 overlap: bool = True, like: Strategy | None = None, reverse: bool = False, sabotage: str | None = None,
-                 examined: bool = False, machine: Machine | None = None, unchecked: bool = False,
-                 seen: Probe | None = None) -> None:
-        self.world, self.model, self.optimizer, self.strategy = world, model, optimizer, strategy
+                 how: How | None = None, like: Strategy | None = None, reverse: bool = False, examined: bool = False,
+                 unchecked: bool = False, seen: Probe | None = None) -> None:
+        self.world = world.with_axes(*strategy.axes)
+        self.model, self.optimizer, self.strategy = model, optimizer, strategy
         self.seed, self.scheduler, self.clip_norm, self.autocast, self.collate = seed, scheduler, clip_norm, autocast, collate
-        self.log, self.overlap, self.reverse, self.sabotage = Log(record), overlap, reverse, sabotage
-        self.examined, self.machine, self.unchecked, self.seen = examined, machine, unchecked, seen
-        self.shares, self.micro = share_weights(like or strategy)
-        self.parts = list(range(len(self.shares))) if like else [world.rank]        # whose parts this rank runs
-        self.splits = strategy.exact and not like and not unchecked and (world.size > 1 or self.micro > 1)
+        self.log, self.how, self.reverse = Log(record), how or How(), reverse
+        self.examined, self.unchecked, self.seen = examined, unchecked, seen
+        self.division = (like or strategy).division
+        self.replicated = _along_samples(self.world)
+        self.replicas = list(range(len(self.division.shares))) if like else [self.replicated.rank]      # whose shares it runs
+        self.leads = not any(place(self.world.axes, world.rank)[axis.name] for axis in self.world.axes
+                             if axis.divides != "samples")      # of the ranks with one share, the one that records it
+        self.splits = strategy.exact and not like and not unchecked and (world.size > 1 or self.division.micro > 1)
         self.parameters = dict(model.named_parameters())
         self.precision = max((parameter.dtype for parameter in model.parameters() if parameter.requires_grad),
                              key=lambda dtype: torch.finfo(dtype).eps)         # the coarsest
@@ -99,7 +105,8 @@ class Trainer:
         self.module = Summed(model, loss)
         self.everything = list(self.module.parameters())
         self.part = Part()
-        self.exchange: Alone | None = None
+        self.exchange: Exchange | None = None
+        self.passes: Passes | None = None
         self.batch: Batch | None = None             # what `batches` gave last, of which samples, and when it began to load
         self.fetched: Any = None
         self.samples: Samples | None = None
@@ -108,18 +115,20 @@ class Trainer:
         self.steps = 0
         self.taken = 0                              # steps of this trainer, which may have begun with a later one
         self.activations = 0
-        self.scale, self.coarsest = 1.0, 0.0        # of this step's gradients; eps of the coarsest numbers that backward keeps
+        self.coarsest = 0.0                         # eps of the coarsest numbers that backward keeps
         self.draws, self.alike = Draws(), Alike(seed, world.device)
         self.proof: Proof | None = None             # of the step under way, that it is one worker's
         self.kept: Before | None = None             # what it began with
         self.rehearsing = False
-        own = isinstance(strategy, Data) and strategy.batch_norm == "share"
-        self.batch_norm = BatchNorm(world, model, self.part, self._count_batch_norm, own)
+        self.batch_norm = BatchNorm(self.replicated, model, self.part, self._count_batch_norm,
+                                    own=strategy.batch_norm == "share")
         seed_everything(seed + 1 + world.rank)              # what is drawn from here on differs by rank
 
     @classmethod
-    def of_job(cls, world: World, job: Job, strategy: Strategy, **more: Any) -> Trainer:
+    def of_job(cls, world: World, job: Job, strategy: Strategy, settings: Settings | None = None, **more: Any) -> Trainer:
         """The trainer of a job, whose model and optimizer every rank builds itself."""
+        settings = settings or Settings()
+        more = {"how": settings.how, "reverse": settings.reverse, "unchecked": settings.unchecked, **more}
         model = job.model_to_train().to(world.device)
         optimizer = job.optimizer(model.parameters())
         return cls(world, model, job.built_loss(world.device), optimizer, strategy, seed=job.seed, clip_norm=job.clip_norm,
@@ -139,9 +148,10 @@ class Trainer:
         """
         refuse_loader(dataset, "the dataset")
         order = Order(len(dataset), batch, self.seed)
-        if min(batch, order.samples) < len(self.shares):
-            raise Refused(f"{self.strategy} has {len(self.shares)} workers and the full batch {min(batch, order.samples)} "
-                          f"sample(s); give a batch of at least {len(self.shares)}, or fewer workers")
+        full, shares = min(batch, order.samples), len(self.division.shares)
+        if full < shares:
+            raise Refused(f"{self.strategy} has {shares} workers and the full batch {full} sample(s); "
+                          f"give a batch of at least {shares}, or fewer workers")
         return self.batches_at(dataset, order, [(epoch, whole) for whole in itertools.islice(order.batches(), start, None)],
                                loaders)
 
@@ -151,7 +161,7 @@ class Trainer:
         samples = Samples(dataset, self.seed, self.collate)
         samples = self.samples = samples if self.examined or not self.splits else whole_where_needed(samples, order.batch)
         for epoch, group in itertools.groupby(places, key=lambda place: place[0]):
-            batches = [batch_of(order, epoch, whole, self.shares, self.micro, self.parts, self.reverse) for _, whole in group]
+            batches = [batch_of(order, epoch, whole, self.division, self.replicas, self.reverse) for _, whole in group]
             data = loaded(samples, [(epoch, batch.indices, batch.places) for batch in batches], loaders)
             for batch in batches:
                 self.began = self.log.now()
@@ -175,57 +185,36 @@ class Trainer:
                                  "which would mix shares; loop over trainer.batches itself (loaders=1 loads ahead)")
             target = inputs if target is None else target
             before(self, batch, inputs, target)
-            loss, weight = self.gradients_of(batch, inputs, target)
-            result, rate = self._update(batch, inputs, target)
+            own = self.gradients_of(batch, inputs, target)
+            result, rate = self._update(batch, inputs, target, own.scale)
         except Exception as error:
             raise self._failed(error) from error
         assert self.exchange is not None
-        self.log.step(self.steps, self.began, epoch=batch.epoch, loss=[loss, weight], order=batch.recorded,
-                      sent=dict(self.exchange.sent), lr=rate)
+        loss, order = ([own.loss, own.weight], batch.recorded) if self.leads else ([0.0, 0.0], [0, 0])
+        self.log.step(self.steps, self.began, epoch=batch.epoch, loss=loss, order=order, sent=dict(self.exchange.sent), lr=rate)
         self.steps += 1
         self.taken += 1
         return result
 
-    def gradients_of(self, batch: Batch, inputs: Any, target: Any) -> tuple[float, float]:
-        """Summed over micro-batches and ranks; this rank's own sum of losses, and its weight."""
-        loss, weight = 0.0, 0.0
-        whole = len(batch.pieces) == 1
-        for number, (piece, part) in enumerate(batch.cuts()):
-            samples = len(batch.places)
-            pair: tuple[Any, Any] = (inputs, target) if whole else cut((inputs, target), part, samples)
-            if number == 0:
-                assert self.exchange is not None
-                for parameter in self.everything:   # also those that the optimizer does not hold
-                    parameter.grad = None
-                self.exchange.begin()
-                self.exchange.doubt = 0.0
-            more = self._forward_backward(batch, piece, number, *pair)
-            loss, weight = loss + more[0], weight + more[1]
+    def gradients_of(self, batch: Batch, inputs: Any, target: Any) -> Sums:
+        """Summed over micro-batches and ranks; this rank's own sums."""
         assert self.exchange is not None
-        self.exchange.finish(weight, loss)
-        return loss, weight
+        assert self.passes is not None
+        for parameter in self.everything:               # also those that the optimizer does not hold
+            parameter.grad = None
+        self.exchange.begin()
+        self.exchange.doubt = 0.0
+        own = self.passes.gradients(self._micros(batch, inputs, target), len(batch.micros))
+        self.exchange.finish(own.weight, own.loss)
+        return own
 
-    def _forward_backward(self, batch: Batch, piece: Piece, number: int, inputs: Any, target: Any) -> tuple[float, float]:
-        assert self.exchange is not None
-        samples = self.part.samples = len(piece.positions)
-        last = number == len(batch.pieces) - 1
-        self.exchange.stop = last and self.world.stop.is_set()
-        with self.exchange.micro_batch(last), self._keyed(batch, piece), self.batch_norm:
-            with self.log.span(f"F{number}", "compute"), self.casting():
-                total, weight = self.exchange.module(inputs, target, samples)
-            value = float(total.detach())
-            self.exchange.doubt += self.module.doubtful if weight else 0.0
-            if not math.isfinite(value):
-                with self.batch_norm.looking():
-                    raise StepFailed("the loss is not finite", tensor=first_not_finite(self.model, inputs, target))
-            # what is not linear in a gradient (a hook that clips) sees on one worker that of the mean, as without this library
-            alone = self.world.size == len(batch.pieces) == 1
-            self.scale = 1.0 / weight if alone and weight and not self.module.linear else 1.0
-            with self.log.span(f"B{number}", "compute"):
-                total.backward(None if self.scale == 1.0 else total.new_tensor(self.scale))
-        return value, weight
+    def _micros(self, batch: Batch, inputs: Any, target: Any) -> Iterator[tuple[Micro, Any, Any]]:
+        """Every micro-batch with its part of what was loaded."""
+        samples = len(batch.places)
+        for micro, part in batch.cuts():
+            yield micro, *((inputs, target) if len(batch.micros) == 1 else cut((inputs, target), part, samples))
 
-    def _update(self, batch: Batch, inputs: Any, target: Any) -> tuple[Result, float]:
+    def _update(self, batch: Batch, inputs: Any, target: Any, scale: float) -> tuple[Result, float]:
         """The one division by the global weight, then clipping, the optimizer and the scheduler: as serial.
 
         Returns the result and the learning rate of this update.
@@ -236,10 +225,8 @@ class Trainer:
             weight = settled(self, batch, inputs, target, weight, doubt)
             if weight == 0:
                 raise StepFailed("no sample of this batch counts: its weight is 0")
-            if self.sabotage == "mean_twice":       # the planted bug divides the gradients, not the weight beside them
-                weight, loss = weight * self.world.size, loss * self.world.size
             rate = float(self.optimizer.param_groups[0]["lr"])
-            self.exchange.average(weight * self.scale)
+            self.exchange.average(weight * scale)
             if self.proof is not None and not self.rehearsing:
                 prove(self, loss / weight, weight)
             self.alike("update", self.steps, self.exchange.update)
@@ -247,13 +234,12 @@ class Trainer:
                 self.alike("schedule", self.steps, self.scheduler.step)
         return Result(loss / weight, weight, stop > 0), rate
 
-    def _keyed(self, batch: Batch, piece: Piece) -> contextlib.AbstractContextManager[Any]:
+    def keyed(self, micro: Micro) -> contextlib.AbstractContextManager[Any]:
         """Around forward and backward: what is drawn is keyed by each sample's place in the global batch; where the first step
         drew nothing, a draw ends the run."""
         if not self.draws and not self.splits:
             return contextlib.nullcontext()
-        return keyed(self.draws, self.seed, self.steps, [position - batch.whole.start for position in piece.positions],
-                     strict=self.splits)
+        return keyed(self.draws, self.seed, self.steps, micro.places[:len(micro.positions)], strict=self.splits)
 
     def casting(self) -> contextlib.AbstractContextManager[Any]:
         if self.autocast is None or self.rehearsing:
@@ -269,7 +255,7 @@ class Trainer:
         """The same with the weight it stands on: {"value", "weight"}."""
         samples = Samples(dataset, self.seed, self.collate)
         with self.for_evaluation(), evaluating(self.model), self.casting():
-            return evaluated(self.world, self.module, samples, metric, self.dtype, loaders)
+            return evaluated(self.replicated, self.module, samples, metric, self.dtype, loaders)
 
     def for_evaluation(self) -> contextlib.AbstractContextManager[Any]:
         """Parameters in the eval mode of an optimizer that has one (schedule-free); afterwards as they were. Collective."""
@@ -285,20 +271,23 @@ class Trainer:
         assert self.exchange is not None
         return self.exchange.gradients()
 
-    def optimizer_state(self) -> OptimizerState:
-        """The optimizer's state in serial shapes, by parameter; whole on rank 0. Collective."""
-        return self.exchange.optimizer_state() if self.exchange else dict(self.optimizer.state)
+    def snapshot(self, identity: dict[str, Any] | None = None) -> Snapshot:
+        """This training as it stands, whole on rank 0. Collective. identity: of the Job, where it is one."""
+        shapes = {name: list(tensor.shape) for name, tensor in self.model.state_dict().items() if isinstance(tensor, Tensor)}
+        return Snapshot(self.steps, str(self.strategy), self.model, self.optimizer, self.scheduler,
+                        self.exchange.state() if self.exchange else {},
+                        identity or {"seed": self.seed, **checkpoint.shapes_of(shapes)})
 
     def state(self) -> dict[str, Tensor]:
         """Parameters, and buffers unless the strategy lets them differ by rank."""
-        buffers = dict(self.model.named_buffers()) if self.strategy.exact else {}
+        buffers = dict(self.model.named_buffers()) if self.strategy.promise.buffers_equal else {}
         return {**{name: parameter.detach() for name, parameter in self.parameters.items()}, **buffers}
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: str | Path, identity: dict[str, Any] | None = None) -> None:
         """Write a checkpoint of this step below a folder, and keep the one before it. Collective."""
-        state = self.optimizer_state()
+        snapshot = self.snapshot(identity)
         if self.world.rank == 0:
-            checkpoint.save(self, state, Path(folder))
+            checkpoint.save(snapshot, Path(folder))
         self.world.barrier()
 
     def load(self, folder: str | Path) -> None:
@@ -306,7 +295,12 @@ class Trainer:
 
         Collective: rank 0 chooses, and every rank reads that one. Raises Refused.
         """
-        checkpoint.load(self, checkpoint.newest_of_all(self.world, Path(folder)))
+        self.restore(checkpoint.newest_of_all(self.world, Path(folder)))
+
+    def restore(self, saved: checkpoint.Saved) -> None:
+        """Go on from a checkpoint, before the first step. Raises Refused."""
+        checkpoint.load(saved, self.snapshot(), str(self.world.device))
+        self.steps = saved.step
 
     def _failed(self, error: Exception) -> StepFailed:
         self.log.failed(self.steps)
@@ -316,3 +310,9 @@ class Trainer:
         """Let go of the exchange; the model is a plain one again."""
         if self.exchange is not None:
             self.exchange.close()
+
+
+def _along_samples(world: World) -> World:
+    """The ranks that divide the samples of a batch among them. Collective."""
+    names = [axis.name for axis in world.axes if axis.divides == "samples"]
+    return world if len(names) == len(world.axes) else world.along(names)

@@ -25,7 +25,7 @@ from paragrad.players.machine import machine_of
 from paragrad.report import simulation
 from paragrad.report.progress import Shown
 from paragrad.schedules.sabotage import SABOTAGES
-from paragrad.strategies.strategy import strategy as read_strategy
+from paragrad.strategies.table import strategy as read_strategy
 from paragrad.world.launched import cores
 
 if TYPE_CHECKING:
@@ -136,12 +136,17 @@ def verify(job: JobName, strategy: Strategy, runs: Runs = Path("runs"), data: Da
             raise typer.Exit(1)
 
 
+OwnJob = Annotated[str | None, typer.Option("--job", metavar="JOB", help="a job file, with an all-reduce of your own in it")]
+
+
 @app.command()
-def draw(strategy: Annotated[str, typer.Argument(help="such as 'data(4, reduce=ring)'")],
+def draw(strategy: Annotated[str, typer.Argument(help="such as 'data(4, reduce=ring)'")], job: OwnJob = None,
          svg: Annotated[Path | None, typer.Option(metavar="FILE", help="also write a space-time diagram")] = None) -> None:
     """Draw what the ranks of a strategy send each other."""
     from paragrad.report import listing
     with answering():
+        if job:
+            _job(job, None, None, None, None)
         listing.draw(read_strategy(strategy), svg)
 
 
@@ -157,7 +162,7 @@ def work(job: JobName, data: Data = None, batch: Batch = None, set_: Set = None,
 @app.command()
 def simulate(strategy: Annotated[str, typer.Argument(help="such as 'data(4096, reduce=ring)'")],
              size: Annotated[str, typer.Option("--bytes", metavar="N", help="of the vector: 4096, 64KiB, 100MB")],
-             machine: Machine = None,
+             machine: Machine = None, job: OwnJob = None,
              link: Annotated[str | None, typer.Option(help="link of the machine file: gloo or shm")] = None,
              inside: Annotated[str | None, typer.Option(help="link among the ranks of a host, where it is another")] = None,
              per_link: Annotated[int, typer.Option("--ranks-per-link", min=1, help="ranks of a host, on one link")] = 1,
@@ -167,6 +172,8 @@ def simulate(strategy: Annotated[str, typer.Argument(help="such as 'data(4096, r
              as_json: Json = False) -> None:
     """What one exchange of a strategy will cost, on thousands of ranks too: by a clock, by formula, beside the lower bounds."""
     with answering():
+        if job:
+            _job(job, None, None, None, None)
         with Console(stderr=True).status("simulating"):
             found = simulated(read_strategy(strategy), read_bytes(size), machine_of(machine, cores()), link=link, inside=inside,
                               per_link=per_link, per_core=per_core, slow=tuple(map(read_slow, slow or ())),

@@ -12,7 +12,9 @@ from paragrad.record.record import Recorder, new_folder
 from paragrad.report.page import write_page
 from paragrad.report.results import TWIN
 from paragrad.report.table import Table
-from paragrad.strategies.strategy import Serial, Strategy, strategies
+from paragrad.strategies.serial import Serial
+from paragrad.strategies.strategy import Strategy
+from paragrad.strategies.table import strategies
 from paragrad.training.admission import Admitted, admitted
 from paragrad.training.door import examined
 from paragrad.training.loop import Progress
@@ -91,7 +93,7 @@ class Comparing:
             told = f"{shown}, seed {seeded.job.seed}" if len(names) > 1 else shown
             if not self.trained(seeded, name, told):
                 return
-        if row.settings.reverse or not isinstance(row.resolved, Serial):
+        if row.settings.reverse or not row.alone:
             self.checked(row, names[0])
 
     def trained(self, row: Admitted, name: str, shown: str) -> bool:

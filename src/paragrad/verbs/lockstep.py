@@ -23,7 +23,7 @@ from paragrad.datasets.loading import Dataset, parted
 from paragrad.errors import StepFailed
 from paragrad.jobs.job import Job, opened
 from paragrad.report.certificate import BOUND, Difference
-from paragrad.strategies.strategy import Strategy, share_weights
+from paragrad.strategies.strategy import Strategy
 from paragrad.training.settings import Settings
 from paragrad.training.trainer import Trainer
 from paragrad.verbs.differing import FLOOR, Apart, Tensors, apart, differences, each_apart, most
@@ -50,7 +50,7 @@ def difference(world: World, job: Job, strategy: Strategy, settings: Settings | 
     order = job.order(len(train))
     known = None
     if world.rank == 0:
-        known = (telling_batches(job.samples(train), order, steps, *share_weights(strategy)),
+        known = (telling_batches(job.samples(train), order, steps, strategy.division),
                  *precision(job, train, first_batches(order, 1)[0], world.device))
     places, dtype, why = world.agreed(known)
     for kind, because in ((dtype, why), (torch.float32, INSIDE)):
@@ -83,8 +83,7 @@ def _lockstep(world: World, job: Job, strategy: Strategy, settings: Settings, tr
 
     same: whether it is the same training is asked: with a rounding twin, and of all replicas.
     """
-    trainer = Trainer.of_job(world, job, strategy, overlap=settings.overlap, sabotage=settings.sabotage,
-                             reverse=settings.reverse, machine=settings.known_machine, unchecked=True)
+    trainer = Trainer.of_job(world, job, strategy, settings, unchecked=True)
     comparison = None
     if world.rank == 0:
         comparison = Comparison(trainer, Reference(world.device, job, strategy, train, places, twin=same))

@@ -12,15 +12,15 @@ from torch import nn
 from paragrad.datasets.loading import Collate
 from paragrad.errors import Refused
 from paragrad.jobs.loss import Loss
-from paragrad.strategies.strategy import Data, Serial, Strategy, refuse_unbuilt, resolve
-from paragrad.strategies.strategy import strategy as read_strategy
-from paragrad.training.admission import backend_of, check_schedule, threads_of
+from paragrad.strategies.strategy import Strategy
+from paragrad.strategies.table import refuse_unbuilt
+from paragrad.strategies.table import strategy as read_strategy
+from paragrad.training.admission import check_plans, here_for, ready, threads_of
 from paragrad.training.door import unfit
 from paragrad.training.lazy import lazy_names
 from paragrad.training.settings import Settings
 from paragrad.training.trainer import Trainer
-from paragrad.world.joining import joined_from_environment, launched_size, ranks_here
-from paragrad.world.launched import cores
+from paragrad.world.joining import joined_from_environment, launched_size
 from paragrad.world.world import TIMEOUT, World
 
 
@@ -42,14 +42,14 @@ def parallelize(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, 
     settings = Settings(device=device, backend=backend)
     _check(model, loss, optimizer, scheduler, clip_norm, autocast, settings)
     chosen, size = _chosen(strategy), launched_size()
-    resolved = resolve(chosen, cores=cores(), workers=size or 1, group=ranks_here())
-    if isinstance(resolved, Data) and resolved.state == "shared_memory":
-        raise Refused(f"{chosen}: in a loop of your own every rank holds the parameters and their mean gradients; leave out "
-                      "state=shared_memory, or make it a Job")
-    check_schedule(chosen, resolved, settings)
-    if size is not None or (isinstance(chosen, Serial) and chosen.threads != "auto"):
+    here = here_for(settings, own_loop=True)
+    resolved = ready(chosen, here)
+    if resolved.promise.jobs_only:
+        raise Refused(f"{chosen}: {resolved.promise.jobs_only}")
+    check_plans(chosen, resolved, settings)
+    if size is not None or isinstance(chosen.threads, int):
         torch.set_num_threads(threads_of(resolved))
-    with _world(backend_of(settings, size or 1), device, timeout, alone=size is None) as world:
+    with _world(here.backend, device, timeout, alone=size is None) as world:
         model.to(world.device)
         for tensor in [*model.parameters(), *model.buffers()]:
             world.copy_from_first(tensor.data)

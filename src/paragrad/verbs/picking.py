@@ -7,7 +7,7 @@ without one label. They come early, because a model may magnify rounding from st
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paragrad.datasets.loading import Samples, tensors_of
 from paragrad.datasets.order import Order
-from paragrad.strategies.shares import micro_batches
+from paragrad.strategies.shares import Division, micro_batches
 
 LOOKED = 200            # batches of the first epoch that are looked at, at most
 SECONDS = 3.0           # after which no further one is
@@ -40,33 +40,33 @@ def first_batches(order: Order, steps: int) -> list[tuple[int, range]]:
     return [(step // len(per_epoch), per_epoch[step % len(per_epoch)]) for step in range(steps)]
 
 
-def telling_batches(samples: Samples, order: Order, steps: int, shares: Sequence[int], micro: int) -> list[tuple[int, range]]:
+def telling_batches(samples: Samples, order: Order, steps: int, division: Division) -> list[tuple[int, range]]:
     """(epoch, batch) of the steps that are compared, none twice: all in their order where an epoch has no more of them."""
     per_epoch = list(order.batches())
     if steps >= len(per_epoch):
         return first_batches(order, steps)
-    chosen = [per_epoch[0], *extremes(samples, order, shares, micro), per_epoch[-1], *per_epoch[1:]]
+    chosen = [per_epoch[0], *extremes(samples, order, division), per_epoch[-1], *per_epoch[1:]]
     return [(0, batch) for batch in list(dict.fromkeys(chosen))[:steps]]
 
 
-def extremes(samples: Samples, order: Order, shares: Sequence[int], micro: int) -> list[range]:
+def extremes(samples: Samples, order: Order, division: Division) -> list[range]:
     """Of an epoch's batches those with the most and the least of something that not all have alike."""
     batches = list(order.batches())
     looks: dict[range, Look] = {}
     end = time.monotonic() + SECONDS
     for batch in batches[::-(-len(batches) // LOOKED)]:
-        looks[batch] = look_at(samples, order, batch, shares, micro)
+        looks[batch] = look_at(samples, order, batch, division)
         if time.monotonic() > end:
             break
     return [max(looks, key=lambda batch: measure(looks[batch])) for measure in EXTREMES
             if len({measure(look) for look in looks.values()}) > 1]
 
 
-def look_at(samples: Samples, order: Order, batch: range, shares: Sequence[int], micro: int) -> Look:
+def look_at(samples: Samples, order: Order, batch: range, division: Division) -> Look:
     tensors = tensors_of(samples[0, order.indices(0, batch)])
     marked = [tensor for tensor in tensors if not tensor.is_floating_point() and not tensor.is_complex() and (tensor < 0).any()]
     bare = 0
-    for part in chain.from_iterable(micro_batches(batch, shares, micro)):
+    for part in chain.from_iterable(micro_batches(batch, division)):
         own = [target[part.start - batch.start:part.stop - batch.start] for target in marked if _by_sample(target, batch)]
         bare += len(part) > 0 and any(bool((target < 0).all()) for target in own)
     return Look(sum(map(Tensor.numel, tensors)) / len(batch), sum(int((each < 0).sum()) for each in marked) / len(batch), bare)

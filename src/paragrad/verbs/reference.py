@@ -19,7 +19,8 @@ import torch
 from paragrad.datasets.loading import Dataset, called, copied, cut, parted
 from paragrad.jobs.job import Job
 from paragrad.jobs.precision import move
-from paragrad.strategies.strategy import Serial, Strategy, share_weights
+from paragrad.strategies.serial import Serial
+from paragrad.strategies.strategy import Strategy
 from paragrad.training.additive import statistics_apart
 from paragrad.training.evaluation import evaluating
 from paragrad.training.trainer import Trainer
@@ -39,7 +40,7 @@ class Reference:
                  twin: bool) -> None:
         tried = _tried(job, train, places[0], device)
         self.normed = None if isinstance(tried, str) or not tried.batch_norm.computed else tried.normed
-        self.micro = 1 if self.normed is None else share_weights(strategy)[1]
+        self.micro = 1 if self.normed is None else strategy.division.micro
         like = strategy if self.micro > 1 else None
         self.serial = Trainer.of_job(World(device=device), job, Serial(), like=like)
         self.twin = Trainer.of_job(World(device=device), job, Serial(), like=like) if twin else None
@@ -81,8 +82,8 @@ def _apart_from_whole(trainer: Trainer, inputs: Any, target: Any) -> float | Non
         with evaluating(trainer.model), trainer.casting(), generators_kept(), statistics_apart(), torch.set_grad_enabled(
                 trainer.module.by_graph):
             whole = _loss(trainer, copied(inputs), target, samples)
-            parts = [_loss(trainer, cut(copied(inputs), part, samples), cut(target, part, samples), len(piece.positions))
-                     for piece, part in batch.cuts()]
+            parts = [_loss(trainer, cut(copied(inputs), part, samples), cut(target, part, samples), len(micro.positions))
+                     for micro, part in batch.cuts()]
     except (TypeError, AttributeError, KeyError, ValueError, RuntimeError):
         return None
     weight = sum(each[1] for each in parts)

@@ -14,8 +14,8 @@ from paragrad.errors import RankFailed, StepFailed
 from paragrad.jobs.job import Job
 from paragrad.record.record import SCHEMA, Recorder, new_folder
 from paragrad.report.run import Run
-from paragrad.strategies.strategy import Data, Serial, Strategy
-from paragrad.training.admission import Admitted, admitted, not_sharing
+from paragrad.strategies.strategy import Strategy
+from paragrad.training.admission import Admitted, admitted
 from paragrad.training.loop import Progress, train_rank
 from paragrad.training.settings import Settings
 from paragrad.verbs.lockstep import difference
@@ -51,7 +51,7 @@ def train(job: Job, strategy: str | Strategy = "serial", *, runs: str | Path = "
             if asked.is_set():
                 ranks.ask_to_stop()             # the trial did not listen: the training saves at once
             finished = run(ranks, checked, folder, progress=progress)
-        if finished.stopped or not check or isinstance(checked.resolved, Serial):
+        if finished.stopped or not check or checked.alone:
             return finished
         with Recorder(folder / "run.jsonl") as record:
             try:
@@ -67,9 +67,8 @@ def run(ranks: Ranks, checked: Admitted, folder: Path, *, progress: Progress | N
     with Recorder(folder / "run.jsonl") as record:
         _write_header(record, checked, folder)
         try:
-            statuses = ranks.run(train_rank, checked, folder, record.origin, size=checked.size, threads=checked.threads,
-                                 backend=checked.backend, device=checked.settings.device,
-                                 on_report=lambda rank, value: progress(value) if progress else None)
+            statuses = checked.on(ranks, train_rank, checked, folder, record.origin,
+                                  on_report=lambda rank, value: progress(value) if progress else None)
         except RankFailed as error:
             _write_end(record, "failed", error)
             raise
@@ -82,8 +81,7 @@ def run(ranks: Ranks, checked: Admitted, folder: Path, *, progress: Progress | N
 
 def check_same(ranks: Ranks, checked: Admitted, run: str, record: Recorder) -> None:
     """Compare a strategy with serial (`lockstep.difference`) and record the answer."""
-    found = ranks.run(difference, checked.job, checked.resolved, checked.settings, size=checked.size, threads=checked.threads,
-                      backend=checked.backend, device=checked.settings.device)[0]
+    found = checked.on(ranks, difference, checked.job, checked.resolved, checked.settings)[0]
     record.write("difference", baseline="serial", run=run, value=found.value, tensor=found.tensor)
 
 
@@ -103,7 +101,7 @@ def _under_launcher(checked: Admitted, runs: Path, check: bool, progress: Progre
                 _write_end(record, "failed", failed)
                 raise failed from error
             _write_end(record, status)
-            if check and status == "finished" and not isinstance(checked.resolved, Serial):
+            if check and status == "finished" and not checked.alone:
                 found = difference(world, checked.job, checked.resolved, checked.settings)
                 record.write("difference", baseline="serial", run=folder.name, value=found.value, tensor=found.tensor)
     return Run(checked.job, folder)
@@ -137,20 +135,10 @@ def _choices(checked: Admitted) -> Iterator[tuple[str, str, str]]:
         yield "collate", "whole batches on every rank", checked.facts.whole_batch
     if checked.size > 1 and settings.backend == "auto" and settings.device == "cpu":
         yield "backend", checked.backend, checked.not_shm or "all ranks are on this host"
-    asked, resolved = checked.asked, checked.resolved
     if checked.tried:
-        yield "strategy", str(resolved), checked.tried
-    if isinstance(asked, Data) and isinstance(resolved, Data):
-        shared = resolved.state == "shared_memory"
-        if asked.state == "auto":
-            yield "state", resolved.state, not_sharing(settings) or (
-                "all ranks are on this host" if shared else "an exchange was asked for, or there is one worker")
-        if shared:
-            return
-        if asked.reduce == "auto":
-            yield "reduce", "native", "auto is the backend's own all-reduce until this machine's prices are measured"
-        yield "overlap", "on" if settings.overlap else "off", (
-            "gradients are exchanged while backward runs" if settings.overlap else "asked for: exchange after backward")
+        yield "strategy", str(checked.resolved), checked.tried
+    else:
+        yield from checked.asked.picked(checked.resolved, checked.here)
 
 
 def _write_end(record: Recorder, status: str, error: RankFailed | None = None) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from paragrad.datasets.loading import parted
 from paragrad.jobs.job import opened
-from paragrad.strategies.strategy import Data, Serial, Strategy
+from paragrad.strategies.strategy import Strategy
 from paragrad.training.admission import Admitted
 from paragrad.training.trainer import Trainer
 from paragrad.world.joining import launched_size
@@ -29,16 +29,15 @@ CLOSE = 1.15            # ... and as many again if the two are not further apart
 
 def settled(ranks: Ranks, checked: Admitted) -> Admitted:
     """The same admission with data(auto) replaced by what was faster here, and why. Raises RankFailed."""
-    asked, resolved = checked.asked, checked.resolved
-    if not isinstance(asked, Data) or asked.workers != "auto" or launched_size() is not None or (
+    others = checked.asked.alternatives(checked.here)
+    if not others or launched_size() is not None or (
             checked.settings.device != "cpu" or checked.settings.sabotage or cores() == 1):
         return checked
-    seen: dict[Strategy, list[float]] = {resolved: [], Serial(threads=cores(), micro=asked.micro): []}
+    seen: dict[Strategy, list[float]] = {each: [] for each in (checked.resolved, *others)}
     for _ in range(2):
         for candidate in list(seen) * ROUNDS:
             row = replace(checked, resolved=candidate)
-            seconds = ranks.run(seconds_per_step, row, size=row.size, threads=row.threads, backend=row.backend)[0]
-            seen[candidate].append(seconds)
+            seen[candidate].append(row.on(ranks, seconds_per_step, row)[0])
         least = {candidate: min(times) for candidate, times in seen.items()}
         if max(least.values()) > CLOSE * min(least.values()):
             break
@@ -51,8 +50,7 @@ def seconds_per_step(world: World, checked: Admitted) -> float:
     """The median over some first steps of the training, which are then forgotten."""
     job, settings = checked.job, checked.settings
     train = opened(job.train, settings.folder)
-    trainer = Trainer.of_job(world, job, checked.resolved, overlap=settings.overlap, machine=settings.known_machine,
-                             unchecked=True)
+    trainer = Trainer.of_job(world, job, checked.resolved, settings, unchecked=True)
     taken: list[float] = []
     wanted = WARM_UP + 1
     try:

@@ -5,21 +5,25 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from paragrad.errors import Refused
 
 
 class Axis(NamedTuple):
-    """One way in which the ranks divide the work: so many stand side by side."""
+    """One way in which the ranks divide the work: so many stand side by side.
+
+    divides: the samples of a batch, the domain of each sample (rows of an image), or the model.
+    """
     name: str
     size: int
+    divides: Literal["samples", "domain", "model"] = "samples"
 
     def __str__(self) -> str:
         return f"{self.name}({self.size})"
 
 
-def grid(pairs: Iterable[tuple[str, int]], ranks: int) -> tuple[Axis, ...]:
+def grid(pairs: Iterable[Axis | tuple[str, int]], ranks: int) -> tuple[Axis, ...]:
     """The axes, from outer to inner, of a grid of so many ranks. Raises Refused."""
     axes = tuple(Axis(*pair) for pair in pairs)
     shown, names = " * ".join(map(str, axes)) or "no axes", [axis.name for axis in axes]
@@ -45,6 +49,14 @@ def lines(axes: Collection[Axis], names: Collection[str]) -> list[list[int]]:
         rest = tuple(at for axis, at in zip(axes, place, strict=True) if axis.name not in names)
         found.setdefault(rest, []).append(rank)
     return list(found.values())
+
+
+def place(axes: Collection[Axis], rank: int) -> dict[str, int]:
+    """Where a rank stands on every axis: place((Axis("data", 2), Axis("tensor", 2)), 2) == {"data": 1, "tensor": 0}."""
+    found = {}
+    for axis in reversed([*axes]):
+        rank, found[axis.name] = divmod(rank, axis.size)
+    return found
 
 
 def check_apart(sets: Collection[Collection[int]], ranks: int) -> None:

@@ -104,7 +104,7 @@ class World:
             dist.barrier(group=self.group)
 
     # ---- sub-worlds: each has a process group of its own, and what it does not say itself from the world it is cut from ------
-    def with_axes(self, *axes: tuple[str, int]) -> World:
+    def with_axes(self, *axes: Axis | tuple[str, int]) -> World:
         """The same ranks in a grid of axes (name, size), from outer to inner: along the last one stand neighbours.
 
         Raises Refused where the sizes' product is not this world's size.

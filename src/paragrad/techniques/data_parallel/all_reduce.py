@@ -5,7 +5,7 @@ The contract with DistributedDataParallel, which cuts gradients into buckets and
 * backward runs on the *sum* of losses; the exchange sums; the one division by the global weight is the trainer's, for
   every strategy, serial included. The weight itself travels as one more gradient (`Counted`).
 * every algorithm, `native` too, goes through the same communication hook. The hook queues the bucket and returns a Future;
-  one walker thread per rank plays the buckets in DDP's order, over a process group of its own.
+  one thread per rank sums the buckets in DDP's order, over a process group of its own.
 * only the last micro-batch of a step is exchanged. A rank whose part is empty runs one sample with weight 0, so that all
   hooks fire in the same order.
 * parameters unused in step 0 on any rank: DDP looks for unused ones in every step; unused everywhere leaves grad None.
@@ -27,11 +27,11 @@ from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed
 from paragrad.planner.choosing import Pick
 from paragrad.planner.price import computed_bytes
-from paragrad.players.machine import Machine
 from paragrad.players.wire import Traffic
 from paragrad.record.log import Log
-from paragrad.techniques.data_parallel.alone import Alone
-from paragrad.techniques.data_parallel.walker import Bucket, Walker, waiting_bucket
+from paragrad.schedules.sabotage import sabotaged
+from paragrad.techniques.data_parallel.bucket_queue import Bucket, BucketQueue, waiting_bucket
+from paragrad.techniques.exchange import Exchange, Held, How
 from paragrad.world.world import World
 
 # torch 2.13 renamed the switch that leaves buffers alone in forward
@@ -70,33 +70,33 @@ class Wrapped(DistributedDataParallel):
         pass
 
 
-class Exchange(Alone):
+class AllReduceExchange(Exchange):
     """Wraps a module so that its backward sums the gradients of all ranks; every rank updates all parameters.
 
-    log is told of every bucket's exchange, and of its parts. With overlap=False the exchange begins when backward has ended.
-    machine: what is known of the links, for `auto`.
+    log is told of every bucket's exchange, and of its parts. Without how.overlap the exchange begins when backward has ended.
     """
 
-    def __init__(self, module: Summed, world: World, optimizer: torch.optim.Optimizer, clip_norm: float | None, algorithm: Any,
-                 *, some_unused: bool, overlap: bool, log: Log, machine: Machine | None = None) -> None:
-        super().__init__(module, optimizer, clip_norm)
-        self.walker = Walker(algorithm, world, log.now, self._played, self._picked, machine)
-        self.world, self.overlap, self.log = world, overlap, log
+    def __init__(self, held: Held, world: World, log: Log, how: How, algorithm: Any) -> None:
+        super().__init__(held)
+        self.queue = BucketQueue(sabotaged(algorithm, how.sabotage), world, log.now, self._played, self._picked, how.machine)
+        self.world, self.overlap, self.log = world, how.overlap, log
+        log.choice("overlap", "on" if how.overlap else "off", "gradients are exchanged while backward runs" if how.overlap else
+                   "asked for: exchange after backward")
+        module, self.some_unused = held.module, held.some_unused
         self.counting = Counted(module)
-        self.module = Wrapped(                          # its own messages stay out of the walker's group
-            self.counting, process_group=world.group, gradient_as_bucket_view=True, find_unused_parameters=some_unused,
+        self.module = Wrapped(                          # its own messages stay out of the queue's group
+            self.counting, process_group=world.group, gradient_as_bucket_view=True, find_unused_parameters=held.some_unused,
             **KEEP_BUFFERS)
         self.module.register_comm_hook(self, _hook)
         self.parameters = len(list(self.counting.parameters()))
         self.trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-        self.some_unused = some_unused
-        self.held: list[Bucket] = []
+        self.waiting: list[Bucket] = []
         self.complete = False
 
     def begin(self) -> None:
-        """A step begins: nothing was sent in it yet. DDP exchanges what could be trained when it was made, and no more."""
+        """DDP exchanges what could be trained when it was made, and no more."""
         super().begin()
-        self.sent, self.complete = {}, False
+        self.complete = False
         self.counting.counter.grad = None
         changed = [name.removeprefix("model.") for name, parameter in self.summed.named_parameters()
                    if parameter.requires_grad != (name in self.trained)]
@@ -128,13 +128,13 @@ class Exchange(Alone):
 
     def ready(self, bucket: Bucket, last: bool) -> None:
         """DDP says that a bucket's gradients are there."""
-        self.held.append(bucket)
+        self.waiting.append(bucket)
         self.largest = max(self.largest, bucket.vector.numel() * bucket.vector.element_size())
         self.complete |= last
         if self.overlap or last:
-            for each in self.held:
-                self.walker.put(each)
-            self.held = []
+            for each in self.waiting:
+                self.queue.put(each)
+            self.waiting = []
 
     def _played(self, bucket: Bucket, start: float, traffic: Traffic) -> None:
         name = f"reduce {bucket.number}"
@@ -149,8 +149,17 @@ class Exchange(Alone):
         self.log.choice("reduce", str(pick.algorithm), pick.because, bytes_)
 
     def close(self) -> None:
-        self.walker.close()
+        self.queue.close()
         del self.module                     # DDP holds its hook's state, this object: a circle Python cannot see
+
+
+class DividedTwice(AllReduceExchange):
+    """The planted bug mean_twice: the schedule divides gradients, and the weight beside them, by the number of ranks; here the
+    weight is made whole again, so that whoever divides by it divides once more."""
+
+    def counted(self) -> list[float]:
+        weight, loss, stop, doubt = super().counted()
+        return [weight * self.world.size, loss * self.world.size, stop, doubt]
 
 
 def _hook(exchange, bucket):  # type: ignore[no-untyped-def]      # DDP looks at annotations, and wants none or its own

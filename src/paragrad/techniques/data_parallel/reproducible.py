@@ -22,7 +22,7 @@ from torch import Tensor
 from paragrad.errors import StepFailed
 from paragrad.planner.price import computed_bytes
 from paragrad.players.wire import Traffic, all_reduce
-from paragrad.schedules.actions import AllReduce, Compute
+from paragrad.schedules.actions import Collective, Compute
 from paragrad.world.world import World
 
 BITS = 62
@@ -31,7 +31,7 @@ SMALLEST = -900                 # exponent below which numbers count as 0: u and
 NOT_FINITE = 1 << 20            # an exponent no number has
 
 
-def reproducible_all_reduce(schedule: AllReduce, vector: Tensor, world: World,
+def reproducible_all_reduce(schedule: Collective, vector: Tensor, world: World,
                             compute: Callable[[Compute, Tensor], None] | None = None) -> Traffic:
     """Sum a contiguous vector of floats over all ranks, in place. Collective; the small all-reduce counts as waiting.
 

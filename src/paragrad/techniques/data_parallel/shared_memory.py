@@ -8,8 +8,8 @@ between hosts: Rajbhandari et al. 2020, arXiv 1910.02054).
 
 * A large gradient moves into the row as soon as backward has it, and is freed; small ones in one operation at the end.
 * The sum, and then the mean, lies in row 0 (each rank writes its own slice there), until the next step begins.
-* The optimizer is the user's own object: its parameter groups hold the slice's pieces instead of the parameters, so schedulers
-  and settings by group go on working. `updating.py` tries how it may be cut.
+* The optimizer is the user's own object: its parameter groups hold the slice's stretches instead of the parameters, so
+  schedulers and settings by group go on working. `updating.py` tries how it may be cut.
 * Parameters of which no rank had a gradient in a step have none, as in serial: every rank says which it used.
 """
 
@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from paragrad.errors import StepFailed
-from paragrad.jobs.loss import Summed
-from paragrad.techniques.data_parallel.alone import Alone, OptimizerState
+from paragrad.record.log import Log
 from paragrad.techniques.data_parallel.host_memory import HostMemory
-from paragrad.techniques.slices import FOREACH, Piece, slices, updated
+from paragrad.techniques.exchange import Exchange, Held, State
+from paragrad.techniques.slices import FOREACH, Stretch, slices, updated
 from paragrad.techniques.updating import ALL, ELEMENT, KINDS, has_modes, in_eval_mode, set_mode, updates_by
 from paragrad.world.backends.shm.region import aligned
 from paragrad.world.world import World
@@ -35,13 +35,13 @@ LARGE = 2**16           # bytes from which a gradient moves in backward
 BLOCK = 2**18           # bytes that are added up at once
 
 
-class SharedMemory(Alone):
+class SharedMemory(Exchange):
     """The exchange of `data(n, state=shared_memory)`. Collective: all ranks make it together."""
 
-    def __init__(self, module: Summed, world: World, optimizer: torch.optim.Optimizer, clip_norm: float | None,
-                 clock: Callable[[], float], span: Callable[..., None]) -> None:
-        super().__init__(module, optimizer, clip_norm)
-        self.world, self.clock, self.span, self.sharing = world, clock, span, world.size
+    def __init__(self, held: Held, world: World, log: Log) -> None:
+        super().__init__(held)
+        module, optimizer = held.module, held.optimizer
+        self.world, self.log, self.sharing = world, log, world.size
         self.step, self.stepping = 0, False
         trained = {name: parameter for name, parameter in module.model.named_parameters() if parameter.requires_grad}
         self.names, self.parameters = list(trained), list(trained.values())
@@ -49,7 +49,8 @@ class SharedMemory(Alone):
         set_mode(optimizer, "train")            # here, where every rank has parameters of its own, once for all steps
         kind = updates_by(optimizer, known=type(optimizer) in FOREACH)
         kind = KINDS[int(world.all_reduced(torch.tensor(float(KINDS.index(kind))), "MAX"))]
-        self.pieces, self.because = slices(optimizer, kind, [each.numel() for each in self.parameters], world.size)
+        self.stretches, because = slices(optimizer, kind, [each.numel() for each in self.parameters], world.size)
+        log.choice("slices", type(optimizer).__name__, because)
         self.memory = HostMemory(world, list(module.model.parameters()), self.parameters)
         self._share()
         self.row = [self.memory.gradient(world.rank, index) for index in range(len(self.parameters))]
@@ -58,8 +59,8 @@ class SharedMemory(Alone):
         self.read = sum(rows[0].numel() * rows[0].element_size() for rows in self.sums) * (world.size - 1)
         self.largest = self.memory.row
         self.cut, self.updates = kind == ELEMENT, kind != ALL or world.rank == 0
-        self.own = [(piece, self._piece(self.parameters, piece), self._piece(self.mean, piece))
-                    for piece in self.pieces[world.rank]]
+        self.own = [(stretch, self._stretch(self.parameters, stretch), self._stretch(self.mean, stretch))
+                    for stretch in self.stretches[world.rank]]
         if self.cut:
             _cut(optimizer, self.parameters, self.own)
         self.used = [False] * len(self.parameters)          # in this step, by this rank
@@ -77,13 +78,13 @@ class SharedMemory(Alone):
         for parameter, place in zip(parameters, self.memory.shared, strict=True):
             parameter.data = place
 
-    def _piece(self, tensors: list[Any], piece: Piece) -> Tensor:
-        """A flat piece where the optimizer updates by element, otherwise the tensor itself."""
-        tensor: Tensor = tensors[piece.index]
-        return tensor.detach().view(-1)[piece.start:piece.stop] if self.cut else tensor
+    def _stretch(self, tensors: list[Any], stretch: Stretch) -> Tensor:
+        """A flat stretch where the optimizer updates by element, otherwise the tensor itself."""
+        tensor: Tensor = tensors[stretch.index]
+        return tensor.detach().view(-1)[stretch.start:stretch.stop] if self.cut else tensor
 
     def _blocks(self) -> Iterator[tuple[torch.dtype, int, int]]:
-        """(type, start, stop in bytes of the row): this rank's slice, in pieces that stay in the cache until divided."""
+        """(type, start, stop in bytes of the row): this rank's slice, in stretches that stay in the cache until divided."""
         for dtype, first, last in self._runs():
             for start in range(first, last, BLOCK):
                 yield dtype, start, min(start + BLOCK, last)
@@ -91,10 +92,10 @@ class SharedMemory(Alone):
     def _runs(self) -> list[tuple[torch.dtype, int, int]]:
         """The stretches of a row that make up this rank's slice, over the bounds of parameters."""
         runs: list[tuple[torch.dtype, int, int]] = []
-        for piece in self.pieces[self.world.rank]:
-            parameter = self.parameters[piece.index]
-            place, size = self.memory.places[piece.index], parameter.element_size()
-            start, stop = place + piece.start * size, place + piece.stop * size
+        for stretch in self.stretches[self.world.rank]:
+            parameter = self.parameters[stretch.index]
+            place, size = self.memory.places[stretch.index], parameter.element_size()
+            start, stop = place + stretch.start * size, place + stretch.stop * size
             if runs and runs[-1][0] == parameter.dtype and aligned(runs[-1][2]) == start:
                 runs[-1] = (parameter.dtype, runs[-1][1], stop)         # what lies between is zero in every row
             else:
@@ -155,17 +156,17 @@ class SharedMemory(Alone):
         return [sum(numbers) for numbers in zip(*map(self.memory.counts, range(self.world.size)), strict=True)]
 
     def average(self, weight: float) -> None:
-        start = self.clock()
+        start = self.log.now()
         for mean, *others in self.sums:
             for row in others:
                 mean.add_(row)
             mean.div_(weight)
         self.count("gradients", self.read, computed=False)
-        self.span("reduce", "receive", start, bytes=self.read)
+        self.log.add_span("reduce", "receive", start, bytes=self.read)
         anyone = bytes(map(max, *map(self.memory.used, range(self.world.size))))
         if anyone != self.anyone or not self.cut:
-            for piece, place, gradient in self.own:
-                place.grad = gradient if anyone[piece.index] else None
+            for stretch, place, gradient in self.own:
+                place.grad = gradient if anyone[stretch.index] else None
         self.anyone = anyone
 
     def averaged(self) -> dict[str, Tensor | None]:
@@ -214,17 +215,17 @@ class SharedMemory(Alone):
         found.update({name: self.mean[index].clone() for index, name in enumerate(self.names) if self.anyone[index]})
         return found
 
-    def optimizer_state(self) -> OptimizerState:
-        """As Alone's; empty on the other ranks."""
-        mine = [(piece, self.optimizer.state.get(place, {})) for piece, place, _ in self.own]
-        found: OptimizerState = {}
-        for piece, values in (each for pieces in self.world.collected(mine) for each in pieces):
-            parameter = self.parameters[piece.index]
+    def state(self) -> State:
+        """Empty on the other ranks."""
+        mine = [(stretch, self.optimizer.state.get(place, {})) for stretch, place, _ in self.own]
+        found: State = {}
+        for stretch, values in (each for stretches in self.world.collected(mine) for each in stretches):
+            parameter = self.parameters[stretch.index]
             for what, value in values.items():
-                whole = found.setdefault(parameter, {})
+                whole = found.setdefault(self.names[stretch.index], {})
                 if self.cut and isinstance(value, Tensor) and value.dim():
                     whole.setdefault(what, torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False))
-                    whole[what].view(-1)[piece.start:piece.stop] = value
+                    whole[what].view(-1)[stretch.start:stretch.stop] = value
                 else:
                     whole[what] = value
         return found
@@ -235,16 +236,16 @@ class SharedMemory(Alone):
         self.memory.forget()
 
 
-def _cut(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], own: list[tuple[Piece, Tensor, Tensor]]) -> None:
-    """Let the optimizer hold a slice's pieces, and their part of the state, instead of the parameters."""
+def _cut(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], own: list[tuple[Stretch, Tensor, Tensor]]) -> None:
+    """Let the optimizer hold a slice's stretches, and their part of the state, instead of the parameters."""
     before, optimizer.state = optimizer.state, type(optimizer.state)(dict)
-    pieces = {parameters[piece.index]: (piece, place) for piece, place, _ in own}
+    stretches = {parameters[stretch.index]: (stretch, place) for stretch, place, _ in own}
     for group in optimizer.param_groups:
-        held = [pieces[parameter] for parameter in group["params"] if parameter in pieces]
+        held = [stretches[parameter] for parameter in group["params"] if parameter in stretches]
         for parameter in group["params"]:
-            if parameter in pieces and parameter in before:
-                piece, place = pieces[parameter]
+            if parameter in stretches and parameter in before:
+                stretch, place = stretches[parameter]
                 optimizer.state[place] = {
-                    what: value.reshape(-1)[piece.start:piece.stop].clone() if isinstance(value, Tensor) and value.dim() else
-                    value for what, value in before[parameter].items()}
+                    what: value.reshape(-1)[stretch.start:stretch.stop].clone()
+                    if isinstance(value, Tensor) and value.dim() else value for what, value in before[parameter].items()}
         group["params"] = [place for _, place in held]

@@ -106,9 +106,9 @@ def proof(trainer: Trainer, batch: Batch, inputs: Any, target: Any, as_loaded: b
 
 def _groups(trainer: Trainer, samples: int) -> list[list[int]]:
     """The micro-batches that are one worker's: all in one, unless batch norm sees them apart."""
-    if not trainer.batch_norm.computed or trainer.micro == 1:
+    if not trainer.batch_norm.computed or trainer.division.micro == 1:
         return [list(range(samples))]
-    micros = micro_batches(range(samples), trainer.shares, trainer.micro)
+    micros = micro_batches(range(samples), trainer.division)
     return [list(itertools.chain.from_iterable(parts)) for parts in micros]
 
 
@@ -127,11 +127,11 @@ def fetched(trainer: Trainer, batch: Batch, places: list[int]) -> tuple[Any, Any
 
 def _joined(trainer: Trainer, given: list[tuple[Batch, Any, Any]], order: Order) -> list[Part]:
     """What step was given on all ranks, put together; stand-ins of empty parts left out."""
-    if trainer.batch_norm.computed and trainer.micro > 1:
+    if trainer.batch_norm.computed and trainer.division.micro > 1:
         raise ValueError("step was given another batch than trainer.batches gave, and batch norm sees micro-batches")
     parts = []
     for batch, inputs, target in given:
-        places = [place for piece, part in batch.cuts() for place in range(part.start, part.stop) if piece.positions]
+        places = [place for micro, part in batch.cuts() for place in range(part.start, part.stop) if micro.positions]
         if places:
             part = Part(inputs, target, batch.places)
             try:
@@ -161,7 +161,7 @@ def _room(trainer: Trainer, batch: Batch) -> tuple[int, str]:
     if left is None or trainer.world.rank > 1:
         return samples, ""
     left //= min(2, trainer.world.size)
-    each = max(1, trainer.activations // max(1, len(batch.pieces[0].positions)))
+    each = max(1, trainer.activations // max(1, len(batch.micros[0].positions)))
     model = 2 * sum(parameter.numel() * parameter.element_size() for parameter in trainer.parameters.values())
     return (max(0, min(samples, (left - model) // each)),
             f"{samples} samples want about {(model + samples * each) >> 20} MiB on one rank, and {left >> 20} MiB are left")
@@ -170,4 +170,4 @@ def _room(trainer: Trainer, batch: Batch) -> tuple[int, str]:
 def fewer(trainer: Trainer, batch: Batch) -> Batch | None:
     """Of the batch as many samples as there is room for, or None where that is all, or not one for every share. Collective."""
     room = int(trainer.world.all_reduced(torch.tensor(float(_room(trainer, batch)[0])), "MIN"))
-    return None if room >= len(batch.indices) else batch.fewer(room, trainer.shares, trainer.micro, trainer.parts)
+    return None if room >= len(batch.indices) else batch.fewer(room, trainer.division, trainer.replicas)

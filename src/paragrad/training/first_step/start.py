@@ -16,13 +16,10 @@ from paragrad.datasets.loading import brought, cut, parted, tensors_of
 from paragrad.errors import Refused, StepFailed
 from paragrad.jobs.loss import loss_in
 from paragrad.jobs.precision import in_precision
-from paragrad.schedules.sabotage import sabotaged
-from paragrad.strategies.strategy import Data
-from paragrad.techniques.data_parallel.all_reduce import Exchange
-from paragrad.techniques.data_parallel.alone import Alone
-from paragrad.techniques.data_parallel.shared_memory import SharedMemory
 from paragrad.techniques.draws import Draws
+from paragrad.techniques.exchange import Held
 from paragrad.techniques.probe import Probe, probed
+from paragrad.techniques.table import exchange_of, passes_of
 from paragrad.techniques.untouched import Before, untouched
 from paragrad.training.additive import Part, wrong_with
 from paragrad.training.batches import Batch
@@ -49,21 +46,21 @@ def before(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> None:
     found, as_loaded = (seen, True) if seen else looked_at(trainer, batch, inputs, target)
     trainer.draws, trainer.module.traced, trainer.coarsest = found.draws, found.known, found.coarsest
     trainer.module.linear = found.linear
-    trainer.activations = found.activations * max(1, len(batch.pieces[0].positions))
+    trainer.activations = found.activations * max(1, len(batch.micros[0].positions))
     if found.draws.by_layout and (trainer.splits or trainer.unchecked):
         trainer.log.choice("random", "by layout", found.draws.by_layout)
         if trainer.splits:
             raise StepFailed(by_layout(found.draws.by_layout))
     if trainer.splits:
-        _prepare(trainer, batch, inputs, target, as_loaded, wire=lambda: wired(trainer, found.some_unused))
+        _prepare(trainer, batch, inputs, target, as_loaded, wiring=lambda: wire(trainer, found.some_unused))
         return
     if trainer.unchecked:
         trainer.log.choice("first step", "not checked", "asked for")
-    trainer.exchange = wired(trainer, found.some_unused)
+    wire(trainer, found.some_unused)
 
 
 def _prepare(trainer: Trainer, batch: Batch, inputs: Any, target: Any, as_loaded: bool, loss_alone: bool = False,
-             wire: Callable[[], Alone] | None = None) -> None:
+             wiring: Callable[[], None] | None = None) -> None:
     """One worker's step beside, then the exchange; where that is to be compared at once and not in the step itself, compare."""
     proved, of = (batch, inputs, target), "this step"
     trainer.proof, because = proof(trainer, *proved, as_loaded, loss_alone)
@@ -71,8 +68,8 @@ def _prepare(trainer: Trainer, batch: Batch, inputs: Any, target: Any, as_loaded
         proved = few, *fetched(trainer, few, few.places)
         trainer.proof, because = proof(trainer, *proved, as_loaded, loss_alone)
         of = f"its first {len(few.indices)} samples, for which there is room on one rank,"
-    if wire:
-        trainer.exchange = wire()
+    if wiring:
+        wiring()
     trainer.kept = Before(trainer.module, trainer.proof.serial.moved if trainer.proof else ())
     if trainer.proof is None:
         trainer.log.choice("loss again" if loss_alone else "first step", "not checked", because)
@@ -97,7 +94,7 @@ def _in_double(trainer: Trainer, kept: Before, batch: Batch, inputs: Any, target
             twin = type(trainer)(
                 trainer.world, model, loss_in(trainer.module.loss, trainer.world.device, torch.float64),
                 torch.optim.SGD(model.parameters(), lr=0.0), trainer.strategy, seed=trainer.seed, collate=trainer.collate,
-                dtype=torch.float64, overlap=trainer.overlap, sabotage=trainer.sabotage, examined=True, machine=trainer.machine)
+                dtype=torch.float64, how=trainer.how, examined=True)
             twin.steps, twin.samples = trainer.steps, trainer.samples
             pair = brought((inputs, target), trainer.world.device, torch.float64)
             loaded = _given_as_loaded(trainer, inputs, target)
@@ -114,24 +111,16 @@ def _in_double(trainer: Trainer, kept: Before, batch: Batch, inputs: Any, target
 def _seen(trainer: Trainer) -> Probe | None:
     """What the door saw, where a look by every rank would show no more: whether all parameters are used matters to an exchange
     alone, which calls of batch norm ask other ranks only where there are some, and other devices draw by other kernels."""
-    strategy = trainer.strategy
-    exchanges = isinstance(strategy, Data) and strategy.state == "replicated"
-    by_rank = exchanges or trainer.world.device.type != "cpu" or (trainer.seen is not None and trainer.seen.normed)
-    return None if by_rank else trainer.seen
+    seen = trainer.seen
+    by_rank = trainer.strategy.bucketed or trainer.world.device.type != "cpu" or (seen is not None and seen.normed)
+    return None if by_rank else seen
 
 
-def wired(trainer: Trainer, some_unused: bool) -> Alone:
-    """The exchange of the trainer's strategy."""
-    world, strategy, log = trainer.world, trainer.strategy, trainer.log
-    if world.size == 1:
-        return Alone(trainer.module, trainer.optimizer, trainer.clip_norm)
-    assert isinstance(strategy, Data)
-    if strategy.state == "shared_memory":
-        shared = SharedMemory(trainer.module, world, trainer.optimizer, trainer.clip_norm, log.now, log.add_span)
-        log.choice("slices", type(trainer.optimizer).__name__, shared.because)
-        return shared
-    return Exchange(trainer.module, world, trainer.optimizer, trainer.clip_norm, sabotaged(strategy.reduce, trainer.sabotage),
-                    some_unused=some_unused, overlap=trainer.overlap, log=log, machine=trainer.machine)
+def wire(trainer: Trainer, some_unused: bool) -> None:
+    """Make the exchange of the trainer's strategy, and its passes. Collective."""
+    held = Held(trainer.module, trainer.optimizer, trainer.clip_norm, some_unused)
+    trainer.exchange = exchange_of(trainer.strategy, held, trainer.world, trainer.log, trainer.how)
+    trainer.passes = passes_of(trainer.strategy, trainer, trainer.exchange)
 
 
 def rehearse(trainer: Trainer, batch: Batch, inputs: Any, target: Any, of: str) -> None:
@@ -163,10 +152,10 @@ def looked_at(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> tuple
     """What one forward and backward of this rank's first micro-batch shows, and whether step got what batches gave; agreed by
     all ranks. Collective."""
     world, as_loaded = trainer.world, _given_as_loaded(trainer, inputs, target)
-    piece, part = next(batch.cuts())
-    if len(batch.pieces) > 1:
+    micro, part = next(batch.cuts())
+    if len(batch.micros) > 1:
         inputs, target = cut((inputs, target), part, len(batch.places))
-    trainer.part.samples = samples = len(piece.positions)
+    trainer.part.samples = samples = len(micro.positions)
     with untouched(trainer.module), trainer.batch_norm.looking():
         with trainer.casting():
             found = probed(trainer.module, inputs, target, samples, trainer.batch_norm, lambda count: _repeated(

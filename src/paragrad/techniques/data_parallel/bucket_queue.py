@@ -1,4 +1,4 @@
-"""The walker: a thread that plays DistributedDataParallel's buckets along an all-reduce, in the order in which they come."""
+"""The queue of DistributedDataParallel's buckets: a thread sums them along an all-reduce, in the order in which they come."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paragrad.planner.price import computed_bytes
 from paragrad.players.machine import Machine
 from paragrad.players.wire import Traffic, all_reduce
 from paragrad.schedules.sabotage import planted
-from paragrad.strategies.strategy import Native
+from paragrad.strategies.data import Native
 from paragrad.techniques.data_parallel.reproducible import reproducible_all_reduce
 from paragrad.world.world import World
 
@@ -30,32 +30,30 @@ class Bucket:
     computed: torch.cuda.Event | None = None            # on a GPU: when the gradients are really there
 
 
-class Walker:
+class BucketQueue:
     """Sums buckets over all ranks, over a process group of its own. Collective.
 
     played(bucket, start, traffic) is told of each, with clock()'s time at its start. A schedule's messages go through the host.
-    algorithm "auto": picks one for every size of buckets, from a machine file or what it measures; picked is told of it.
+    algorithm "auto" (over gloo): picks one for every size of buckets, by a machine file or what it measures; picked is told.
     """
 
     def __init__(self, algorithm: Any, world: World, clock: Callable[[], float] = lambda: 0.0,
                  played: Callable[[Bucket, float, Traffic], None] = lambda bucket, start, traffic: None,
                  picked: Callable[[int, Pick], None] = lambda bytes_, pick: None, machine: Machine | None = None) -> None:
-        if algorithm == "auto" and world.backend != "gloo":     # shm's and NCCL's own are the quickest there
-            algorithm = Native()
         self.algorithm, self.clock, self.played = algorithm, clock, played
         self.sum = reproducible_all_reduce if getattr(algorithm, "reproducible", False) else all_reduce
         self.compute = planted(algorithm, world.size)
         self.world = world.twin(through_host=not isinstance(algorithm, Native))
         self.chooser = Chooser(self.world, Native(), self._sum, machine, told=picked) if algorithm == "auto" else None
         self.queue: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._walk, name="paragrad-walker", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="paragrad-buckets", daemon=True)
         self.thread.start()
 
     def put(self, bucket: Bucket) -> None:
         """Its future completes when it is summed."""
         self.queue.put(bucket)
 
-    def _walk(self) -> None:
+    def _run(self) -> None:
         while (bucket := self.queue.get()) is not None:
             start = self.clock()
             try:

@@ -1,0 +1,119 @@
+"""data: every worker computes its share of the batch, gradients are summed over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Self
+
+from paragrad.errors import Refused
+from paragrad.notation.choices import Choice, Integer, Integers, One, Word, option
+from paragrad.schedules.all_reduce import AllReduce
+from paragrad.schedules.two_level import LEVELS, TwoLevel
+from paragrad.strategies.planned import COMPRESSORS
+from paragrad.strategies.serial import Serial
+from paragrad.strategies.shares import Division
+from paragrad.strategies.strategy import Here, Plan, Promise, Strategy
+from paragrad.world.axes import Axis
+
+
+class Native(Choice):
+    """The backend's own all-reduce (gloo: a ring in segments)."""
+
+
+SCHEDULES: tuple[type[Choice], ...] = (*LEVELS, TwoLevel)                  # ours
+ALGORITHMS: tuple[type[Choice], ...] = (Native, *SCHEDULES)
+
+
+class Data(Strategy):
+    """Synchronous data parallelism: own share of the batch, gradients summed over all workers (Goyal et al. 2017)."""
+    workers: int | str = option(Integer(), Word("auto"))
+    reduce: Choice | str = option(One(Native, AllReduce), Word("auto"), default="auto")
+    state: str = option(Word("replicated", "shared_memory", "fully_sharded", "auto"), default="auto",
+                        later=("fully_sharded",))
+    shares: tuple[int, ...] | str = option(Integers(0), Word("equal", "auto"), default="equal", later=("auto",))
+    micro: int = option(Integer(), default=1)
+    compress: Choice | None = option(One(*COMPRESSORS), Word("none"), default=None)
+    batch_norm: str = option(Word("whole", "share"), default="whole")
+    dense: str = option(Word("same", "tensor"), default="same", later=("tensor",))
+    replica = True
+
+    def check(self) -> None:
+        if self.reduce != "auto" and self.state not in ("replicated", "auto"):
+            raise Refused(f"data: reduce={self.reduce} does not fit state={self.state}, which has an exchange of its "
+                          "own; leave out one of them")
+        if isinstance(self.shares, tuple):
+            if isinstance(self.workers, int) and len(self.shares) != self.workers:
+                raise Refused(f"data({self.workers}) has {self.workers} workers and {len(self.shares)} shares; "
+                              "give one share per worker")
+            if 0 in self.shares:
+                raise Refused(f"data: every worker needs a share of at least 1, got {list(self.shares)}; "
+                              "use fewer workers instead")
+
+    # ---- what it is --------------------------------------------------------------------------------------------------------
+    @property
+    def promise(self) -> Promise:
+        whole = self.batch_norm == "whole"
+        return Promise(exact=self.compress is None and whole, buffers_equal=whole, jobs_only=(
+            "in a loop of your own every rank holds the parameters and their mean gradients; leave out state=shared_memory, or "
+            "make it a Job") if self.shared else None)
+
+    @property
+    def shared(self) -> bool:
+        return self.state == "shared_memory"
+
+    @property
+    def bucketed(self) -> bool:
+        return not self.shared
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        assert isinstance(self.workers, int)
+        return (Axis("data", self.workers),)
+
+    @property
+    def division(self) -> Division:
+        assert isinstance(self.workers, int)
+        return Division(self.shares if isinstance(self.shares, tuple) else (1,) * self.workers, self.micro)
+
+    def plans(self) -> tuple[Plan, ...]:
+        assert isinstance(self.workers, int)
+        return (Plan("all-reduce", self.reduce, self.workers),) if isinstance(self.reduce, AllReduce) else ()
+
+    def unplanned(self) -> str:
+        if isinstance(self.reduce, Native):
+            return ("native is the backend's own all-reduce, of which there is no schedule (gloo's is like ring_async); name "
+                    "one: " + ", ".join(each.name for each in SCHEDULES))
+        return "say which all-reduce, for example data(4, reduce=ring)"
+
+    # ---- where and what it is for ------------------------------------------------------------------------------------------
+    def resolved(self, here: Here) -> Self:
+        """Over gloo `reduce=auto` stays: which is the quickest is seen when the first gradients are exchanged."""
+        count = self.workers if isinstance(self.workers, int) else here.ranks or here.cores
+        state, reduce = self.state, self.reduce
+        if state == "auto":
+            alone = here.own_loop or here.unshared is not None or count == 1
+            state = "replicated" if alone or reduce != "auto" else "shared_memory"
+        if state == "shared_memory" and here.unshared and not here.own_loop:
+            raise Refused(f"{self}: {here.unshared}; leave out state=shared_memory")
+        if reduce == "auto" and state == "replicated" and (count == 1 or here.backend != "gloo"):
+            reduce = Native()
+        if isinstance(reduce, AllReduce):
+            reduce = reduce.resolved(count, here.group or count)
+        return replace(self, workers=count, reduce=reduce, state=state)
+
+    def picked(self, resolved: Self, here: Here) -> Iterator[tuple[str, str, str]]:
+        if self.state == "auto":
+            yield "state", resolved.state, here.unshared or (
+                "all ranks are on this host" if resolved.shared else "an exchange was asked for, or there is one worker")
+        if self.reduce == "auto" and isinstance(resolved.reduce, Native):
+            yield "reduce", str(resolved.reduce), f"the backend's own is the quickest over {here.backend}"
+
+    def alternatives(self, here: Here) -> tuple[Strategy, ...]:
+        return (Serial(threads=here.cores, micro=self.micro),) if self.workers == "auto" else ()
+
+    def refuse_beside(self, factors: tuple[Strategy, ...]) -> None:
+        super().refuse_beside(factors)
+        if self.micro != 1 and any(each.cuts_micro for each in factors):
+            raise Refused("data(micro=...) does not fit beside pipeline, which cuts micro-batches itself; "
+                          "give pipeline(micro=...)")

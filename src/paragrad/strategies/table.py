@@ -1,0 +1,84 @@
+"""The strategies by name: reading them, and making them ready for a world."""
+
+from __future__ import annotations
+
+from paragrad.errors import Refused
+from paragrad.notation.choices import Choice, build, parts_of
+from paragrad.notation.grammar import parse_products
+from paragrad.schedules.all_reduce import AllReduce
+from paragrad.strategies.data import ALGORITHMS, Data, Native
+from paragrad.strategies.serial import Serial
+from paragrad.strategies.strategy import Here, Plan, Product, Strategy, factors_of
+from paragrad.strategies.unbuilt import Branch, Federated, Local, Pipeline, Place, Server, Spatial, Tensor
+
+STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (
+    Serial, Data, Tensor, Spatial, Branch, Place, Pipeline, Server, Local, Federated)}         # ours
+
+
+def known() -> dict[str, type[Strategy]]:
+    """Ours and the user's own, by name."""
+    return {**STRATEGIES, **Strategy.members}  # type: ignore[dict-item]
+
+
+def algorithms() -> dict[str, type[Choice]]:
+    """All-reduces, ours and the user's own, by name."""
+    return {Native.name: Native, **AllReduce.members}
+
+
+def strategies(text: str) -> tuple[Strategy, ...]:
+    """Read `strategy; strategy; ...`."""
+    elsewhere = {name: f"data(2, reduce={name})" for name in algorithms()}      # all-reduces are no strategies of their own
+    read: list[Strategy] = []
+    for product in parse_products(text):
+        factors = tuple(build(call, dict(known()), "strategy", elsewhere=elsewhere) for call in product)
+        read.append(factors[0] if len(factors) == 1 else Product(factors))                # type: ignore[arg-type]
+    return tuple(read)
+
+
+def strategy(text: str | Strategy) -> Strategy:
+    """Read one strategy; a strategy is returned as it is. Raises Refused."""
+    if isinstance(text, Strategy):
+        return text
+    if not isinstance(text, str):
+        raise Refused(f"a strategy is a text such as 'data(2, reduce=ring)' or a value such as Data(2); got {text!r}")
+    read = strategies(text)
+    if len(read) > 1:
+        raise Refused(f"one strategy is wanted here, got {len(read)}: {text}")
+    return read[0]
+
+
+def refuse_unbuilt(chosen: Strategy) -> None:
+    """Refuse what is known by name and not built yet: a strategy, an algorithm, or a value of an option."""
+    factors = factors_of(chosen)
+    for value in [*factors, *(inner for factor in factors for _, _, inner in parts_of(factor)), chosen]:
+        if isinstance(value, Choice) and not value.built:
+            what = "products of strategies (hybrids) are" if isinstance(value, Product) else f"{value.name} is"
+            raise Refused(f"{what} known and not built yet; built: " + ", ".join(built_names()))
+    for owner, spec, value in parts_of(chosen):
+        if value in spec.metadata["later"]:
+            raise Refused(f"{owner.name}({spec.name}={str(value).lower()}) is known and not built yet; leave it out")
+
+
+def built_names() -> list[str]:
+    return [cls.name for cls in (*STRATEGIES.values(), *ALGORITHMS) if cls.built]
+
+
+def resolve(chosen: Strategy, here: Here) -> Strategy:
+    """The same strategy with every `auto` replaced. Raises Refused where the world has another size than it asks for, or where
+    what it says of itself does not fit together."""
+    found = chosen.resolved(here)
+    if here.ranks is not None and found.size != here.ranks:
+        raise Refused(f"{chosen} wants {found.size} worker(s) and the launcher started {here.ranks}; "
+                      f"start {found.size}, or write data(auto)")
+    return found
+
+
+def plan_of(chosen: Strategy, doing: str, group: int | None = None) -> tuple[Strategy, Plan]:
+    """(resolved, its schedule), of a strategy that names one, to be drawn or simulated (`doing`). Raises Refused."""
+    refuse_unbuilt(chosen)
+    if chosen.workers == "auto":
+        raise Refused(f"{chosen}: say how many workers and which all-reduce, for example data(4, reduce=ring)")
+    resolved = resolve(chosen, Here(group=group))
+    if not (plans := resolved.plans()):
+        raise Refused(f"{chosen} has no schedule to {doing}; {resolved.unplanned()}")
+    return resolved, plans[0]

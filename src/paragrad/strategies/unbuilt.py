@@ -1,0 +1,102 @@
+"""Strategies that are known by name and not built yet: the notation reads and prints them, the door refuses them.
+
+Each moves to a file of its own when it is built.
+"""
+
+from __future__ import annotations
+
+from paragrad.notation.choices import Choice, Decimal, Flag, Integer, Word, option
+from paragrad.strategies.planned import CUT, OUTER, SCHEDULES, SPLIT, SYNC, Bsp, Even, Mean, OneFOneB, Planned
+from paragrad.strategies.strategy import Promise, Strategy
+
+
+class Unbuilt(Strategy, Planned, abstract=True):
+    """A strategy that is known by name."""
+    __slots__ = ()
+
+    @property
+    def promise(self) -> Promise:
+        return Promise()
+
+
+class Tensor(Unbuilt):
+    """Neurons, channels, heads and vocabulary split (Shoeybi et al. 2019)."""
+    workers: int | str = option(Integer(), Word("auto"))
+
+
+class Spatial(Unbuilt):
+    """The image split, with halo exchange (Dryden et al. 2019)."""
+    rows: int = option(Integer())
+    columns: int = option(Integer(), default=1)
+    dense: str = option(Word("same", "tensor"), default="same")
+    batch_norm: str = option(Word("whole", "share"), default="whole")
+
+    @property
+    def workers(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def promise(self) -> Promise:
+        return Promise(exact=self.batch_norm == "whole")
+
+
+class Branch(Unbuilt):
+    """Independent sub-networks on ranks of their own (Krizhevsky et al. 2012)."""
+    workers: int = option(Integer())
+
+
+class Place(Unbuilt):
+    """Layers in sequence on different ranks, one batch at a time (Dean et al. 2012)."""
+    workers: int = option(Integer())
+    cut: tuple[int, ...] | str = option(*CUT, default="auto")
+
+
+class Pipeline(Unbuilt):
+    """Micro-batches in flight through stages of layers (Huang et al. 2019; Narayanan et al. 2019)."""
+    cuts_micro = True
+    workers: int = option(Integer())
+    micro: int | str = option(Integer(), Word("auto"), default="auto")          # auto: 4 x workers
+    schedule: Choice = option(SCHEDULES, default=OneFOneB())
+    recompute: bool = option(Flag(), default=False)
+    cut: tuple[int, ...] | str = option(*CUT, default="auto")
+
+
+class Server(Unbuilt):
+    """Servers hold the parameters; workers push gradients and pull parameters (Li et al. 2014)."""
+    workers: int = option(Integer())
+    servers: int = option(Integer(), default=1)
+    sync: Choice = option(SYNC, default=Bsp())
+    rate: str = option(Word("constant", "by_staleness"), default="constant")
+    replica = True
+
+    @property
+    def promise(self) -> Promise:
+        return Promise(exact=self.sync == Bsp())
+
+
+class Local(Unbuilt):
+    """Local SGD: weights averaged every so many steps (Stich 2018; at the end: ParallelSGD, Zinkevich et al. 2010)."""
+    workers: int = option(Integer())
+    every: int | str = option(Integer(), Word("end"), default=8)
+    outer: Choice = option(OUTER, default=Mean())
+    after: int = option(Integer(0), default=0)
+    replica = True
+
+    @property
+    def promise(self) -> Promise:
+        return Promise(exact=False)
+
+
+class Federated(Unbuilt):
+    """Federated averaging: clients with data of their own, some of them each round (McMahan et al. 2017)."""
+    workers: int = option(Integer())
+    clients: int = option(Integer(), default=100)
+    fraction: float = option(Decimal(most=1.0), default=0.1)
+    local_epochs: int = option(Integer(), default=1)
+    rounds: int | str = option(Integer(), Word("auto"), default="auto")
+    split: Choice = option(SPLIT, default=Even())
+    replica = True
+
+    @property
+    def promise(self) -> Promise:
+        return Promise(exact=False)

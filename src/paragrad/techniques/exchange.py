@@ -1,0 +1,130 @@
+"""The exchange: from each rank's gradients to the update that all make. Most techniques replace this part of the sentence.
+
+In every step it is asked: begin(); per micro-batch `micro_batch`, with forward and backward of `module` inside; finish();
+counted(); average(); update(). Between `average` and `update` somebody may look (`averaged`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paragrad.jobs.loss import Summed
+from paragrad.players.machine import Machine
+from paragrad.techniques.updating import in_eval_mode, set_mode
+
+State = dict[str, dict[str, Any]]           # an optimizer's, in serial shapes: by the parameter's serial name, then by what
+
+
+@dataclass(frozen=True)
+class How:
+    """How exchanges go, whatever the technique.
+
+    overlap: exchange while backward runs;  machine: known links, for `auto`;  sabotage: a planted bug, by its name.
+    """
+    overlap: bool = True
+    machine: Machine | None = None
+    sabotage: str | None = None
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this rank holds of a training.
+
+    module: the model and its loss, whose forward gives the sum of losses;  clip_norm: as in Job;  some_unused: some rank's
+    parameters got no gradient when the model was looked at.
+    """
+    module: Summed
+    optimizer: torch.optim.Optimizer
+    clip_norm: float | None = None
+    some_unused: bool = False
+
+
+class Exchange(ABC):
+    """Of a rank that holds all parameters and, before the update, all mean gradients where backward leaves them.
+
+    What differs is replaced, at least `finish` and `counted`. Collective: all ranks make it together. Set before the last
+    micro-batch: `stop`, this rank was asked to stop;  `doubt`: of its weight, what may be that of nothing
+    (`Summed.doubtful`). To be read: `sent`, bytes by kind in this step;  `largest`: bytes it keeps in memory;  `sharing`: ranks
+    that hold the parameters together.
+    """
+    sharing = 1
+    stop = False
+    doubt = 0.0
+
+    def __init__(self, held: Held) -> None:
+        self.summed, self.optimizer, self.clip_norm = held.module, held.optimizer, held.clip_norm
+        self.module: nn.Module = held.module            # what forward and backward run: an exchange may wrap it
+        self.every = list(held.module.model.parameters())
+        self.sent: dict[str, dict[str, Any]] = {}
+        self.largest = 0
+
+    # ---- in a step -----------------------------------------------------------------------------------------------------
+    def begin(self) -> None:
+        """A step begins: nothing was sent in it yet."""
+        self.sent = {}
+        set_mode(self.optimizer, "train")
+
+    def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Around the forward and backward of one micro-batch."""
+        return contextlib.nullcontext()
+
+    @abstractmethod
+    def finish(self, weight: float, loss: float) -> None:
+        """After the last backward, with this rank's own sums over the micro-batches: gradients are summed over ranks."""
+
+    @abstractmethod
+    def counted(self) -> list[float]:
+        """(weight, loss, ranks asked to stop, doubtful weight), summed over ranks."""
+
+    def average(self, weight: float) -> None:
+        """The one division by the global weight."""
+        gradients = [parameter.grad for parameter in self.every if parameter.grad is not None]
+        torch._foreach_div_(gradients, weight)
+
+    def averaged(self) -> dict[str, Tensor | None]:
+        """The mean gradient of every parameter, between `average` and `update`. Collective."""
+        return self.gradients()
+
+    def update(self) -> None:
+        """Clipping and the optimizer."""
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.every, self.clip_norm)
+        self.optimizer.step()
+
+    # ---- what others look at -------------------------------------------------------------------------------------------
+    def evaluating(self) -> contextlib.AbstractContextManager[Any]:
+        """The model as what the run stands for (before a test, or when it is saved); afterwards as it was. Collective."""
+        return in_eval_mode(self.optimizer, self.every)
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """The gradient of every parameter as the last update used it (mean, clipped); until any rank begins the next step."""
+        return {name: parameter.grad for name, parameter in self.summed.model.named_parameters()}
+
+    def state(self) -> State:
+        """The optimizer's state; whole on rank 0. Collective."""
+        names = {parameter: name for name, parameter in self.summed.model.named_parameters()}
+        return {names[parameter]: values for parameter, values in self.optimizer.state.items()}
+
+    def count(self, kind: str, number: int, *, computed: bool) -> None:
+        """Bytes of a kind that this rank sends in this step; computed: by a closed form."""
+        before = self.sent.get(kind, {"bytes": 0})["bytes"]
+        self.sent[kind] = {"bytes": before + number, "computed": computed}
+
+    def close(self) -> None:        # noqa: B027         # most hold nothing
+        """Let go of what the exchange holds; the model is a plain one again."""
+
+
+class Alone(Exchange):
+    """In a world of one, serial's: gradients stay where backward puts them."""
+
+    def finish(self, weight: float, loss: float) -> None:
+        self.told = [weight, loss, float(self.stop), self.doubt]
+
+    def counted(self) -> list[float]:
+        return self.told

@@ -1,0 +1,79 @@
+"""The passes: forward and backward of one rank's micro-batches, in an order of their own. A trainer has exactly one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from paragrad.errors import StepFailed
+from paragrad.jobs.loss import Summed
+from paragrad.record.log import Log
+from paragrad.strategies.shares import Micro
+from paragrad.techniques.batch_norm import BatchNorm
+from paragrad.techniques.exchange import Exchange
+from paragrad.techniques.probe import first_not_finite
+from paragrad.world.world import World
+
+
+@dataclass(frozen=True)
+class Sums:
+    """This rank's own sums over its micro-batches; scale: what gradients were multiplied by already."""
+    loss: float = 0.0
+    weight: float = 0.0
+    scale: float = 1.0
+
+
+class Within(Protocol):
+    """What a trainer offers to its passes. casting: autocast, if any;  keyed: draws by a sample's place in the global batch."""
+    world: World
+    module: Summed
+    batch_norm: BatchNorm
+    log: Log
+
+    def casting(self) -> AbstractContextManager[Any]: ...
+
+    def keyed(self, micro: Micro) -> AbstractContextManager[Any]: ...
+
+
+class Passes(Protocol):
+    """From a batch to gradients: all forwards and backwards of a step, between `begin` and `finish` of the exchange."""
+
+    def gradients(self, micros: Iterable[tuple[Micro, Any, Any]], count: int) -> Sums:
+        """Of `count` micro-batches (micro, inputs, target). Raises StepFailed with the tensor."""
+
+
+class OneByOne:
+    """A forward and a backward of each micro-batch in turn, as one worker makes them."""
+
+    def __init__(self, within: Within, exchange: Exchange) -> None:
+        self.within, self.exchange = within, exchange
+
+    def gradients(self, micros: Iterable[tuple[Micro, Any, Any]], count: int) -> Sums:
+        loss, weight, scale = 0.0, 0.0, 1.0
+        for number, (micro, inputs, target) in enumerate(micros):
+            found = self._forward_backward(micro, inputs, target, number, count)
+            loss, weight, scale = loss + found.loss, weight + found.weight, found.scale
+        return Sums(loss, weight, scale)
+
+    def _forward_backward(self, micro: Micro, inputs: Any, target: Any, number: int, count: int) -> Sums:
+        within, exchange, summed = self.within, self.exchange, self.within.module
+        samples = within.batch_norm.part.samples = len(micro.positions)
+        last = number == count - 1
+        exchange.stop = last and within.world.stop.is_set()
+        with exchange.micro_batch(last), within.keyed(micro), within.batch_norm:
+            with within.log.span(f"F{number}", "compute"), within.casting():
+                total, weight = exchange.module(inputs, target, samples)
+            value = float(total.detach())
+            exchange.doubt += summed.doubtful if weight else 0.0
+            if not math.isfinite(value):
+                with within.batch_norm.looking():
+                    raise StepFailed("the loss is not finite", tensor=first_not_finite(summed.model, inputs, target))
+            # what is not linear in a gradient (a hook that clips) sees on one worker that of the mean, as without this library
+            alone = within.world.size == count == 1
+            scale = 1.0 / weight if alone and weight and not summed.linear else 1.0
+            with within.log.span(f"B{number}", "compute"):
+                total.backward(None if scale == 1.0 else total.new_tensor(scale))
+        return Sums(value, weight, scale)

@@ -1,0 +1,241 @@
+"""A technique and an all-reduce of a user's own enter by the same door as ours, without a line changed in the library."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equality import IMAGES, JOBS
+from vote import Ballot, Vote, job
+
+import paragrad as pg
+from paragrad.record.record import Record
+from paragrad.strategies.shares import Division
+from paragrad.techniques.passes import Sums
+from paragrad.world.axes import Axis
+from paragrad.world.world import World
+
+ROOT = Path(__file__).parents[2]
+OWN = ROOT / "examples" / "own_all_reduce.py"
+
+
+def command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "paragrad", *words], cwd=cwd, capture_output=True, text=True, timeout=100)
+
+
+# ---- a technique -------------------------------------------------------------------------------------------------------
+def test_an_own_technique_trains_and_is_in_the_record(tmp_path: Path) -> None:
+    run = pg.train(job, Vote(2), runs=tmp_path)
+    assert run.header["strategy"] == run.header["resolved"] == "vote(2)"
+    assert run.losses[-1] < run.losses[0]
+    assert run.sent_per_step["votes"]["bytes"] == 4 * (10 * 16 + 16 + 16 * 4 + 4)
+    assert str(pg.strategy("vote(2)")) == "vote(2)"
+    assert run.resolved == Vote(2)
+
+
+def test_it_is_saved_and_resumed(tmp_path: Path) -> None:
+    """Resumed by as many ranks it ends where the whole run does; by `data` it goes on, as any checkpoint."""
+    whole = pg.train(job, Vote(2), runs=tmp_path, save=1)
+    first = pg.train(job.replace(epochs=1), Vote(2), runs=tmp_path, save=1)
+    resumed = pg.train(job, Vote(2), runs=tmp_path, resume=first.folder)
+    for name, tensor in whole.model().state_dict().items():
+        assert torch.equal(tensor, resumed.model().state_dict()[name])
+    assert len(pg.train(job, "data(2)", runs=tmp_path, resume=first.folder).losses) == len(resumed.losses)
+
+
+def test_verify_says_that_it_is_not_the_same(tmp_path: Path) -> None:
+    certificate = pg.verify(job, Vote(2), runs=tmp_path)
+    assert not certificate.same
+    assert certificate.first == ("gradient of 0.weight", 0)
+
+
+def test_it_is_refused_in_a_product_that_it_does_not_allow() -> None:
+    with pytest.raises(pg.Refused, match=r"vote holds replicas: at most one such part in a product, leftmost"):
+        pg.Data(2) * Vote(2)
+    assert str(Vote(2) * pg.strategy("pipeline(2)")) == "vote(2) * pipeline(2)"
+
+
+class Lying(Vote):
+    """Promises what it does not keep."""
+
+    @property
+    def promise(self) -> pg.Promise:
+        return pg.Promise()
+
+
+def test_one_that_promises_to_be_exact_and_is_not_ends_in_its_first_step(tmp_path: Path) -> None:
+    with pytest.raises(pg.RankFailed, match=r"before the first update the gradient is off.*the exchange of lying") as caught:
+        pg.train(job, Lying(2), runs=tmp_path)
+    assert caught.value.step == 0
+    assert not pg.verify(job, Lying(2), runs=tmp_path).same
+
+
+def test_the_page_shows_what_is_tested() -> None:
+    page = (ROOT / "docs" / "own_all_reduce.md").read_text()
+    shown = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(shown) == 2
+    for code, file in zip(shown, (OWN, Path(__file__).with_name("vote.py")), strict=True):
+        assert code.strip() in file.read_text()
+
+
+# ---- several axes ------------------------------------------------------------------------------------------------------
+class Twofold(pg.Strategy):
+    """Every replica is two ranks, which do the same: what a hybrid of data and a cut of the model asks of a trainer."""
+    workers: int = pg.option(pg.Integer(2))
+
+    @property
+    def promise(self) -> pg.Promise:
+        return pg.Promise()
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        return Axis("data", self.workers // 2), Axis("fold", 2, "model")
+
+    def exchange(self, held: Any, world: World, log: Any, how: Any) -> pg.Exchange:
+        return Summed(held, world.along("data"))
+
+
+class Summed(Ballot):
+    """The sum over one axis of the world."""
+
+    def finish(self, weight: float, loss: float) -> None:
+        self.told = self.world.all_reduced(torch.tensor([weight, loss, float(self.stop), self.doubt],
+                                                        dtype=torch.float64)).tolist()
+        for parameter in self.every:
+            if parameter.grad is not None:
+                parameter.grad = self.world.all_reduced(parameter.grad)
+
+    average = pg.Exchange.average
+
+
+class Reordered(Twofold):
+    """Passes of its own: all forwards of a step, then all backwards, the last one first, as a pipeline makes them."""
+
+    @property
+    def division(self) -> Division:
+        return Division((2, 1), micro=2)
+
+    def passes(self, within: Any, exchange: pg.Exchange) -> Any:
+        return ForwardsFirst(within, exchange)
+
+
+class ForwardsFirst:
+    def __init__(self, within: Any, exchange: pg.Exchange) -> None:
+        self.within, self.exchange = within, exchange
+
+    def gradients(self, micros: Any, count: int) -> Sums:
+        loss, weight, made = 0.0, 0.0, []
+        for micro, inputs, target in micros:
+            with self.within.keyed(micro):
+                total, more = self.exchange.module(inputs, target, len(micro.positions))
+            made.append(total)
+            loss, weight = loss + float(total.detach()), weight + more
+        for total in reversed(made):
+            total.backward()
+        return Sums(loss, weight)
+
+
+def test_passes_of_its_own_are_the_same_training(tmp_path: Path) -> None:
+    assert pg.verify(job, Reordered(4), runs=tmp_path).same
+    assert "first step" not in {line["what"] for line in pg.train(job, Reordered(4), runs=tmp_path).of("choice")}
+
+
+def test_a_strategy_of_two_axes_is_the_same_training(tmp_path: Path) -> None:
+    """Shares are those of replicas, not of ranks: every sample counts once, batch norm and tests see each once, and the record
+    has it of one rank alone."""
+    for each in (job, JOBS["cnn with batch norm"].replace(test=IMAGES, metric=pg.accuracy)):
+        assert pg.verify(each, Twofold(4), runs=tmp_path).same
+        run, serial = (pg.train(each, strategy, runs=tmp_path) for strategy in (Twofold(4), "serial"))
+        assert (run.audit.twice, run.audit.missed) == (0, 0)
+        assert run.losses == pytest.approx(serial.losses, rel=1e-4)
+        assert run.test == (None if serial.test is None else pytest.approx(serial.test))
+
+
+# ---- answers left out, contradictions ------------------------------------------------------------------------------------
+class Silent(pg.Strategy):
+    workers: int = pg.option(pg.Integer())
+
+
+class Idle(pg.Strategy):
+    workers: int = pg.option(pg.Integer())
+
+    @property
+    def promise(self) -> pg.Promise:
+        return pg.Promise(exact=False)
+
+
+class Crooked(Vote):
+    @property
+    def axes(self) -> tuple[object, ...]:
+        return (*super().axes, *super().axes)
+
+
+class Uneven(Vote):
+    @property
+    def division(self) -> object:
+        return type(super().division)((1,))
+
+
+class Nobody(pg.Strategy):
+    @property
+    def promise(self) -> pg.Promise:
+        return pg.Promise(exact=False)
+
+
+@pytest.mark.parametrize(("chosen", "says"), [
+    (Silent(2), "Silent does not say what it promises; give it a property `promise`"),
+    (Idle(2), r"Idle has no exchange; give it a method `exchange\(self, held, world, log, how\)`"),
+    (Nobody(), "Nobody does not say how many workers it has"),
+    (Crooked(2), "has 2 workers, and axes of 4 ranks: crooked 2 x crooked 2"),
+    (Uneven(2), "divides a batch into 1 shares, and its axes have 2 replicas"),
+])
+def test_a_strategy_that_leaves_an_answer_out_or_contradicts_itself_is_refused(chosen: pg.Strategy, says: str) -> None:
+    with pytest.raises(pg.Refused, match=says):
+        pg.train(job, chosen)
+
+
+def test_two_of_one_name_are_refused() -> None:
+    with pytest.raises(pg.Refused, match=r"would be called ring, as paragrad\.schedules\.ring\.Ring is; give it another name"):
+        type("Ring", (pg.AllReduce,), {"__module__": "mine"})
+    with pytest.raises(pg.Refused, match=r"mine\.Data would be called data, as paragrad\.strategies\.data\.Data is"):
+        type("Data", (pg.Strategy,), {"__module__": "mine"})
+
+
+# ---- an all-reduce -------------------------------------------------------------------------------------------------------
+def test_the_example_runs_as_its_page_says(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, str(OWN)], cwd=tmp_path, capture_output=True, text=True, timeout=110,
+                          env={**os.environ, "COLUMNS": "200"})
+    assert done.returncode == 0, done.stderr
+    assert "0 | >1:0" in done.stdout
+    assert re.search(r"gossip: \d+ us for 100 KB over 3 ranks, by the clock", done.stdout)
+    (folder,) = (tmp_path / "runs").glob("*-digits-compare")
+    row = next(row for row in pg.Table(folder).rows if "gossip" in row.resolved)
+    assert row.strategy == "data(3, reduce=gossip)"
+    assert row.failure is None
+    assert row.difference is not None
+    assert row.difference <= 1e-10
+    assert "data(3, reduce=gossip)" in (folder / "page.html").read_text()
+
+
+def test_the_command_finds_it_in_the_job_file(tmp_path: Path) -> None:
+    done = command("train", str(OWN), "--strategy", "data(3, reduce=gossip)", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert Record(folder).header["resolved"] == "data(3, reduce=gossip, state=replicated)"
+    assert "3 ranks" in command("draw", "data(3, reduce=gossip)", "--job", str(OWN), cwd=tmp_path).stdout
+    assert "by the clock" in command("simulate", "data(3, reduce=gossip)", "--job", str(OWN), "--bytes", "1MB",
+                                     cwd=tmp_path).stdout
+
+
+def test_a_skipped_chunk_is_refused_with_rank_and_slot(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text(OWN.read_text().replace("for part in range(size):  ", "for part in range(1, size):", 1))
+    done = command("train", str(broken), "--strategy", "data(3, reduce=gossip)", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "gossip is no all-reduce of 3 ranks: rank 0 ends without the contribution of rank 0 in slot 0" in done.stderr

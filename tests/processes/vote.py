@@ -1,0 +1,52 @@
+"""A strategy of somebody's own, outside the library: every rank votes for the sign of each gradient.
+
+signSGD with majority vote (Bernstein et al. 2018, arXiv 1802.04434). It is not serial's training, and says so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from equality import VECTORS, mlp
+from equality import job as make_job
+
+import paragrad as pg
+
+
+class Vote(pg.Strategy):
+    """Signs of gradients, by majority (Bernstein et al. 2018)."""
+    workers: int = pg.option(pg.Integer())
+    replica = True
+
+    @property
+    def promise(self) -> pg.Promise:
+        return pg.Promise(exact=False)
+
+    def exchange(self, held: Any, world: Any, log: Any, how: Any) -> pg.Exchange:
+        return Ballot(held, world)
+
+
+class Ballot(pg.Exchange):
+    """The sum of all ranks' signs, and its sign."""
+
+    def __init__(self, held: Any, world: Any) -> None:
+        super().__init__(held)
+        self.world = world
+
+    def finish(self, weight: float, loss: float) -> None:
+        self.told = self.world.all_reduced(torch.tensor([weight, loss, float(self.stop), self.doubt],
+                                                        dtype=torch.float64)).tolist()
+        for parameter in self.every:
+            if parameter.grad is not None:
+                parameter.grad = self.world.all_reduced(parameter.grad.sign()).sign()
+                self.count("votes", parameter.grad.nbytes, computed=True)
+
+    def counted(self) -> list[float]:
+        return self.told
+
+    def average(self, weight: float) -> None:
+        """Signs have no mean."""
+
+
+job = make_job("voted", mlp, VECTORS, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9))
