@@ -40,7 +40,7 @@ from paragrad.record.record import lines_of
 from paragrad.training.admission import admitted
 from paragrad.training.settings import Settings
 from paragrad.verbs.train import run
-from paragrad.verbs.trial import settled
+from paragrad.verbs.trial import tried
 from paragrad.world.launching import Ranks
 from paragrad.world.launching.processes import server
 
@@ -115,7 +115,7 @@ def ours(ranks: Ranks, strategy: str, setting: Setting, folder: Path) -> Callabl
     def milliseconds() -> float:
         place = folder / f"{strategy}-{setting}-{next(number)}"
         place.mkdir()
-        checked = settled(ranks, admitted(setting.job(), strategy, Settings(limit=setting.steps)))
+        checked = tried(ranks, admitted(setting.job(), strategy, Settings(limit=setting.steps)))
         run(ranks, checked, place)
         return between([line["start"] for line in lines_of(place / "rank-0.jsonl", "span") if line["kind"] == "step"])
     return milliseconds

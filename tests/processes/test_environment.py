@@ -29,7 +29,7 @@ from paragrad.world.launched import (
     address,
     first_host,
     launched,
-    meeting_file,
+    rendezvous_file,
 )
 
 Variables = Callable[[int, int], dict[str, str]]
@@ -166,23 +166,23 @@ def test_no_place_to_meet_is_refused_with_the_repair(environment: dict[str, str]
         where(environment)
 
 
-def test_the_meeting_file_is_the_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rendezvous_file_is_the_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    zero, one = (meeting_file(Launched(rank, 2, rank, 2, OPEN_MPI), 0, open_mpi(rank, 2)) for rank in (0, 1))
+    zero, one = (rendezvous_file(Launched(rank, 2, rank, 2, OPEN_MPI), 0, open_mpi(rank, 2)) for rank in (0, 1))
     folder = zero.parent
     assert zero == one
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert meeting_file(Launched(0, 2, 0, 2, OPEN_MPI), 1, open_mpi(0, 2)) != zero
-    assert meeting_file(Launched(0, 2, 0, 2, SRUN), 0, {**srun(0, 2), "SLURM_STEP_ID": "9"}) != meeting_file(
+    assert rendezvous_file(Launched(0, 2, 0, 2, OPEN_MPI), 1, open_mpi(0, 2)) != zero
+    assert rendezvous_file(Launched(0, 2, 0, 2, SRUN), 0, {**srun(0, 2), "SLURM_STEP_ID": "9"}) != rendezvous_file(
         Launched(0, 2, 0, 2, SRUN), 0, srun(0, 2))
     folder.chmod(0o750)
     with pytest.raises(Refused, match="must be a folder that you alone can open; remove it"):
-        meeting_file(Launched(0, 2, 0, 2, OPEN_MPI), 0, {})
+        rendezvous_file(Launched(0, 2, 0, 2, OPEN_MPI), 0, {})
     folder.rmdir()
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     folder.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(Refused, match="must be a folder that you alone can open"):
-        meeting_file(Launched(0, 2, 0, 2, OPEN_MPI), 0, {})
+        rendezvous_file(Launched(0, 2, 0, 2, OPEN_MPI), 0, {})
 
 
 # --- real processes ---

@@ -97,8 +97,8 @@ class Twofold(pg.Strategy):
     def axes(self) -> tuple[Axis, ...]:
         return Axis("data", self.workers // 2), Axis("fold", 2, "model")
 
-    def exchange(self, held: Any, world: World, log: Any, how: Any) -> pg.Exchange:
-        return Summed(held, world.along("data"))
+    def exchange(self, replica: Any, world: World, log: Any, how: Any) -> pg.Exchange:
+        return Summed(replica, world.along("data"))
 
 
 class Summed(Ballot):
@@ -190,7 +190,7 @@ class Nobody(pg.Strategy):
 
 @pytest.mark.parametrize(("chosen", "says"), [
     (Silent(2), "Silent does not say what it promises; give it a property `promise`"),
-    (Idle(2), r"Idle has no exchange; give it a method `exchange\(self, held, world, log, how\)`"),
+    (Idle(2), r"Idle has no exchange; give it a method `exchange\(self, replica, world, log, how\)`"),
     (Nobody(), "Nobody does not say how many workers it has"),
     (Crooked(2), "has 2 workers, and axes of 4 ranks: crooked 2 x crooked 2"),
     (Uneven(2), "divides a batch into 1 shares, and its axes have 2 replicas"),

@@ -23,15 +23,15 @@ class Vote(pg.Strategy):
     def promise(self) -> pg.Promise:
         return pg.Promise(exact=False)
 
-    def exchange(self, held: Any, world: Any, log: Any, how: Any) -> pg.Exchange:
-        return Ballot(held, world)
+    def exchange(self, replica: Any, world: Any, log: Any, how: Any) -> pg.Exchange:
+        return Ballot(replica, world)
 
 
 class Ballot(pg.Exchange):
     """The sum of all ranks' signs, and its sign."""
 
-    def __init__(self, held: Any, world: Any) -> None:
-        super().__init__(held)
+    def __init__(self, replica: Any, world: Any) -> None:
+        super().__init__(replica)
         self.world = world
 
     def finish(self, weight: float, loss: float) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -30,12 +29,6 @@ VERIFY: Callable[..., None] = functional._verify_batch_size         # type: igno
 TOO_FEW = "Expected more than 1 value per channel when training, got 1 over all ranks"      # torch's sentence
 
 
-@dataclass
-class Part:
-    """The part of the present micro-batch that this rank runs; the trainer keeps it up to date."""
-    samples: int = 0            # 0: one sample runs, and counts for nothing
-
-
 class BatchNorm:
     """A context manager around forward and backward (where checkpoints run forwards again) of a micro-batch.
 
@@ -43,8 +36,10 @@ class BatchNorm:
     count(bytes) is told what is gathered otherwise. computed: a batch norm was computed in training.
     """
 
-    def __init__(self, world: World, model: nn.Module, part: Part, count: Callable[[int], None], own: bool = False) -> None:
-        self.world, self.model, self.part, self.count = world, model, part, count
+    def __init__(self, world: World, model: nn.Module, count: Callable[[int], None], own: bool = False,
+                 samples: int = 0) -> None:
+        self.world, self.model, self.count = world, model, count
+        self.samples = samples              # of the present micro-batch on this rank; 0: one runs, and counts for nothing
         self.alone = own or world.size == 1
         self.looks = False
         self.computed = False
@@ -97,7 +92,7 @@ class BatchNorm:
 
     def _verify(self, size: Any) -> None:
         """A part of one sample is no error: over all ranks there are more."""
-        if self.alone and self.part.samples and not self.looks:
+        if self.alone and self.samples and not self.looks:
             VERIFY(size)
 
     def batch_norm(self, input: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
@@ -112,11 +107,11 @@ class BatchNorm:
         self.compiled |= torch.compiler.is_compiling()
         self.given.update({tensor: None for tensor in (running_mean, running_var) if tensor is not None})
         number, self.call = self.call, self.call + 1
-        inside = self.part.samples > 1 and _inside(input, weight)
+        inside = self.samples > 1 and _inside(input, weight)
         if self.looks:
             self.inside |= {number} if inside else set()
         elif self.alone:
-            if self.part.samples == 0 and running_mean is not None:
+            if self.samples == 0 and running_mean is not None:
                 return plain(False)                 # an empty part changes no statistics
         elif number not in self.inside:
             if inside:
@@ -127,7 +122,7 @@ class BatchNorm:
 
     def _whole(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
                running_var: Tensor | None, momentum: float, eps: float, plain: Callable[[bool], Tensor]) -> Tensor:
-        number, mean, m2 = merged(self.gathered(_moments(x.detach(), counted=self.part.samples > 0)))
+        number, mean, m2 = merged(self.gathered(_moments(x.detach(), counted=self.samples > 0)))
         if number == 0:                 # the part of every rank is empty
             return plain(running_mean is None)
         if number == 1:
@@ -196,7 +191,7 @@ class Normalise(torch.autograd.Function):
         shape = [1, -1] + [1] * (x.dim() - 2)
         normal = (x - mean.view(shape)) * inverse.view(shape)
         ctx.save_for_backward(normal, weight, inverse)
-        ctx.number, ctx.whole, ctx.shape, ctx.empty = number, whole, shape, whole.part.samples == 0
+        ctx.number, ctx.whole, ctx.shape, ctx.empty = number, whole, shape, whole.samples == 0
         result = normal if weight is None else normal * weight.view(shape)
         return result if bias is None else result + bias.view(shape)
 

@@ -33,7 +33,7 @@ class How:
 
 
 @dataclass(frozen=True)
-class Held:
+class Replica:
     """What this rank holds of a training.
 
     module: the model and its loss, whose forward gives the sum of losses;  clip_norm: as in Job;  some_unused: some rank's
@@ -57,10 +57,10 @@ class Exchange(ABC):
     stop = False
     doubt = 0.0
 
-    def __init__(self, held: Held) -> None:
-        self.summed, self.optimizer, self.clip_norm = held.module, held.optimizer, held.clip_norm
-        self.module: nn.Module = held.module            # what forward and backward run: an exchange may wrap it
-        self.every = list(held.module.model.parameters())
+    def __init__(self, replica: Replica) -> None:
+        self.summed, self.optimizer, self.clip_norm = replica.module, replica.optimizer, replica.clip_norm
+        self.module: nn.Module = replica.module            # what forward and backward run: an exchange may wrap it
+        self.every = list(replica.module.model.parameters())
         self.sent: dict[str, dict[str, Any]] = {}
         self.largest = 0
 

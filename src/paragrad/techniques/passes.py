@@ -60,7 +60,7 @@ class OneByOne:
 
     def _forward_backward(self, micro: Micro, inputs: Any, target: Any, number: int, count: int) -> Sums:
         within, exchange, summed = self.within, self.exchange, self.within.module
-        samples = within.batch_norm.part.samples = len(micro.positions)
+        samples = within.batch_norm.samples = len(micro.positions)
         last = number == count - 1
         exchange.stop = last and within.world.stop.is_set()
         with exchange.micro_batch(last), within.keyed(micro), within.batch_norm:

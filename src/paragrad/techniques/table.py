@@ -8,11 +8,11 @@ from typing import Any
 
 from paragrad.record.log import Log
 from paragrad.strategies.strategy import Strategy
-from paragrad.techniques.exchange import Exchange, Held, How
+from paragrad.techniques.exchange import Exchange, How, Replica
 from paragrad.techniques.passes import OneByOne, Passes, Within
 from paragrad.world.world import World
 
-# modules with a function exchange(strategy, held, world, log, how), and passes(strategy, within, exchange) where forward and
+# modules with a function exchange(strategy, replica, world, log, how), and passes(strategy, within, exchange) where forward and
 # backward go another way than one worker's
 TECHNIQUES = {
     "serial": "paragrad.techniques.data_parallel",
@@ -24,11 +24,11 @@ def ours(strategy: Strategy) -> bool:
     return strategy.name in TECHNIQUES
 
 
-def exchange_of(strategy: Strategy, held: Held, world: World, log: Log, how: How) -> Exchange:
-    """The exchange of a resolved strategy. Collective. One of a user's own has a method: exchange(held, world, log, how)."""
+def exchange_of(strategy: Strategy, replica: Replica, world: World, log: Log, how: How) -> Exchange:
+    """The exchange of a resolved strategy. Collective. One of a user's own has a method: exchange(replica, world, log, how)."""
     made = _part(strategy, "exchange")
     assert made is not None
-    found: Exchange = made(held, world, log, how)
+    found: Exchange = made(replica, world, log, how)
     return found
 
 

@@ -23,16 +23,16 @@ Groups = list[list[Tensor]]
 
 
 @dataclass
-class Held:
+class Small:
     """A small parameter, and what the optimizer knows of it before the first step."""
     values: Tensor
     state: dict[str, Any]
 
-    def half(self, which: int) -> Held:
+    def half(self, which: int) -> Small:
         """The first third of the elements, or the rest, as a flat piece."""
         state = {what: _half(value, which) if isinstance(value, Tensor) and value.dim() else value
                  for what, value in self.state.items()}
-        return Held(_half(self.values, which), state)
+        return Small(_half(self.values, which), state)
 
 
 def updates_by(optimizer: torch.optim.Optimizer, known: bool = False) -> str:
@@ -51,7 +51,7 @@ def updates_by(optimizer: torch.optim.Optimizer, known: bool = False) -> str:
 
     with generators_kept():
         before = generator_states()
-        groups = [[Held(drawn(_small(parameter, size).shape), {what: _small(value, size) for what, value in
+        groups = [[Small(drawn(_small(parameter, size).shape), {what: _small(value, size) for what, value in
                                                                optimizer.state.get(parameter, {}).items()})
                    for parameter in _chosen(group["params"], 1 if known else 2)] for group in optimizer.param_groups]
         gradients = [[[scale * drawn(each.values.shape) for each in group] for group in groups] for scale in scales]
@@ -93,7 +93,7 @@ def _small(value: Any, size: int) -> Any:
     return corner.double() if corner.is_floating_point() else corner
 
 
-def _by_element(optimizer: torch.optim.Optimizer, groups: list[list[Held]], gradients: list[Groups]) -> bool:
+def _by_element(optimizer: torch.optim.Optimizer, groups: list[list[Small]], gradients: list[Groups]) -> bool:
     """Whole parameters against pieces of them, held by two optimizers; a third one holds nothing."""
     whole = _trained(optimizer, groups, gradients)
     _trained(optimizer, [[] for _ in groups], [[[] for _ in groups] for _ in gradients])
@@ -107,7 +107,7 @@ def _by_element(optimizer: torch.optim.Optimizer, groups: list[list[Held]], grad
     return True
 
 
-def _by_tensor(optimizer: torch.optim.Optimizer, groups: list[list[Held]], gradients: list[Groups]) -> bool:
+def _by_tensor(optimizer: torch.optim.Optimizer, groups: list[list[Small]], gradients: list[Groups]) -> bool:
     """All together against optimizers that hold all parameters, where every other one has a gradient; the rest must stay."""
     whole = _flat(_trained(optimizer, groups, gradients))
     for which in (0, 1):
@@ -140,7 +140,7 @@ def _equal(wanted: Tensor, found: Tensor, began: Tensor) -> bool:
     return moved > 0 and float((wanted - found).abs().max()) <= bound
 
 
-def _trained(optimizer: torch.optim.Optimizer, groups: list[list[Held]], gradients: list[Groups], cut: bool = False) -> Groups:
+def _trained(optimizer: torch.optim.Optimizer, groups: list[list[Small]], gradients: list[Groups], cut: bool = False) -> Groups:
     """The parameters after some steps of a copy of the optimizer, in eval mode where it has modes."""
     held: Any = [[each.values.clone() if cut else nn.Parameter(each.values.clone()) for each in group] for group in groups]
     twin = _twin(optimizer, held)

@@ -26,23 +26,23 @@ TIGHT = 1e-9            # relative, in float64
 
 
 @dataclass(frozen=True)
-class Part:
+class Excerpt:
     """Samples at some places of a batch, as the model and the loss take them."""
     inputs: Any
     target: Any
     positions: list[int]
 
-    def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Part:
+    def to(self, dtype: torch.dtype, device: torch.device | None = None) -> Excerpt:
         """device: otherwise where it is."""
         inputs, target = brought((self.inputs, self.target), device, dtype)
-        return Part(inputs, target, self.positions)
+        return Excerpt(inputs, target, self.positions)
 
-    def cut(self, places: list[int]) -> Part:
+    def cut(self, places: list[int]) -> Excerpt:
         """What stands at some places of it. Raises ValueError where it cannot be cut."""
         inputs, target = cut((self.inputs, self.target), places, len(self.positions))
-        return Part(inputs, target, [self.positions[place] for place in places])
+        return Excerpt(inputs, target, [self.positions[place] for place in places])
 
-    def in_parts(self) -> list[Part]:
+    def in_parts(self) -> list[Excerpt]:
         """The whole, and cut out of it two parts of unequal size, where it has so many samples. Raises ValueError."""
         return [self.cut(places) for places in unequal(min(len(self.positions), ASKED))]
 
@@ -52,9 +52,9 @@ class Part:
         return inputs, target
 
 
-def parts_of(samples: Samples, indices: Sequence[int]) -> list[Part]:
+def parts_of(samples: Samples, indices: Sequence[int]) -> list[Excerpt]:
     """Some samples as a whole, and in two parts of unequal size; alone where it is one sample."""
-    return [Part(*parted(samples[0, list(indices), positions]), positions) for positions in unequal(len(indices))]
+    return [Excerpt(*parted(samples[0, list(indices), positions]), positions) for positions in unequal(len(indices))]
 
 
 def unequal(samples: int) -> list[list[int]]:
@@ -84,7 +84,7 @@ def _number(value: Any) -> Any:
     return value[0] if isinstance(value, tuple) else value
 
 
-def wrong_with(module: Summed, parts: list[Part], draws: Draws, tight: bool) -> str | None:
+def wrong_with(module: Summed, parts: list[Excerpt], draws: Draws, tight: bool) -> str | None:
     """What is wrong with a loss, seen on a whole batch and its parts, or None. Generators are the caller's to keep.
 
     tight: the module is in float64; where not, or where its loss is not, the samples in another order tell what is rounding.
@@ -123,7 +123,7 @@ def wrong_with(module: Summed, parts: list[Part], draws: Draws, tight: bool) -> 
     return f"the loss is no mean over samples: {told}; return the pair (sum, weight) with the weight it divides by{why}"
 
 
-def _asked(module: Summed, part: Part, draws: Draws) -> Answer:
+def _asked(module: Summed, part: Excerpt, draws: Draws) -> Answer:
     with restored(module), statistics_apart(), keyed(draws, 0, 0, part.positions):
         inputs, target = part.copied()
         output = called(module.model, inputs)
@@ -132,7 +132,7 @@ def _asked(module: Summed, part: Part, draws: Draws) -> Answer:
     return Answer(value, output, float(total.detach()), weight, module.doubtful, module.known)
 
 
-def _rounding(module: Summed, whole: Part, draws: Draws, mean: float) -> float:
+def _rounding(module: Summed, whole: Excerpt, draws: Draws, mean: float) -> float:
     """How far, relatively, another order of the samples is from this one: four times that, and some eps at least."""
     places = list(range(len(whole.positions)))[::-1]
     try:
@@ -162,7 +162,7 @@ def statistics_apart() -> Iterator[None]:
         torch.batch_norm, functional._verify_batch_size = original, verify                 # type: ignore[attr-defined]
 
 
-def _unsteady(module: Summed, part: Part, draws: Draws, mean: float, near: float) -> str | None:
+def _unsteady(module: Summed, part: Excerpt, draws: Draws, mean: float, near: float) -> str | None:
     """Does the same part give another number when it is asked again, or is a generator drawn from that belongs to nobody's
     samples? States that can be seen are put back, so those of modules and losses themselves are looked at."""
     with restored(module), statistics_apart(), keyed(draws, 0, 0, part.positions):
@@ -189,7 +189,7 @@ def _told(number: float, *others: float, apart: float | None = None) -> list[str
     return [f"{each:.{digits}g}" for each in (number, *others)]
 
 
-def _why(parts: list[Part], whole: Answer, halves: list[Answer], near: float) -> str:
+def _why(parts: list[Excerpt], whole: Answer, halves: list[Answer], near: float) -> str:
     """Where it comes from, as far as it can be seen."""
     shapes = [{tuple(tensor.shape[1:]) for tensor in tensors_of([part.inputs, part.target])} for part in parts]
     if shapes[1] != shapes[0] or shapes[2] != shapes[0]:

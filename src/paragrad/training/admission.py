@@ -134,7 +134,7 @@ def ready(asked: Strategy, here: Here) -> Strategy:
     if not hasattr(asked, "promise"):
         raise Refused(f"{who} does not say what it promises; give it a property `promise`, such as Promise(exact=False)")
     if not ours(asked) and not hasattr(asked, "exchange"):
-        raise Refused(f"{who} has no exchange; give it a method `exchange(self, held, world, log, how)` that returns one")
+        raise Refused(f"{who} has no exchange; give it a method `exchange(self, replica, world, log, how)` that returns one")
     found = resolve(asked, here)
     along = prod(axis.size for axis in found.axes if axis.divides == "samples")
     if found.size != found.workers:

@@ -37,7 +37,7 @@ from paragrad.techniques import batch_norm
 from paragrad.techniques.draws import Draws
 from paragrad.techniques.probe import Probe, probed
 from paragrad.techniques.untouched import restored
-from paragrad.training.additive import ASKED, Part, parts_of, wrong_with
+from paragrad.training.additive import ASKED, Excerpt, parts_of, wrong_with
 from paragrad.training.evaluation import without_gradients
 from paragrad.training.lazy import Initialised, lazy_names
 from paragrad.world.generators import generator_states, generators_kept
@@ -225,7 +225,7 @@ def _check_test(job: Job, model: nn.Module, test: Dataset) -> None:
                          lambda: without_gradients(lambda: called(model, copied(inputs))))
         metric = job.metric
         if metric is None:              # of what the model returns in evaluation, which may be less than in training
-            _check_loss_of_test(job, Summed(model, job.built_loss()), Part(inputs, target, indices))
+            _check_loss_of_test(job, Summed(model, job.built_loss()), Excerpt(inputs, target, indices))
             return
         found = _called(job, f"metric {job.metric_name}",
                         lambda: metric(output.detach() if isinstance(output, Tensor) else output, target))
@@ -239,7 +239,7 @@ def _check_test(job: Job, model: nn.Module, test: Dataset) -> None:
                       "number") from None
 
 
-def _check_loss_of_test(job: Job, module: Summed, part: Part) -> None:
+def _check_loss_of_test(job: Job, module: Summed, part: Excerpt) -> None:
     """Without a metric the test is the loss in eval mode, summed over ranks: does it add up there?"""
     with generators_kept(), restored(module):
         before = generator_states()
@@ -265,7 +265,7 @@ def _check_loss(job: Job, model: nn.Module, train: Dataset) -> tuple[Probe, str 
         return parted(brought(samples[0, indices[:1] * count], CPU, job.parameter_dtype))
 
     with generators_kept():
-        norm = batch_norm.BatchNorm(World(), model, batch_norm.Part(len(indices)), lambda payload: None)
+        norm = batch_norm.BatchNorm(World(), model, lambda payload: None, samples=len(indices))
         with _casting(job), restored(module), norm:
             try:
                 probe = probed(module, part.inputs, part.target, len(indices), norm, repeated)
@@ -283,7 +283,7 @@ def _check_loss(job: Job, model: nn.Module, train: Dataset) -> tuple[Probe, str 
     return probe, because, wrong and (_unsteady(samples, indices, parts[0]) or wrong)
 
 
-def _unsteady(samples: Samples, indices: list[int], loaded: Part) -> str | None:
+def _unsteady(samples: Samples, indices: list[int], loaded: Excerpt) -> str | None:
     """Loaded again, are the samples others?"""
     both = [[tensor.to_dense() for tensor in tensors_of(list(pair))]
             for pair in ((loaded.inputs, loaded.target), parted(samples[0, indices]))]
@@ -292,7 +292,7 @@ def _unsteady(samples: Samples, indices: list[int], loaded: Part) -> str | None:
         "generator of its own; draw by torch, numpy.random or random themselves, which are seeded for every sample")
 
 
-def _refusal(job: Job, module: Summed, part: Part, error: Exception) -> Refused:
+def _refusal(job: Job, module: Summed, part: Excerpt, error: Exception) -> Refused:
     """Of a batch that did not go forward and backward: where it ended, tried once more in parts."""
     where = " in bfloat16 (not every processor has it for every layer; dtype=torch.float32 does)" if job.autocast else ""
     inputs, target = part.copied()
@@ -301,7 +301,7 @@ def _refusal(job: Job, module: Summed, part: Part, error: Exception) -> Refused:
     return Refused(f"job {job.name}: " + (wrong or f"one batch forward and backward raised {type(error).__name__}: {error}"))
 
 
-def _asked(job: Job, module: Summed, parts: list[Part], draws: Draws) -> str | None:
+def _asked(job: Job, module: Summed, parts: list[Excerpt], draws: Draws) -> str | None:
     """What is wrong with the loss: in float64, or in the job's own type where the model cannot."""
     try:
         twin = Summed(in_precision(copy.deepcopy(module.model), torch.float64), job.replace(dtype=torch.float64).built_loss())

@@ -39,7 +39,7 @@ from paragrad.record.log import Log
 from paragrad.record.record import Recorder
 from paragrad.strategies.shares import Micro
 from paragrad.strategies.strategy import Strategy
-from paragrad.techniques.batch_norm import BatchNorm, Part
+from paragrad.techniques.batch_norm import BatchNorm
 from paragrad.techniques.draws import Draws, keyed
 from paragrad.techniques.exchange import Exchange, How
 from paragrad.techniques.passes import Passes, Sums
@@ -51,7 +51,7 @@ from paragrad.training.batches import Batch, batch_of
 from paragrad.training.checkpoint import Snapshot
 from paragrad.training.evaluation import Metric, evaluated, evaluating
 from paragrad.training.first_step.proof import Proof
-from paragrad.training.first_step.start import before, prove, settled
+from paragrad.training.first_step.start import before, certain, prove
 from paragrad.training.settings import Settings
 from paragrad.world.axes import place
 from paragrad.world.generators import seed_everything
@@ -104,7 +104,6 @@ class Trainer:
         self.dtype = dtype or shared_type(model)
         self.module = Summed(model, loss)
         self.everything = list(self.module.parameters())
-        self.part = Part()
         self.exchange: Exchange | None = None
         self.passes: Passes | None = None
         self.batch: Batch | None = None             # what `batches` gave last, of which samples, and when it began to load
@@ -120,7 +119,7 @@ class Trainer:
         self.proof: Proof | None = None             # of the step under way, that it is one worker's
         self.kept: Before | None = None             # what it began with
         self.rehearsing = False
-        self.batch_norm = BatchNorm(self.replicated, model, self.part, self._count_batch_norm,
+        self.batch_norm = BatchNorm(self.replicated, model, self._count_batch_norm,
                                     own=strategy.batch_norm == "share")
         seed_everything(seed + 1 + world.rank)              # what is drawn from here on differs by rank
 
@@ -222,7 +221,7 @@ class Trainer:
         with self.log.span("update", "update"):
             assert self.exchange is not None
             weight, loss, stop, doubt = self.exchange.counted()
-            weight = settled(self, batch, inputs, target, weight, doubt)
+            weight = certain(self, batch, inputs, target, weight, doubt)
             if weight == 0:
                 raise StepFailed("no sample of this batch counts: its weight is 0")
             rate = float(self.optimizer.param_groups[0]["lr"])

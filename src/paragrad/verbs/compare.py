@@ -21,7 +21,7 @@ from paragrad.training.loop import Progress
 from paragrad.training.settings import Settings
 from paragrad.verbs.lockstep import distances
 from paragrad.verbs.train import check_same, folder_name, run
-from paragrad.verbs.trial import settled
+from paragrad.verbs.trial import tried
 from paragrad.world.joining import launched_size
 from paragrad.world.launching import Ranks
 
@@ -68,7 +68,7 @@ def compare(job: Job, chosen: str | Iterable[str | Strategy], *, runs: str | Pat
                  for place, row in enumerate(rows, start=1)]
         record.write("comparison", rows=names, until=str(how.goal) if how.goal else None, seeds=seeds, command=command)
         for row, of_row in zip(rows, names, strict=True):
-            comparing.row(settled(ranks, row), of_row)
+            comparing.row(tried(ranks, row), of_row)
         for row in baselines:
             comparing.trained(row, f"baseline-{folder_name(row.resolved)}", f"{row.resolved}, for its speed")
     table = Table(folder)

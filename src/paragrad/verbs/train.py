@@ -19,7 +19,7 @@ from paragrad.training.admission import Admitted, admitted
 from paragrad.training.loop import Progress, train_rank
 from paragrad.training.settings import Settings
 from paragrad.verbs.lockstep import difference
-from paragrad.verbs.trial import settled
+from paragrad.verbs.trial import tried
 from paragrad.version import __version__
 from paragrad.world.joining import joined_from_environment, launched_rank, launched_size
 from paragrad.world.launched import cores
@@ -47,7 +47,7 @@ def train(job: Job, strategy: str | Strategy = "serial", *, runs: str | Path = "
             asked.set()
             ranks.ask_to_stop()
         with asking_to_stop(ask):
-            checked = settled(ranks, checked)
+            checked = tried(ranks, checked)
             if asked.is_set():
                 ranks.ask_to_stop()             # the trial did not listen: the training saves at once
             finished = run(ranks, checked, folder, progress=progress)

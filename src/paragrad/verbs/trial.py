@@ -27,7 +27,7 @@ ROUNDS = 3              # in turn, so that what else runs here hits both,
 CLOSE = 1.15            # ... and as many again if the two are not further apart than this
 
 
-def settled(ranks: Ranks, checked: Admitted) -> Admitted:
+def tried(ranks: Ranks, checked: Admitted) -> Admitted:
     """The same admission with data(auto) replaced by what was faster here, and why. Raises RankFailed."""
     others = checked.asked.alternatives(checked.here)
     if not others or launched_size() is not None or (

@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 import paragrad.world.backends  # noqa: F401         # registers shm
 from paragrad.errors import RankFailed, Refused
-from paragrad.world.launched import Launched, address, launched, meeting_file
+from paragrad.world.launched import Launched, address, launched, rendezvous_file
 from paragrad.world.signals import Request
 from paragrad.world.world import CPU, TIMEOUT, World
 
-_meetings = itertools.count()       # a process may join one world after another; each meets anew
+_rendezvous_count = itertools.count()       # a process may join one world after another; each meets anew
 
 
 @contextmanager
@@ -62,10 +62,10 @@ def joined_from_environment(backend: str = "gloo", timeout: float = TIMEOUT, dev
         return
     if told.on_one_host:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    number = next(_meetings)
-    place = address(told) or meeting_file(told, number)
+    number = next(_rendezvous_count)
+    place = address(told) or rendezvous_file(told, number)
     try:
-        _meet(told, number, place, backend, timeout)
+        _rendezvous(told, number, place, backend, timeout)
         with _until_left(backend, timeout, place_here, Request()) as world:
             yield world
     finally:
@@ -133,7 +133,7 @@ def _grouped() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
-def _meet(told: Launched, number: int, place: tuple[str, int] | Path, backend: str, timeout: float) -> None:
+def _rendezvous(told: Launched, number: int, place: tuple[str, int] | Path, backend: str, timeout: float) -> None:
     """Make the default group of the launch: over a store that rank 0 listens at, or a file on this host."""
     where = str(place) if isinstance(place, Path) else ":".join(map(str, place))
     by_name = "" if told.on_one_host else (", and GLOO_SOCKET_IFNAME on each host to the interface that the others reach it by "

@@ -123,8 +123,8 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[(\w+)[^]]*\]", r"\1", first)
 
 
-def meeting_file(told: Launched, number: int, environment: Mapping[str, str] = os.environ) -> Path:
-    """The file for meeting `number` of this launch: one path for all its ranks, and for no other launch at any time.
+def rendezvous_file(told: Launched, number: int, environment: Mapping[str, str] = os.environ) -> Path:
+    """The file for rendezvous `number` of this launch: one path for all its ranks, and for no other launch at any time.
 
     No launcher names a launch so that the name never comes again, and MPICH does not name it at all. The process that launched
     does, by its pid and the time it started; what a crashed launch left is therefore never met again, only removed.

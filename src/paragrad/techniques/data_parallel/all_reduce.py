@@ -31,7 +31,7 @@ from paragrad.players.wire import Traffic
 from paragrad.record.log import Log
 from paragrad.schedules.sabotage import sabotaged
 from paragrad.techniques.data_parallel.bucket_queue import Bucket, BucketQueue, waiting_bucket
-from paragrad.techniques.exchange import Exchange, Held, How
+from paragrad.techniques.exchange import Exchange, How, Replica
 from paragrad.world.world import World
 
 # torch 2.13 renamed the switch that leaves buffers alone in forward
@@ -76,16 +76,16 @@ class AllReduceExchange(Exchange):
     log is told of every bucket's exchange, and of its parts. Without how.overlap the exchange begins when backward has ended.
     """
 
-    def __init__(self, held: Held, world: World, log: Log, how: How, algorithm: Any) -> None:
-        super().__init__(held)
+    def __init__(self, replica: Replica, world: World, log: Log, how: How, algorithm: Any) -> None:
+        super().__init__(replica)
         self.queue = BucketQueue(sabotaged(algorithm, how.sabotage), world, log.now, self._played, self._picked, how.machine)
         self.world, self.overlap, self.log = world, how.overlap, log
         log.choice("overlap", "on" if how.overlap else "off", "gradients are exchanged while backward runs" if how.overlap else
                    "asked for: exchange after backward")
-        module, self.some_unused = held.module, held.some_unused
+        module, self.some_unused = replica.module, replica.some_unused
         self.counting = Counted(module)
         self.module = Wrapped(                          # its own messages stay out of the queue's group
-            self.counting, process_group=world.group, gradient_as_bucket_view=True, find_unused_parameters=held.some_unused,
+            self.counting, process_group=world.group, gradient_as_bucket_view=True, find_unused_parameters=replica.some_unused,
             **KEEP_BUFFERS)
         self.module.register_comm_hook(self, _hook)
         self.parameters = len(list(self.counting.parameters()))

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from paragrad.errors import StepFailed
 from paragrad.world.backends.shm.region import LINE, TOKEN, OwnRegion, Region, aligned, no_address, opened
-from paragrad.world.backends.shm.signals import CROWDED_SPIN, WORDS, GroupError, Meeting, Peers, Semaphores
+from paragrad.world.backends.shm.signals import CROWDED_SPIN, WORDS, Barrier, GroupError, Peers, Semaphores
 from paragrad.world.world import World
 
-SPIN = 1000             # tries at a meeting before a rank sleeps (about 2 ms): its core has nothing else to do
+SPIN = 1000             # tries at a barrier before a rank sleeps (about 2 ms): its core has nothing else to do
 COUNTED = struct.Struct("4d")       # numbers that every rank adds: weight, loss, stop, doubt
 
 
@@ -32,7 +32,7 @@ class HostMemory:
         inside, everything = _packed(parameters)
         size = world.size
         offsets, end = {}, aligned(TOKEN)
-        for name, count in (("words", WORDS), ("flags", 2 * LINE), ("meetings", size**2 * LINE), ("counts", size * LINE),
+        for name, count in (("words", WORDS), ("flags", 2 * LINE), ("barriers", size**2 * LINE), ("counts", size * LINE),
                             ("norms", 8 * size), ("used", size * aligned(len(trained))), ("shared", everything),
                             ("rows", size * self.row)):
             offsets[name] = end
@@ -40,17 +40,17 @@ class HostMemory:
         self.offsets = offsets
         self.region = self._joined(end)
         flags, signals = (Semaphores(self.region.start + offsets[name], count)
-                          for name, count in (("flags", 2), ("meetings", size**2)))
+                          for name, count in (("flags", 2), ("barriers", size**2)))
         spins = SPIN if size <= len(os.sched_getaffinity(0)) else CROWDED_SPIN
         self.peers = Peers(world.rank, spins, flags, self._bytes(offsets["words"], WORDS))
-        self.meeting = Meeting(world.rank, size, signals, self.peers)
+        self.gate = Barrier(world.rank, size, signals, self.peers)
         if world.rank == 0:
             flags.initialize(lambda number: 1 - number)
             signals.initialize(lambda number: 0)
         pids = [int(pid) for pid in world.gathered(torch.tensor([os.getpid()]))]        # and nobody goes on before that
         self.peers.know(pids)
         if isinstance(self.region, OwnRegion):
-            self.region.settled()
+            self.region.opened_by_all()
         self.shared = [self._tensor(offsets["shared"] + place, parameter.dtype, parameter.numel()).view(parameter.shape)
                        for place, parameter in zip(inside, parameters, strict=True)]
         self.norms = self._tensor(offsets["norms"], torch.float64, size)
@@ -91,10 +91,10 @@ class HostMemory:
     def counts(self, rank: int) -> tuple[float, ...]:
         return COUNTED.unpack_from(self.region.map, self.offsets["counts"] + rank * LINE)
 
-    def meet(self, doing: Callable[[], str]) -> None:
+    def barrier(self, doing: Callable[[], str]) -> None:
         """Until every rank has come here. Raises StepFailed."""
         try:
-            self.meeting.meet(time.monotonic() + self.world.timeout, doing)
+            self.gate.wait(time.monotonic() + self.world.timeout, doing)
         except GroupError as error:
             raise StepFailed(str(error)) from None
 

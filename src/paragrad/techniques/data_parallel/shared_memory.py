@@ -1,8 +1,8 @@
 """Data parallelism of ranks that share memory: parameters, and the optimizer's state, are on the host once.
 
-In a step every rank puts its gradients into a row of its own; all meet; every rank adds up *its slice* of all rows, divides it
-by the global weight and updates that slice of the parameters with that slice of the optimizer's state; all meet again, and the
-parameters are new for everybody. With clipping they meet once more, for the norm. So the exchange is one reading of every
+In a step every rank puts its gradients into a row of its own; a barrier; every rank adds up *its slice* of all rows, divides it
+by the global weight and updates that slice of the parameters with that slice of the optimizer's state; another barrier, and the
+parameters are new for everybody. With clipping there is a third, for the norm. So the exchange is one reading of every
 gradient, and the update, which data parallelism usually repeats on every rank, is done once, in parallel (as ZeRO does it
 between hosts: Rajbhandari et al. 2020, arXiv 1910.02054).
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from paragrad.errors import StepFailed
 from paragrad.record.log import Log
 from paragrad.techniques.data_parallel.host_memory import HostMemory
-from paragrad.techniques.exchange import Exchange, Held, State
+from paragrad.techniques.exchange import Exchange, Replica, State
 from paragrad.techniques.slices import FOREACH, Stretch, slices, updated
 from paragrad.techniques.updating import ALL, ELEMENT, KINDS, has_modes, in_eval_mode, set_mode, updates_by
 from paragrad.world.backends.shm.region import aligned
@@ -38,9 +38,9 @@ BLOCK = 2**18           # bytes that are added up at once
 class SharedMemory(Exchange):
     """The exchange of `data(n, state=shared_memory)`. Collective: all ranks make it together."""
 
-    def __init__(self, held: Held, world: World, log: Log) -> None:
-        super().__init__(held)
-        module, optimizer = held.module, held.optimizer
+    def __init__(self, replica: Replica, world: World, log: Log) -> None:
+        super().__init__(replica)
+        module, optimizer = replica.module, replica.optimizer
         self.world, self.log, self.sharing = world, log, world.size
         self.step, self.stepping = 0, False
         trained = {name: parameter for name, parameter in module.model.named_parameters() if parameter.requires_grad}
@@ -74,7 +74,7 @@ class SharedMemory(Exchange):
         parameters = list(self.summed.model.parameters())
         if self.world.rank == 0:
             torch._foreach_copy_(self.memory.shared, [parameter.detach() for parameter in parameters])
-        self._meet("sharing the parameters")
+        self._barrier("sharing the parameters")
         for parameter, place in zip(parameters, self.memory.shared, strict=True):
             parameter.data = place
 
@@ -150,7 +150,7 @@ class SharedMemory(Exchange):
             torch._foreach_copy_(rows, gradients)
         self.memory.used(self.world.rank)[:] = bytes(self.used)
         self.memory.count(self.world.rank, weight, loss, float(self.stop), self.doubt)
-        self._meet("adding up gradients")
+        self._barrier("adding up gradients")
 
     def counted(self) -> list[float]:
         return [sum(numbers) for numbers in zip(*map(self.memory.counts, range(self.world.size)), strict=True)]
@@ -170,7 +170,7 @@ class SharedMemory(Exchange):
         self.anyone = anyone
 
     def averaged(self) -> dict[str, Tensor | None]:
-        self._meet("averaging gradients")
+        self._barrier("averaging gradients")
         return self.gradients()
 
     def update(self) -> None:
@@ -180,7 +180,7 @@ class SharedMemory(Exchange):
             updated(self.optimizer)
         else:
             self.optimizer._opt_called = True               # type: ignore[attr-defined]    # schedulers want to know
-        self._meet("updating parameters")
+        self._barrier("updating parameters")
         self.step += 1
 
     @contextmanager
@@ -188,25 +188,25 @@ class SharedMemory(Exchange):
         if not has_modes(self.optimizer):
             yield
             return
-        self._meet("going to eval mode")
+        self._barrier("going to eval mode")
         with in_eval_mode(self.optimizer, [place for _, place, _ in self.own]) if self.updates else nullcontext():
-            self._meet("reading parameters in eval mode")
+            self._barrier("reading parameters in eval mode")
             yield
-            self._meet("going back from eval mode")
-        self._meet("reading parameters in training mode")
+            self._barrier("going back from eval mode")
+        self._barrier("reading parameters in training mode")
 
     def _clip(self, most: float) -> None:
         """As torch.nn.utils.clip_grad_norm_, over all slices."""
         self.memory.norms[self.world.rank] = sum(
             float(torch.linalg.vector_norm(mean, dtype=torch.promote_types(mean.dtype, torch.float32))) ** 2
             for mean, *_ in self.sums)
-        self._meet("taking the norm of gradients")
+        self._barrier("taking the norm of gradients")
         norm = float(self.memory.norms.sum().sqrt())
         for mean, *_ in self.sums:
             mean.mul_(min(1.0, most / (norm + 1e-6)))
 
-    def _meet(self, doing: str) -> None:
-        self.memory.meet(lambda: f"{doing}, step {self.step}")
+    def _barrier(self, doing: str) -> None:
+        self.memory.barrier(lambda: f"{doing}, step {self.step}")
 
     # ---- what others look at -------------------------------------------------------------------------------------------
     def gradients(self) -> dict[str, Tensor | None]:
@@ -241,11 +241,11 @@ def _cut(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], own: 
     before, optimizer.state = optimizer.state, type(optimizer.state)(dict)
     stretches = {parameters[stretch.index]: (stretch, place) for stretch, place, _ in own}
     for group in optimizer.param_groups:
-        held = [stretches[parameter] for parameter in group["params"] if parameter in stretches]
+        replica = [stretches[parameter] for parameter in group["params"] if parameter in stretches]
         for parameter in group["params"]:
             if parameter in stretches and parameter in before:
                 stretch, place = stretches[parameter]
                 optimizer.state[place] = {
                     what: value.reshape(-1)[stretch.start:stretch.stop].clone()
                     if isinstance(value, Tensor) and value.dim() else value for what, value in before[parameter].items()}
-        group["params"] = [place for _, place in held]
+        group["params"] = [place for _, place in replica]

@@ -18,7 +18,7 @@ from paragrad.jobs.precision import move
 from paragrad.strategies.shares import micro_batches
 from paragrad.techniques.batch_norm import BatchNorm
 from paragrad.techniques.untouched import Before, set_values, untouched
-from paragrad.training.additive import Part
+from paragrad.training.additive import Excerpt
 from paragrad.training.batches import Batch
 from paragrad.training.first_step.made import Made
 from paragrad.training.first_step.proof import ORDERS, Order, Proof, made_alone, precise, spread
@@ -36,7 +36,7 @@ class Beside:
     forward changes, so.
     """
     trainer: Trainer
-    batch: Callable[[Order], list[Part]]
+    batch: Callable[[Order], list[Excerpt]]
     loss_alone: bool
     buffers: dict[str, torch.Tensor]
     kept: list[Before]
@@ -68,7 +68,7 @@ class Beside:
         with untouched(trainer.module):             # in which a loss that holds the model leaves gradients
             self._as_before()
             model = copy.deepcopy(trainer.model)
-            with BatchNorm(trainer.world, model, trainer.part, lambda payload: None).looking():
+            with BatchNorm(trainer.world, model, lambda payload: None, samples=trainer.batch_norm.samples).looking():
                 return precise(model, trainer.module, self.batch(list), trainer.draws, trainer.seed, trainer.steps,
                                loss_in(trainer.module.loss, trainer.world.device, torch.float64), self.loss_alone)
 
@@ -112,10 +112,10 @@ def _groups(trainer: Trainer, samples: int) -> list[list[int]]:
     return [list(itertools.chain.from_iterable(parts)) for parts in micros]
 
 
-def _loaded(trainer: Trainer, batch: Batch, order: Order) -> list[Part]:
+def _loaded(trainer: Trainer, batch: Batch, order: Order) -> list[Excerpt]:
     """From the dataset, each part collated by itself."""
     groups = [order(group) for group in _groups(trainer, len(batch.indices))]
-    return [Part(*fetched(trainer, batch, group), group) for group in groups]
+    return [Excerpt(*fetched(trainer, batch, group), group) for group in groups]
 
 
 def fetched(trainer: Trainer, batch: Batch, places: list[int]) -> tuple[Any, Any]:
@@ -125,7 +125,7 @@ def fetched(trainer: Trainer, batch: Batch, places: list[int]) -> tuple[Any, Any
     return parted(fetched)          # type: ignore[no-any-return]
 
 
-def _joined(trainer: Trainer, given: list[tuple[Batch, Any, Any]], order: Order) -> list[Part]:
+def _joined(trainer: Trainer, given: list[tuple[Batch, Any, Any]], order: Order) -> list[Excerpt]:
     """What step was given on all ranks, put together; stand-ins of empty parts left out."""
     if trainer.batch_norm.computed and trainer.division.micro > 1:
         raise ValueError("step was given another batch than trainer.batches gave, and batch norm sees micro-batches")
@@ -133,12 +133,12 @@ def _joined(trainer: Trainer, given: list[tuple[Batch, Any, Any]], order: Order)
     for batch, inputs, target in given:
         places = [place for micro, part in batch.cuts() for place in range(part.start, part.stop) if micro.positions]
         if places:
-            part = Part(inputs, target, batch.places)
+            part = Excerpt(inputs, target, batch.places)
             try:
                 parts.append(part.cut(places))
             except ValueError:                  # the loop dropped samples: what is left, as it is
                 parts.append(replace(part, positions=places))
-    whole = Part(_together([part.inputs for part in parts]), _together([part.target for part in parts]),
+    whole = Excerpt(_together([part.inputs for part in parts]), _together([part.target for part in parts]),
                  [position for part in parts for position in part.positions])
     places = list(range(len(whole.positions)))
     return [whole if order is list else whole.cut(order(places))]

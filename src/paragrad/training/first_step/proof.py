@@ -34,7 +34,7 @@ from paragrad.jobs.loss import Loss, Summed
 from paragrad.jobs.precision import in_precision
 from paragrad.techniques.draws import Draws, keyed
 from paragrad.techniques.untouched import Before
-from paragrad.training.additive import Part
+from paragrad.training.additive import Excerpt
 from paragrad.training.first_step.made import Gap, Key, Made, gaps, pooled
 from paragrad.world.world import World
 
@@ -44,7 +44,7 @@ ORDERS: tuple[Order, ...] = (               # of the samples of a group: the twi
     lambda group: group[::2] + group[1::2])
 
 
-def made_alone(module: Summed, parts: list[Part], draws: Draws, seed: int, step: int, loss_alone: bool = False) -> Made:
+def made_alone(module: Summed, parts: list[Excerpt], draws: Draws, seed: int, step: int, loss_alone: bool = False) -> Made:
     """What one worker makes of a batch: one part, or the micro-batches that batch norm sees. Gradients and buffers stay so.
 
     The positions of a part are its samples' places in the global batch, by which its draws are keyed.
@@ -70,7 +70,7 @@ def made_alone(module: Summed, parts: list[Part], draws: Draws, seed: int, step:
     return Made(loss / (weight or 1.0), weight, gradients, buffers, changed, moved, state)
 
 
-def _summed(module: Summed, parts: list[Part], draws: Draws, seed: int, step: int, backward: bool) -> tuple[float, float]:
+def _summed(module: Summed, parts: list[Excerpt], draws: Draws, seed: int, step: int, backward: bool) -> tuple[float, float]:
     """(sum of losses, weight) of all parts."""
     loss, weight = 0.0, 0.0
     for part in parts:
@@ -83,7 +83,7 @@ def _summed(module: Summed, parts: list[Part], draws: Draws, seed: int, step: in
     return loss, weight
 
 
-def precise(model: nn.Module, module: Summed, parts: list[Part], draws: Draws, seed: int, step: int, loss: Loss,
+def precise(model: nn.Module, module: Summed, parts: list[Excerpt], draws: Draws, seed: int, step: int, loss: Loss,
             loss_alone: bool = False) -> Made:
     """The same in float64, by a copy of the model and the loss. Raises what they raise there."""
     twin = Summed(in_precision(model, torch.float64), loss)

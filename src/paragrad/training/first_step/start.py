@@ -17,11 +17,11 @@ from paragrad.errors import Refused, StepFailed
 from paragrad.jobs.loss import loss_in
 from paragrad.jobs.precision import in_precision
 from paragrad.techniques.draws import Draws
-from paragrad.techniques.exchange import Held
+from paragrad.techniques.exchange import Replica
 from paragrad.techniques.probe import Probe, probed
 from paragrad.techniques.table import exchange_of, passes_of
 from paragrad.techniques.untouched import Before, untouched
-from paragrad.training.additive import Part, wrong_with
+from paragrad.training.additive import Excerpt, wrong_with
 from paragrad.training.batches import Batch
 from paragrad.training.first_step.beside import fetched, fewer, proof
 from paragrad.training.first_step.causes import SHARED, by_layout, not_the_same
@@ -118,8 +118,8 @@ def _seen(trainer: Trainer) -> Probe | None:
 
 def wire(trainer: Trainer, some_unused: bool) -> None:
     """Make the exchange of the trainer's strategy, and its passes. Collective."""
-    held = Held(trainer.module, trainer.optimizer, trainer.clip_norm, some_unused)
-    trainer.exchange = exchange_of(trainer.strategy, held, trainer.world, trainer.log, trainer.how)
+    replica = Replica(trainer.module, trainer.optimizer, trainer.clip_norm, some_unused)
+    trainer.exchange = exchange_of(trainer.strategy, replica, trainer.world, trainer.log, trainer.how)
     trainer.passes = passes_of(trainer.strategy, trainer, trainer.exchange)
 
 
@@ -141,7 +141,7 @@ def _averaged(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> tuple
     assert trainer.exchange is not None
     trainer.gradients_of(batch, inputs, target)
     weight, loss, _, doubt = trainer.exchange.counted()
-    weight = settled(trainer, batch, inputs, target, weight, doubt)
+    weight = certain(trainer, batch, inputs, target, weight, doubt)
     if not weight:
         return 0.0, 0.0
     trainer.exchange.average(weight)
@@ -155,7 +155,7 @@ def looked_at(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> tuple
     micro, part = next(batch.cuts())
     if len(batch.micros) > 1:
         inputs, target = cut((inputs, target), part, len(batch.places))
-    trainer.part.samples = samples = len(micro.positions)
+    trainer.batch_norm.samples = samples = len(micro.positions)
     with untouched(trainer.module), trainer.batch_norm.looking():
         with trainer.casting():
             found = probed(trainer.module, inputs, target, samples, trainer.batch_norm, lambda count: _repeated(
@@ -196,7 +196,7 @@ def _repeated(trainer: Trainer, batch: Batch, inputs: Any, target: Any, samples:
 def _examine(trainer: Trainer, inputs: Any, target: Any, samples: int, draws: Draws) -> None:
     """Does the loss add up? What a Job is asked at the door."""
     try:
-        parts = Part(inputs, target, list(range(samples))).in_parts()
+        parts = Excerpt(inputs, target, list(range(samples))).in_parts()
     except ValueError as error:
         trainer.log.choice("loss", "not asked", f"whether it adds up: {error}")
         return
@@ -204,7 +204,7 @@ def _examine(trainer: Trainer, inputs: Any, target: Any, samples: int, draws: Dr
         raise StepFailed(wrong)
 
 
-def settled(trainer: Trainer, batch: Batch, inputs: Any, target: Any, weight: float, doubt: float) -> float:
+def certain(trainer: Trainer, batch: Batch, inputs: Any, target: Any, weight: float, doubt: float) -> float:
     """The global weight, where some shares' may be that of nothing: their loss is exactly 0, and one worker's weight says
     whether they count. Collective."""
     if not doubt or not trainer.splits:

@@ -1,15 +1,15 @@
 """Collectives of one group: what every rank writes into its area, and what it reads from the others'.
 
-All of them are exchanges: write into the own area, meet, read from any area. Every rank has two areas and takes them in
-turn, so one meeting per exchange is enough: who writes an area again has met everybody after they read it. Longer tensors go in
-pieces.
+All of them are exchanges: write into the own area, barrier, read from any area. Every rank has two areas and takes them in
+turn, so one barrier per exchange is enough: who writes an area again has passed one with everybody after they read it. Longer
+tensors go in pieces.
 
 * all_reduce up to `Port.small` bytes, and of two ranks: one exchange, every rank adds all contributions (with two, a slice that
-  is added once would have to be written and read once more: no less to move, and one more meeting).
+  is added once would have to be written and read once more: no less to move, and one more barrier).
 * all_reduce of more: every rank adds its slice straight from the others' areas into its next area, meets, and all copy all
   slices. Always in rank order, so all ranks have the same bits, and the same as those of the small way.
 
-Before the first meeting every rank writes what it does (operation, types, shapes) beside its area, and afterwards reads what
+Before the first barrier every rank writes what it does (operation, types, shapes) beside its area, and afterwards reads what
 the others do: where two differ, all raise, and nobody waits for what will not come.
 
 Tensors here are flat (one dimension, contiguous).
@@ -27,10 +27,10 @@ from torch import Tensor
 
 from paragrad.world.backends.shm.reductions import Reduction
 from paragrad.world.backends.shm.region import LINE
-from paragrad.world.backends.shm.signals import GroupError, Meeting, Peers, Semaphores
+from paragrad.world.backends.shm.signals import Barrier, GroupError, Peers, Semaphores
 
 SMALL = 2**16           # bytes up to which an all-reduce is one exchange, where every rank has a core to itself
-CROWDED = 2**19         # ... where ranks share cores, and a meeting costs as much as reading these
+CROWDED = 2**19         # ... where ranks share cores, and a barrier costs as much as reading these
 TITLE = 512             # bytes in which a rank says what it does
 VIEWS = 4096            # views of areas that are kept: making one costs more than copying a kilobyte
 
@@ -57,7 +57,7 @@ class Port:
     def __init__(self, rank: int, size: int, areas: Tensor, marks: memoryview, titles: memoryview, signals: Semaphores,
                  peers: Peers, crowded: bool) -> None:
         self.rank, self.size, self.areas, self.marks, self.titles = rank, size, areas, marks, titles
-        self.meeting, self.peers = Meeting(rank, size, signals, peers), peers
+        self.gate, self.peers = Barrier(rank, size, signals, peers), peers
         self.capacity = areas.size(2)                           # bytes of one area
         self.small = CROWDED if crowded else SMALL
         self.part = self.capacity // size // LINE * LINE        # bytes of an area cut in one part per rank
@@ -78,9 +78,9 @@ class Port:
         self.peers.check(self.late)             # who comes late to a group that was given up must not let others go on
         self.mark = self.marks[self.own_mark[self.turn]] = doing.digest + number.to_bytes(8, "little")
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Until every rank has come here: what each wrote before, all may read after. Raises GroupError."""
-        self.meeting.meet(self.deadline, self.late, self.patient)
+        self.gate.wait(self.deadline, self.late, self.patient)
         turn, self.turn = self.turn, 1 - self.turn
         if self.mark is not None:
             agree = self.marks[self.all_marks[turn]] == self.mark * self.size
@@ -101,11 +101,11 @@ class Port:
         return f"{self.doing.words}, collective {self.number} of its group of {self.size}{missing}"
 
     def own(self, dtype: torch.dtype, count: int, at: int = 0) -> Tensor:
-        """`count` elements of the own area from byte `at` on, to write before the next meeting."""
+        """`count` elements of the own area from byte `at` on, to write before the next barrier."""
         return self.view(self.turn, self.rank, dtype, count, at)
 
     def of(self, rank: int, dtype: torch.dtype, count: int, at: int = 0) -> Tensor:
-        """The same of what a rank wrote before the last meeting."""
+        """The same of what a rank wrote before the last barrier."""
         return self.view(1 - self.turn, rank, dtype, count, at)
 
     def all_of(self, dtype: torch.dtype, count: int) -> list[Tensor]:
@@ -138,7 +138,7 @@ class Port:
         """All have met here and see it; they meet once more to say it in words, and may go on together."""
         text = self.doing.words.encode()[:TITLE].ljust(TITLE, b"\0")
         self.titles[self.rank * TITLE:(self.rank + 1) * TITLE] = text
-        self.meet()
+        self.barrier()
         titles = [bytes(self.titles[rank * TITLE:][:TITLE]).rstrip(b"\0").decode(errors="replace") for rank in range(self.size)]
         other = next((rank for rank, title in enumerate(titles) if title != titles[self.rank]), (self.rank + 1) % self.size)
         return GroupError(f"ranks disagree in collective {self.number} of their group: rank {self.rank} does "
@@ -157,7 +157,7 @@ class Short:
         """As `all_reduce`."""
         views = self.views[port.turn]
         views[port.rank].copy_(tensor)
-        port.meet()
+        port.barrier()
         if port.size == 2:
             tensor.add_(views[1 - port.rank])               # a + b and b + a are the same bits
         elif port.size > 2:
@@ -174,7 +174,7 @@ def pieces(count: int, limit: int) -> Iterator[tuple[int, int]]:
 
 # ---- the operations --------------------------------------------------------------------------------------------------------
 def barrier(port: Port) -> None:
-    port.meet()
+    port.barrier()
 
 
 def all_reduce(port: Port, flat: Tensor, reduction: Reduction, root: int | None = None) -> None:
@@ -185,7 +185,7 @@ def all_reduce(port: Port, flat: Tensor, reduction: Reduction, root: int | None 
         for start, stop in pieces(count, limit):
             part = flat if stop - start == count else flat[start:stop]
             port.put(part)
-            port.meet()
+            port.barrier()
             if wants and stop > start:
                 reduction.of(part, port.all_of(dtype, stop - start) if port.size > 2 else [
                     part if rank == port.rank else port.of(rank, dtype, stop - start) for rank in ranks])
@@ -196,12 +196,12 @@ def all_reduce(port: Port, flat: Tensor, reduction: Reduction, root: int | None 
         low, high = cuts[port.rank], cuts[port.rank + 1]
         port.put(part, 0, low)
         port.put(part, high, None, at=high * dtype.itemsize)
-        port.meet()
+        port.barrier()
         slice_, at = part[low:high], low * dtype.itemsize
         if high > low:
             reduction.of(port.own(dtype, high - low, at), [
                 slice_ if rank == port.rank else port.of(rank, dtype, high - low, at) for rank in ranks])
-        port.meet()
+        port.barrier()
         if wants:
             for rank in ranks:
                 port.take(rank, part, cuts[rank], cuts[rank + 1], cuts[rank] * dtype.itemsize)
@@ -211,7 +211,7 @@ def broadcast(port: Port, flat: Tensor, root: int) -> None:
     for start, stop in pieces(flat.numel(), port.capacity // flat.dtype.itemsize):
         if port.rank == root:
             port.put(flat, start, stop)
-        port.meet()
+        port.barrier()
         if port.rank != root:
             port.take(root, flat, start, stop)
 
@@ -220,7 +220,7 @@ def all_gather(port: Port, outputs: Sequence[Tensor], flat: Tensor) -> None:
     """outputs[rank] becomes that rank's flat; they may differ in length."""
     for start, stop in pieces(max(map(len, outputs)), port.capacity // flat.dtype.itemsize):
         port.put(flat, start, stop)
-        port.meet()
+        port.barrier()
         for rank, output in enumerate(outputs):
             port.take(rank, output, start, stop)
 
@@ -229,7 +229,7 @@ def gather(port: Port, outputs: Sequence[Tensor] | None, flat: Tensor) -> None:
     """The same, at the root alone; the others give None, and all flats are of one length."""
     for start, stop in pieces(len(flat), port.capacity // flat.dtype.itemsize):
         port.put(flat, start, stop)
-        port.meet()
+        port.barrier()
         for rank, output in enumerate(outputs or ()):
             port.take(rank, output, start, stop)
 
@@ -239,7 +239,7 @@ def scatter(port: Port, flat: Tensor, inputs: Sequence[Tensor] | None, root: int
     for start, stop in pieces(len(flat), port.part // flat.dtype.itemsize):
         for rank, each in enumerate(inputs or ()):
             port.put(each, start, stop, rank * port.part)
-        port.meet()
+        port.barrier()
         port.take(root, flat, start, stop, port.rank * port.part)
 
 
@@ -249,7 +249,7 @@ def reduce_scatter(port: Port, flat: Tensor, inputs: Sequence[Tensor], reduction
     for start, stop in pieces(max(map(len, inputs)), port.part // dtype.itemsize):
         for rank, each in enumerate(inputs):
             port.put(each, start, stop, rank * port.part)       # the own one too: flat may lie in it
-        port.meet()
+        port.barrier()
         part = flat[start:stop]
         if len(part):
             reduction.of(part, [port.of(rank, dtype, len(part), port.rank * port.part) for rank in range(port.size)])
@@ -267,6 +267,6 @@ def all_to_all(port: Port, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) 
     for start, stop in pieces(int(torch.stack(table).max()), port.part // inputs[0].dtype.itemsize):
         for rank, each in enumerate(inputs):
             port.put(each, start, stop, rank * port.part)
-        port.meet()
+        port.barrier()
         for rank, output in enumerate(outputs):
             port.take(rank, output, start, stop, port.rank * port.part)

@@ -39,7 +39,7 @@ class Layout:
         pairs = self.size**2
         found, offset = {}, aligned(TOKEN)
         for name, count in (("pids", 8 * self.size), ("marks", 2 * self.size * LINE), ("words", WORDS), ("flags", 2 * LINE),
-                            ("meetings", pairs * LINE), ("filled", pairs * LINE), ("room", pairs * LINE),
+                            ("barriers", pairs * LINE), ("filled", pairs * LINE), ("room", pairs * LINE),
                             ("bells", self.size * LINE), ("titles", self.size * TITLE),
                             ("areas", 2 * self.size * self.area), ("blocks", pairs * BLOCKS * (LINE + self.piece)),
                             ("end", 0)):
@@ -74,10 +74,10 @@ def join(store: Any, rank: int, size: int, seconds: float, neighbours: int) -> J
     pids = _part(joined.region, layout, "pids").cast("q")
     pids[rank] = os.getpid()
     joined.port.begin(titled("joining the group"), time.monotonic() + seconds)
-    joined.port.meet()
+    joined.port.barrier()
     joined.peers.know(list(pids))
     if isinstance(joined.region, OwnRegion):
-        joined.region.settled()
+        joined.region.opened_by_all()
     return joined
 
 
@@ -89,7 +89,7 @@ def _made(store: Any, layout: Layout, crowded: bool) -> Joined:
         store.set("region", no_address(error))
         raise
     joined = _carved(region, layout, 0, crowded)
-    joined.port.meeting.signals.initialize(lambda number: 0)
+    joined.port.gate.signals.initialize(lambda number: 0)
     joined.peers.flags.initialize(lambda number: 1 - number)            # nobody has given up
     joined.messages.filled.initialize(lambda number: 0)
     joined.messages.room.initialize(lambda number: BLOCKS)
@@ -109,7 +109,7 @@ def _carved(region: Region, layout: Layout, rank: int, crowded: bool) -> Joined:
         return region.bytes[start:start + count]
     peers = Peers(rank, CROWDED_SPIN if crowded else SPIN, semaphores("flags", 2), _part(region, layout, "words"))
     port = Port(rank, size, tensor("areas").view(2, size, layout.area), _part(region, layout, "marks"),
-                _part(region, layout, "titles"), semaphores("meetings", size**2), peers, crowded)
+                _part(region, layout, "titles"), semaphores("barriers", size**2), peers, crowded)
     messages = Messages(rank, size, tensor("blocks").view(size, size, BLOCKS, LINE + layout.piece),
                         semaphores("filled", size**2), semaphores("room", size**2), semaphores("bells", size), peers)
     return Joined(rank, size, region, peers, port, messages)

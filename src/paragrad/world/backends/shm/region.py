@@ -33,7 +33,7 @@ class Region:
 
 
 class OwnRegion(Region):
-    """A region that this process made; `address` tells others where it is, until `settled`."""
+    """A region that this process made; `address` tells others where it is, until it is `opened_by_all`."""
 
     def __init__(self, size: int) -> None:
         reason = unavailable()
@@ -51,7 +51,7 @@ class OwnRegion(Region):
         self.map[:TOKEN] = token
         self.address = f"{_host()} {os.getpid()} {self.descriptor} {size} {token.hex()}"
 
-    def settled(self) -> None:
+    def opened_by_all(self) -> None:
         """Everybody has opened it."""
         if self.descriptor >= 0:
             os.close(self.descriptor)

@@ -153,11 +153,11 @@ class Peers:
         self.lives = {}
 
 
-class Meeting:
+class Barrier:
     """A barrier of the ranks of a group: what each wrote before it, all may read after it.
 
     Dissemination (Hensgen, Finkel, Manber 1988): in round k a rank tells the one 2^k above it and waits for the one 2^k below.
-    signals: semaphore `from * size + to`, one per ordered pair, so that posts of two meetings never mix.
+    signals: semaphore `from * size + to`, one per ordered pair, so that posts of two barriers never mix.
     """
 
     def __init__(self, rank: int, size: int, signals: Semaphores, peers: Peers) -> None:
@@ -166,7 +166,7 @@ class Meeting:
         self.rounds = [(signals.places[rank * size + (rank + hop) % size], signals.places[below * size + rank], below)
                        for hop in hops for below in [(rank - hop) % size]]
 
-    def meet(self, deadline: float, late: Callable[[], str], patient: bool = False) -> None:
+    def wait(self, deadline: float, late: Callable[[], str], patient: bool = False) -> None:
         """Until every rank has come here. Raises GroupError; as `Peers.wait`."""
         for above, below, frm in self.rounds:
             _post(above)
