@@ -145,6 +145,8 @@ def test_a_run_records_what_was_picked_and_why(tmp_path: Path) -> None:
     assert len(picks) == 1                                          # 19 KB: one bucket
     assert picks[0]["bytes"] == 4 * (64 * 64 + 64 + 640 + 10 + 4)
     assert "links by hand" in picks[0]["because"]
+    # the run's own lines said native, by a decision of their own, while others were picked
+    assert [line for line in run.choices if line["what"] == "reduce"] == []
 
 
 def test_measure_writes_a_file_that_simulate_reads(tmp_path: Path) -> None:

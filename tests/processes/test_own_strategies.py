@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -198,6 +199,29 @@ class Nobody(pg.Strategy):
 def test_a_strategy_that_leaves_an_answer_out_or_contradicts_itself_is_refused(chosen: pg.Strategy, says: str) -> None:
     with pytest.raises(pg.Refused, match=says):
         pg.train(job, chosen)
+
+
+class Empty(Vote):
+    """Its exchange is none."""
+
+    def exchange(self, replica: Any, world: Any, log: Any, how: Any) -> Any:
+        return None
+
+
+def test_an_exchange_that_is_none_says_so(tmp_path: Path) -> None:
+    with pytest.raises(pg.RankFailed, match=r"the exchange of empty is a NoneType; return a paragrad\.Exchange"):
+        pg.train(job, Empty(2), runs=tmp_path)
+
+
+def test_what_no_rank_can_import_is_sent_or_refused(tmp_path: Path) -> None:
+    """A class of a module that is no file goes to the ranks by value; one that cannot is refused before they start."""
+    ghost = ModuleType("ghost")
+    code = "import threading\nimport paragrad as pg\nlock = threading.Lock()\n" + OWN.read_text().split("\njob = ")[0]
+    exec(code, vars(ghost))
+    assert len(pg.train(job, pg.Data(2, reduce=ghost.Gossip()), runs=tmp_path).losses) == 6
+    exec("class Locked(Gossip):\n    def parts(self, size):\n        with lock:\n            return size", vars(ghost))
+    with pytest.raises(pg.Refused, match="cannot be sent to the ranks"):
+        pg.train(job, pg.Data(2, reduce=ghost.Locked()), runs=tmp_path)
 
 
 def test_two_of_one_name_are_refused() -> None:

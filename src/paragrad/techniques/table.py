@@ -6,6 +6,7 @@ import functools
 import importlib
 from typing import Any
 
+from paragrad.errors import StepFailed
 from paragrad.record.log import Log
 from paragrad.strategies.strategy import Strategy
 from paragrad.techniques.exchange import Exchange, How, Replica
@@ -26,9 +27,9 @@ def ours(strategy: Strategy) -> bool:
 
 def exchange_of(strategy: Strategy, replica: Replica, world: World, log: Log, how: How) -> Exchange:
     """The exchange of a resolved strategy. Collective. One of a user's own has a method: exchange(replica, world, log, how)."""
-    made = _part(strategy, "exchange")
-    assert made is not None
-    found: Exchange = made(replica, world, log, how)
+    found = _part(strategy, "exchange")(replica, world, log, how)
+    if not isinstance(found, Exchange):
+        raise StepFailed(f"the exchange of {strategy.name} is a {type(found).__name__}; return a paragrad.Exchange")
     return found
 
 

@@ -108,8 +108,7 @@ class Comparing:
         try:
             if not row.settings.reverse:
                 check_same(self.ranks, row, name, self.record)
-            values = self.ranks.run(distances, row.job, row.resolved, row.settings, DISTANCE_STEPS, size=row.size,
-                                    threads=row.threads, backend=row.backend, device=row.settings.device)[0]
+            values = row.on(self.ranks, distances, row.job, row.resolved, row.settings, DISTANCE_STEPS)[0]
             self.record.write("distance", baseline="serial", run=name, values=values)
         except RankFailed as error:
             self.record.write("event", name="difference failed", numbers={}, run=name, message=str(error))

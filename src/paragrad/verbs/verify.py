@@ -43,9 +43,8 @@ def verify(job: Job, strategy: str | Strategy, *, runs: str | Path = "runs", dat
     found, failure = Difference(float("nan")), None
     with Ranks(checked.size) as ranks:
         try:
-            found = ranks.run(difference, checked.job, checked.resolved, checked.settings, size=checked.size,
-                              threads=checked.threads, backend=checked.backend, device=checked.settings.device,
-                              on_report=lambda rank, told: progress(told) if progress else None)[0]
+            found = checked.on(ranks, difference, checked.job, checked.resolved, checked.settings,
+                               on_report=lambda rank, told: progress(told) if progress else None)[0]
         except RankFailed as error:
             if not error.differs:
                 raise error.saying(
