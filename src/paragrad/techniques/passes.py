@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed
@@ -18,8 +17,7 @@ from paragrad.techniques.probe import first_not_finite
 from paragrad.world.world import World
 
 
-@dataclass(frozen=True)
-class Sums:
+class Sums(NamedTuple):
     """This rank's own sums over its micro-batches; scale: what gradients were multiplied by already."""
     loss: float = 0.0
     weight: float = 0.0
@@ -52,11 +50,11 @@ class OneByOne:
         self.within, self.exchange = within, exchange
 
     def gradients(self, micros: Iterable[tuple[Micro, Any, Any]], count: int) -> Sums:
-        loss, weight, scale = 0.0, 0.0, 1.0
+        own = Sums()
         for number, (micro, inputs, target) in enumerate(micros):
-            found = self._forward_backward(micro, inputs, target, number, count)
-            loss, weight, scale = loss + found.loss, weight + found.weight, found.scale
-        return Sums(loss, weight, scale)
+            more = self._forward_backward(micro, inputs, target, number, count)
+            own = Sums(own.loss + more.loss, own.weight + more.weight, more.scale) if number else more
+        return own
 
     def _forward_backward(self, micro: Micro, inputs: Any, target: Any, number: int, count: int) -> Sums:
         within, exchange, summed = self.within, self.exchange, self.within.module

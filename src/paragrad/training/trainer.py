@@ -209,9 +209,12 @@ class Trainer:
 
     def _micros(self, batch: Batch, inputs: Any, target: Any) -> Iterator[tuple[Micro, Any, Any]]:
         """Every micro-batch with its part of what was loaded."""
+        if len(batch.micros) == 1:
+            yield batch.micros[0], inputs, target
+            return
         samples = len(batch.places)
         for micro, part in batch.cuts():
-            yield micro, *((inputs, target) if len(batch.micros) == 1 else cut((inputs, target), part, samples))
+            yield micro, *cut((inputs, target), part, samples)
 
     def _update(self, batch: Batch, inputs: Any, target: Any, scale: float) -> tuple[Result, float]:
         """The one division by the global weight, then clipping, the optimizer and the scheduler: as serial.
