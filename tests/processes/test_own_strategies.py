@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 from equality import IMAGES, JOBS
+from typer.testing import CliRunner
 from vote import Ballot, Vote, job
 
 import paragrad as pg
 from paragrad.record.record import Record
 from paragrad.strategies.shares import Division
 from paragrad.techniques.passes import Sums
+from paragrad.verbs.cli import app
 from paragrad.world.axes import Axis
 from paragrad.world.world import World
 
@@ -216,10 +218,11 @@ def test_an_exchange_that_is_none_says_so(tmp_path: Path) -> None:
 def test_what_no_rank_can_import_is_sent_or_refused(tmp_path: Path) -> None:
     """A class of a module that is no file goes to the ranks by value; one that cannot is refused before they start."""
     ghost = ModuleType("ghost")
-    code = "import threading\nimport paragrad as pg\nlock = threading.Lock()\n" + OWN.read_text().split("\njob = ")[0]
+    code = "import threading\nimport paragrad as pg\nlock = threading.Lock()\n"
+    code += OWN.read_text().split("\njob = ")[0].replace("Gossip", "Rumour")
     exec(code, vars(ghost))
-    assert len(pg.train(job, pg.Data(2, reduce=ghost.Gossip()), runs=tmp_path).losses) == 6
-    exec("class Locked(Gossip):\n    def parts(self, size):\n        with lock:\n            return size", vars(ghost))
+    assert len(pg.train(job, pg.Data(2, reduce=ghost.Rumour()), runs=tmp_path).losses) == 6
+    exec("class Locked(Rumour):\n    def parts(self, size):\n        with lock:\n            return size", vars(ghost))
     with pytest.raises(pg.Refused, match="cannot be sent to the ranks"):
         pg.train(job, pg.Data(2, reduce=ghost.Locked()), runs=tmp_path)
 
@@ -252,9 +255,10 @@ def test_the_command_finds_it_in_the_job_file(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "runs").iterdir()
     assert Record(folder).header["resolved"] == "data(3, reduce=gossip, state=replicated)"
-    assert "3 ranks" in command("draw", "data(3, reduce=gossip)", "--job", str(OWN), cwd=tmp_path).stdout
-    assert "by the clock" in command("simulate", "data(3, reduce=gossip)", "--job", str(OWN), "--bytes", "1MB",
-                                     cwd=tmp_path).stdout
+    for words, shown in ((["draw"], "gossip, 3 ranks"), (["simulate", "--bytes", "1MB"], "by the clock")):
+        answer = CliRunner().invoke(app, [*words, "data(3, reduce=gossip)", "--job", str(OWN)])
+        assert answer.exit_code == 0, answer.output
+        assert shown in answer.stdout
 
 
 def test_a_skipped_chunk_is_refused_with_rank_and_slot(tmp_path: Path) -> None:
