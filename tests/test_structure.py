@@ -84,13 +84,16 @@ def test_nobody_asks_what_strategy_it_is(name: str) -> None:
         return
     tree = ast.parse(MODULES[name].read_text())
     own = {alias.asname or alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
-           and (node.module or "").startswith("paragrad.strategies") for alias in node.names}
+           and (node.module or "").startswith("paragrad.strategies") for alias in node.names
+           if alias.name in {"Product", "Native", *(cls.__name__ for cls in STRATEGIES.values())}}
     for node in ast.walk(tree):
         text = ast.unparse(node) if isinstance(node, ast.Compare | ast.Call | ast.Match) else ""
         if isinstance(node, ast.Match):
             assert not {*re.findall(r"\w+", ast.unparse(node.subject))} & STRATEGY, text
         elif isinstance(node, ast.Call) and text.startswith(("isinstance(", "issubclass(")):
             assert not {*re.findall(r"\w+", ast.unparse(node.args[1]))} & own, text
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith((".startswith", ".endswith")):
+            assert not any(isinstance(each, ast.Constant) and each.value in NAMED for each in ast.walk(node)), text
         elif isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
             assert not any(isinstance(side, ast.Constant) and side.value in NAMED for side in sides), text

@@ -19,9 +19,12 @@ from vote import Ballot, Vote, job
 import paragrad as pg
 from paragrad.record.record import Record
 from paragrad.strategies.shares import Division
+from paragrad.strategies.strategy import Plan
 from paragrad.techniques.passes import Sums
+from paragrad.training.trainer import Trainer
 from paragrad.verbs.cli import app
 from paragrad.world.axes import Axis
+from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
 ROOT = Path(__file__).parents[2]
@@ -61,6 +64,9 @@ def test_verify_says_that_it_is_not_the_same(tmp_path: Path) -> None:
 def test_it_is_refused_in_a_product_that_it_does_not_allow() -> None:
     with pytest.raises(pg.Refused, match=r"vote holds replicas: at most one such part in a product, leftmost"):
         pg.Data(2) * Vote(2)
+    both = pg.Data(2)
+    with pytest.raises(pg.Refused, match="data holds replicas"):
+        both * both
     assert str(Vote(2) * pg.strategy("pipeline(2)")) == "vote(2) * pipeline(2)"
 
 
@@ -101,18 +107,24 @@ class Twofold(pg.Strategy):
         return Axis("data", self.workers // 2), Axis("fold", 2, "model")
 
     def exchange(self, replica: Any, world: World, log: Any, how: Any) -> pg.Exchange:
-        return Summed(replica, world.along("data"))
+        return Summed(replica, world)
 
 
 class Summed(Ballot):
-    """The sum over one axis of the world."""
+    """The sum over one axis of the world; the wish to stop is everybody's."""
+
+    def __init__(self, replica: Any, world: World) -> None:
+        super().__init__(replica, world.along("data"))
+        self.all = world
 
     def finish(self, weight: float, loss: float) -> None:
-        self.told = self.world.all_reduced(torch.tensor([weight, loss, float(self.stop), self.doubt],
-                                                        dtype=torch.float64)).tolist()
+        own = torch.tensor([weight, loss, self.doubt], dtype=torch.float64)
+        weight, loss, doubt = self.world.all_reduced(own).tolist()
+        self.told = [weight, loss, float(self.all.all_reduced(torch.tensor(float(self.stop)))), doubt]
         for parameter in self.every:
-            if parameter.grad is not None:
-                parameter.grad = self.world.all_reduced(parameter.grad)
+            if parameter.requires_grad:
+                parameter.grad = self.world.all_reduced(torch.zeros_like(parameter) if parameter.grad is None else
+                                                        parameter.grad)
 
     average = pg.Exchange.average
 
@@ -147,6 +159,29 @@ class ForwardsFirst:
 def test_passes_of_its_own_are_the_same_training(tmp_path: Path) -> None:
     assert pg.verify(job, Reordered(4), runs=tmp_path).same
     assert "first step" not in {line["what"] for line in pg.train(job, Reordered(4), runs=tmp_path).of("choice")}
+
+
+def asked_to_stop(world: World, chosen: pg.Strategy) -> tuple[bool, bool]:
+    """Whether all ranks know in the same step that one was asked to stop. The loop changes what it was given."""
+    trainer, stops = Trainer.of_job(world, job, chosen), []
+    try:
+        for inputs, target in trainer.batches(job.train, job.batch, 0):
+            stops.append(trainer.step(inputs * 2.0, target).stop)
+            if world.rank == 1:
+                world.stop.set()
+            if len(stops) == 2:
+                return tuple(stops)
+    finally:
+        world.stop.clear()
+        trainer.close()
+    raise AssertionError
+
+
+@pytest.mark.parametrize("chosen", [Twofold(4), Reordered(4), Twofold(2)])
+def test_the_wish_to_stop_reaches_all_whatever_the_passes(pool: Ranks, chosen: pg.Strategy) -> None:
+    """It was set in one worker's passes, so others lost it. And one worker's step counted a share of two ranks twice, where
+    the loop had changed its batch."""
+    assert pool.run(asked_to_stop, chosen, size=chosen.workers) == [(False, True)] * chosen.workers
 
 
 def test_a_strategy_of_two_axes_is_the_same_training(tmp_path: Path) -> None:
@@ -185,6 +220,35 @@ class Uneven(Vote):
         return type(super().division)((1,))
 
 
+class Sure(Vote):
+    @property
+    def promise(self) -> Any:
+        return True
+
+
+class Paired(Vote):
+    @property
+    def axes(self) -> Any:
+        return (("data", self.workers),)
+
+
+class Doubled(Vote):
+    @property
+    def axes(self) -> Any:
+        return Axis("data", self.workers), Axis("data", 1)
+
+
+class Slipping(Vote):
+    @property
+    def promise(self) -> pg.Promise:
+        return pg.Promise(exact=self.exactly)       # type: ignore[attr-defined]
+
+
+class Gathering(Vote):
+    def plans(self) -> Any:
+        return (Plan("all-gather", pg.Ring(), 2),)
+
+
 class Nobody(pg.Strategy):
     @property
     def promise(self) -> pg.Promise:
@@ -192,9 +256,14 @@ class Nobody(pg.Strategy):
 
 
 @pytest.mark.parametrize(("chosen", "says"), [
-    (Silent(2), "Silent does not say what it promises; give it a property `promise`"),
+    (Silent(2), "Silent has no promise; give it a property `promise`"),
     (Idle(2), r"Idle has no exchange; give it a method `exchange\(self, replica, world, log, how\)`"),
-    (Nobody(), "Nobody does not say how many workers it has"),
+    (Nobody(), "Nobody has no workers; give it the field"),
+    (Sure(2), r"sure\(2\) promises True; let it be a Promise"),
+    (Paired(2), "Paired, asked about itself, raised AttributeError: 'tuple' object has no attribute 'size'"),
+    (Doubled(2), "has two axes data"),
+    (Slipping(2), "Slipping, asked about itself, raised AttributeError: 'Slipping' object has no attribute 'exactly'"),
+    (Gathering(2), r"gathering\(2\) plans 'all-gather', which nobody can prove; known: all-reduce"),
     (Crooked(2), "has 2 workers, and axes of 4 ranks: crooked 2 x crooked 2"),
     (Uneven(2), "divides a batch into 1 shares, and its axes have 2 replicas"),
 ])

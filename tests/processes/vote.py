@@ -12,6 +12,7 @@ from equality import VECTORS, mlp
 from equality import job as make_job
 
 import paragrad as pg
+from paragrad.planner.price import computed_bytes
 
 
 class Vote(pg.Strategy):
@@ -38,9 +39,10 @@ class Ballot(pg.Exchange):
         self.told = self.world.all_reduced(torch.tensor([weight, loss, float(self.stop), self.doubt],
                                                         dtype=torch.float64)).tolist()
         for parameter in self.every:
-            if parameter.grad is not None:
-                parameter.grad = self.world.all_reduced(parameter.grad.sign()).sign()
-                self.count("votes", parameter.grad.nbytes, computed=True)
+            if parameter.requires_grad:             # also where only other ranks have a gradient: all ask for the same
+                vote = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.sign()
+                parameter.grad = self.world.all_reduced(vote).sign()
+                self.count("votes", computed_bytes("all_reduce", vote.nbytes, self.world.size), computed=True)
 
     def counted(self) -> list[float]:
         return self.told

@@ -14,7 +14,7 @@ from paragrad.players.machine import Cluster, Machine
 from paragrad.players.proof import check
 from paragrad.players.uniform import simulated
 from paragrad.players.work import WorkAndDepth, work_and_depth
-from paragrad.schedules.actions import Send
+from paragrad.schedules.actions import ScheduleError, Send
 from paragrad.strategies.strategy import Strategy
 from paragrad.strategies.table import plan_of
 
@@ -60,9 +60,11 @@ def simulate(strategy: Strategy, size: int, machine: Machine, *, link: str | Non
     cluster = Cluster(machine.link(link), machine.gamma, machine.link(inside) if inside else None, per_link, per_core, 1, slow)
     if spans:
         _refuse_long(schedule, workers)
-        timeline = timed(schedule, workers, length, cluster, element=element, spans=True)
-    else:
-        timeline = simulated(schedule, workers, length, cluster, element=element)
+    try:
+        timeline = (timed(schedule, workers, length, cluster, element=element, spans=True) if spans else
+                    simulated(schedule, workers, length, cluster, element=element))
+    except ScheduleError as error:                  # of a user's own, for more ranks than are proved
+        raise Refused(f"{schedule} is no {plan.what} of {workers} ranks: {error}; mend the schedule") from None
     closed, terms = _closed(schedule, workers, length, cluster, element)
     return Simulation(resolved, workers, size, cluster, machine, timeline, closed, terms, least(workers, length),
                       work_and_depth(schedule, workers, length) if workers <= WALKED else None,

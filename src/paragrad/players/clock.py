@@ -247,17 +247,15 @@ class Clock:
             self.extents[slot] = self.order[parts[0]], self.order[parts[-1]] + 1, size
         return self.extents[slot]
 
-    def label(self, slot: Slot) -> None:
-        """What is computed may be at a name that is no buffer, such as the number of a micro-batch."""
-        for part in parts_in(slot):
-            if part not in self.lengths:
-                self.lengths[part], self.order[part] = 0, len(self.order)
+    def labelled(self, slot: Slot) -> tuple[int, int, int]:
+        """The same of what is computed at: also a name that is no buffer, such as the number of a micro-batch."""
+        parts = parts_in(slot)
+        places = [self.order.setdefault(part, len(self.order)) for part in parts]
+        return places[0], places[-1] + 1, sum(self.lengths.get(part, 0) for part in parts) * self.element
 
     def write(self, time: float, rank: int, action: Recv | Compute) -> None:
         """Wait for the sends of the slot, then add or compute."""
-        if isinstance(action, Compute):
-            self.label(action.at)
-        start, stop, size = self.extent(action.at if isinstance(action, Compute) else action.slot)
+        start, stop, size = self.labelled(action.at) if isinstance(action, Compute) else self.extent(action.slot)
         left = []
         for sent in self.open[rank]:
             if sent.parts[0] >= stop or start >= sent.parts[1]:

@@ -216,7 +216,7 @@ def lead_of(table: Results) -> str:
     words = [f"{_count(table)}{' and the rounding twin' if _twin(table) else ''}, "
              f"{'one seed' if seeds == 1 else f'{seeds} seeds'}{' each' if len(table.rows) > 1 else ''}."]
     named = columns_of(table).index("difference")
-    checked = [row for row in table.rows if row.difference is not None and not row.resolved.startswith("serial")]
+    checked = [row for row in table.rows if row.difference is not None and not row.reference]
     if checked:
         worst = max(checked, key=lambda row: row.difference or 0.0)
         words.append(f"Largest difference from serial, over 20 steps in float64: {cells(table, worst)[named]}, "

@@ -44,6 +44,7 @@ class Row:
     reached: tuple[Reached | None, ...] = ()        # the goal, by seed
     runs: tuple[str, ...] = ()                      # folders, by seed
     failure: str | None = None
+    reference: bool = False                         # serial itself, which the others are compared with
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,9 @@ def _row(results: Results, names: list[str]) -> Row:
     records = [results.records[name] for name in names if name in results.records]
     header = records[0].header
     named: dict[str, Any] = {"strategy": TWIN if header["reverse"] else header["strategy"], "resolved": header["resolved"],
-                             "seeds": len(names), "runs": tuple(names)}
+                             "seeds": len(names), "runs": tuple(names),
+                             "reference": not header["reverse"]
+                             and header["resolved"] == str(Serial(threads=header["threads"]))}
     for record in records:
         end = record.end or {"status": "died", "error": None}
         if end["status"] != "finished":

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table as Drawn
 
 from paragrad.record.record import Line
-from paragrad.report.results import TWIN, Results, Row
+from paragrad.report.results import Results, Row
 
 TOO_SHORT = 5e-3        # seconds of a serial step below which one exchange costs more than a second worker saves
 
@@ -106,8 +106,7 @@ def cells(table: Results, row: Row) -> list[str]:
     """A row as text."""
     if row.seconds_per_step is None:
         return [row.strategy, f"failed: {row.failure}", *[""] * (len(columns_of(table)) - 2)]
-    reference = row.resolved.startswith("serial") and "micro" not in row.resolved and row.strategy != TWIN
-    difference = "reference" if reference else "-" if row.difference is None else f"{row.difference:.1e}"
+    difference = "reference" if row.reference else "-" if row.difference is None else f"{row.difference:.1e}"
     return [row.strategy, _test(row), *(_goal(row) if table.until else []), f"{1e3 * row.seconds_per_step:.2f}",
             _times(row.speed_up), _times(row.speed_up_one_thread), sent(row.sent),
             f"failed: {row.failure}" if row.failure else difference, row.tensor or "", " ".join(row.digests)]
@@ -165,7 +164,7 @@ def notes(table: Results) -> list[str]:
                      "parameters: one digest per seed")
     if any(number["computed"] for row in table.rows for number in row.sent.values()):
         lines.append(f"*: {COMPUTED}; the rest was counted on the wire")
-    serial = next((row.seconds_per_step for row in table.rows if row.resolved.startswith("serial")), None)
+    serial = next((row.seconds_per_step for row in table.rows if row.reference), None)
     if serial is not None and serial < TOO_SHORT:
         lines.append(f"No speed-up is promised on {table.job}: a serial step takes {1e3 * serial:.2f} ms, "
                      "too short for an exchange to pay; it shows that the training is the same")

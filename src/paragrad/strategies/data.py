@@ -113,7 +113,6 @@ class Data(Strategy):
         return (Serial(threads=here.cores, micro=self.micro),) if self.workers == "auto" else ()
 
     def refuse_beside(self, factors: tuple[Strategy, ...]) -> None:
-        super().refuse_beside(factors)
         if self.micro != 1 and any(each.cuts_micro for each in factors):
             raise Refused("data(micro=...) does not fit beside pipeline, which cuts micro-batches itself; "
                           "give pipeline(micro=...)")

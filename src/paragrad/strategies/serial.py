@@ -17,6 +17,7 @@ class Serial(Strategy):
     threads: int | str = option(Integer(), Word("auto"), default="auto")       # auto: all cores
     micro: int = option(Integer(), default=1)                                  # micro-batches per step
     workers: ClassVar[int] = 1
+    reference = True
 
     @property
     def promise(self) -> Promise:

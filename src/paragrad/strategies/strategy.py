@@ -24,11 +24,10 @@ from paragrad.world.axes import Axis
 class Promise:
     """What holds of a strategy, whatever the job.
 
-    exact: the same training as serial, which the first step has to show;  replicas_equal: all replicas' parameters, bit for
-    bit, after every step;  buffers_equal: their buffers too;  jobs_only: why it is nothing for a loop of the user's own.
+    exact: the same training as serial, which the first step has to show;  buffers_equal: on all replicas, as parameters are;
+    jobs_only: why it is nothing for a loop of the user's own.
     """
     exact: bool = True
-    replicas_equal: bool = True
     buffers_equal: bool = True
     jobs_only: str | None = None
 
@@ -84,6 +83,7 @@ class Strategy(Family, abstract=True):
     One of your own says its `workers`, what it promises, and brings an `exchange`; it may say more of the rest.
     """
     replica = False                                 # it holds replicas: at most one such factor in a product, leftmost
+    reference = False                               # it is what others are compared with
     cuts_micro = False                              # it cuts micro-batches itself
     if TYPE_CHECKING:                               # options of some
         @property
@@ -164,9 +164,6 @@ class Strategy(Family, abstract=True):
 
     def refuse_beside(self, factors: tuple[Strategy, ...]) -> None:
         """Refuse the other factors of a product, with the repair."""
-        if self.replica and factors[0] is not self:
-            raise Refused(f"{self.name} holds replicas: at most one such part in a product, leftmost; got "
-                          + " * ".join(map(str, factors)))
 
     def __mul__(self, other: Strategy) -> Product:
         return Product(factors_of(self) + factors_of(other))
@@ -179,6 +176,8 @@ class Product(Strategy, abstract=True):
     built = False
 
     def check(self) -> None:
+        if inner := [factor for factor in self.factors[1:] if factor.replica]:
+            raise Refused(f"{inner[0].name} holds replicas: at most one such part in a product, leftmost; got {self}")
         for factor in self.factors:
             factor.refuse_beside(self.factors)
 
@@ -200,8 +199,7 @@ class Product(Strategy, abstract=True):
     @property
     def promise(self) -> Promise:
         every = [factor.promise for factor in self.factors]
-        return Promise(all(each.exact for each in every), all(each.replicas_equal for each in every),
-                       all(each.buffers_equal for each in every),
+        return Promise(all(each.exact for each in every), all(each.buffers_equal for each in every),
                        next((each.jobs_only for each in every if each.jobs_only), None))
 
 

@@ -48,8 +48,8 @@ class Replica:
 class Exchange(ABC):
     """Of a rank that holds all parameters and, before the update, all mean gradients where backward leaves them.
 
-    What differs is replaced, at least `finish` and `counted`. Collective: all ranks make it together. Set before the last
-    micro-batch: `stop`, this rank was asked to stop;  `doubt`: of its weight, what may be that of nothing
+    What differs is replaced, at least `finish` and `counted`. Collective: all ranks make it together. Set in every
+    step: `stop`, this rank was asked to stop;  before `finish`, `doubt`: of its weight, what may be that of nothing
     (`Summed.doubtful`). To be read: `sent`, bytes by kind in this step;  `largest`: bytes it keeps in memory;  `sharing`: ranks
     that hold the parameters together.
     """
@@ -80,7 +80,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def counted(self) -> list[float]:
-        """(weight, loss, ranks asked to stop, doubtful weight), summed over ranks."""
+        """(weight, loss, ranks asked to stop, doubtful weight), summed over replicas; of the wish to stop all ranks hear."""
 
     def average(self, weight: float) -> None:
         """The one division by the global weight."""

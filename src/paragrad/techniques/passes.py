@@ -18,10 +18,14 @@ from paragrad.world.world import World
 
 
 class Sums(NamedTuple):
-    """This rank's own sums over its micro-batches; scale: what gradients were multiplied by already."""
+    """This rank's own sums over its micro-batches.
+
+    scale: what gradients were multiplied by already;  doubt: of the weight, what may be that of nothing (`Summed.doubtful`).
+    """
     loss: float = 0.0
     weight: float = 0.0
     scale: float = 1.0
+    doubt: float = 0.0
 
 
 class Within(Protocol):
@@ -53,19 +57,17 @@ class OneByOne:
         own = Sums()
         for number, (micro, inputs, target) in enumerate(micros):
             more = self._forward_backward(micro, inputs, target, number, count)
-            own = Sums(own.loss + more.loss, own.weight + more.weight, more.scale) if number else more
+            own = Sums(own.loss + more.loss, own.weight + more.weight, more.scale, own.doubt + more.doubt) if number else more
         return own
 
     def _forward_backward(self, micro: Micro, inputs: Any, target: Any, number: int, count: int) -> Sums:
         within, exchange, summed = self.within, self.exchange, self.within.module
         samples = within.batch_norm.samples = len(micro.positions)
         last = number == count - 1
-        exchange.stop = last and within.world.stop.is_set()
         with exchange.micro_batch(last), within.keyed(micro), within.batch_norm:
             with within.log.span(f"F{number}", "compute"), within.casting():
                 total, weight = exchange.module(inputs, target, samples)
             value = float(total.detach())
-            exchange.doubt += summed.doubtful if weight else 0.0
             if not math.isfinite(value):
                 with within.batch_norm.looking():
                     raise StepFailed("the loss is not finite", tensor=first_not_finite(summed.model, inputs, target))
@@ -74,4 +76,4 @@ class OneByOne:
             scale = 1.0 / weight if alone and weight and not summed.linear else 1.0
             with within.log.span(f"B{number}", "compute"):
                 total.backward(None if scale == 1.0 else total.new_tensor(scale))
-        return Sums(value, weight, scale)
+        return Sums(value, weight, scale, summed.doubtful if weight else 0.0)

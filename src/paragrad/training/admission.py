@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
@@ -12,15 +13,16 @@ import torch
 
 from paragrad.errors import Refused
 from paragrad.jobs.job import Job
-from paragrad.players.proof import check
+from paragrad.players.proof import GOALS, check
 from paragrad.schedules.sabotage import sabotaged
-from paragrad.strategies.strategy import Here, Strategy
+from paragrad.strategies.strategy import Here, Promise, Strategy
 from paragrad.strategies.table import refuse_unbuilt, resolve, strategy
 from paragrad.techniques.table import ours
 from paragrad.training import checkpoint
 from paragrad.training.door import Facts, examined, uncut
 from paragrad.training.first_step.causes import by_layout
 from paragrad.training.settings import Settings
+from paragrad.world.axes import grid
 from paragrad.world.backends.shm.region import unavailable
 from paragrad.world.joining import check_interfaces, launched_size, ranks_here
 from paragrad.world.launched import cores
@@ -43,11 +45,6 @@ class Admitted:
     @property
     def size(self) -> int:
         return self.resolved.size
-
-    @property
-    def alone(self) -> bool:
-        """Is it one worker's training already, by what its axes say?"""
-        return not self.resolved.axes
 
     @property
     def threads(self) -> int:
@@ -129,21 +126,35 @@ def here_for(settings: Settings, own_loop: bool = False) -> Here:
 def ready(asked: Strategy, here: Here) -> Strategy:
     """A strategy resolved, its answers looked at: a user's own may leave some out, or contradict itself. Raises Refused."""
     who = f"{type(asked).__module__}.{type(asked).__qualname__}"
-    if not hasattr(asked, "workers"):
-        raise Refused(f"{who} does not say how many workers it has; give it the field `workers: int = option(Integer())`")
-    if not hasattr(asked, "promise"):
-        raise Refused(f"{who} does not say what it promises; give it a property `promise`, such as Promise(exact=False)")
-    if not ours(asked) and not hasattr(asked, "exchange"):
-        raise Refused(f"{who} has no exchange; give it a method `exchange(self, replica, world, log, how)` that returns one")
-    found = resolve(asked, here)
-    along = prod(axis.size for axis in found.axes if axis.divides == "samples")
+    for name, repair in (("workers", "give it the field `workers: int = option(Integer())`"),
+                         ("promise", "give it a property `promise`, such as Promise(exact=False)"),
+                         ("exchange", "give it a method `exchange(self, replica, world, log, how)` that returns one")):
+        if not ours(asked) and inspect.getattr_static(asked, name, None) is None:
+            raise Refused(f"{who} has no {name}; {repair}")
+    try:
+        found = resolve(asked, here)
+        _check_answers(asked, found)
+    except Exception as error:
+        if ours(asked) or isinstance(error, Refused):
+            raise
+        raise Refused(f"{who}, asked about itself, raised {type(error).__name__}: {error}; mend it") from error
+    return found
+
+
+def _check_answers(asked: Strategy, found: Strategy) -> None:
+    """What a strategy says of itself fits together. Raises Refused."""
+    if not isinstance(found.promise, Promise):
+        raise Refused(f"{asked} promises {found.promise!r}; let it be a Promise, such as Promise(exact=False)")
     if found.size != found.workers:
         raise Refused(f"{asked} has {found.workers} workers, and axes of {found.size} ranks: " + " x ".join(
             f"{axis.name} {axis.size}" for axis in found.axes) + "; their product is the number of ranks")
+    grid(found.axes, found.size)
+    along = prod(axis.size for axis in found.axes if axis.divides == "samples")
     if len(found.division.shares) != along:
         raise Refused(f"{asked} divides a batch into {len(found.division.shares)} shares, and its axes have {along} replicas; "
                       "give one share per replica")
-    return found
+    if strange := [plan.what for plan in found.plans() if plan.what not in GOALS]:
+        raise Refused(f"{asked} plans {strange[0]!r}, which nobody can prove; known: {', '.join(GOALS)}")
 
 
 def threads_of(resolved: Strategy) -> int:

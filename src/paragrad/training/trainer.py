@@ -2,7 +2,7 @@
 
     batch -> loss -> gradients -> exchange -> update
 
-`loop.py` drives it for Jobs, `own_loop.py` gives it to people who own their loop.
+`loop.py` drives it for Jobs, `verbs/parallelize.py` gives it to people who own their loop.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ from paragrad.training.evaluation import Metric, evaluated, evaluating
 from paragrad.training.first_step.proof import Proof
 from paragrad.training.first_step.start import before, certain, prove
 from paragrad.training.settings import Settings
-from paragrad.world.axes import place
 from paragrad.world.generators import seed_everything
 from paragrad.world.world import World
 
@@ -93,10 +92,9 @@ class Trainer:
         self.log, self.how, self.reverse = Log(record), how or How(), reverse
         self.examined, self.unchecked, self.seen = examined, unchecked, seen
         self.division = (like or strategy).division
-        self.replicated = _along_samples(self.world)
+        self.replicated = self.world.dividing("samples")
         self.replicas = list(range(len(self.division.shares))) if like else [self.replicated.rank]      # whose shares it runs
-        self.leads = not any(place(self.world.axes, world.rank)[axis.name] for axis in self.world.axes
-                             if axis.divides != "samples")      # of the ranks with one share, the one that records it
+        self.leads = self.world.leads("samples")        # of the ranks with one share, the one that records it
         self.splits = strategy.exact and not like and not unchecked and (world.size > 1 or self.division.micro > 1)
         self.parameters = dict(model.named_parameters())
         self.precision = max((parameter.dtype for parameter in model.parameters() if parameter.requires_grad),
@@ -136,7 +134,7 @@ class Trainer:
 
     def _count_batch_norm(self, payload: int) -> None:
         if self.exchange is not None:
-            self.exchange.count("batch_norm", computed_bytes("all_gather", payload, self.world.size), computed=True)
+            self.exchange.count("batch_norm", computed_bytes("all_gather", payload, self.replicated.size), computed=True)
 
     # ---- batches -------------------------------------------------------------------------------------------------------
     def batches(self, dataset: Dataset, batch: int, epoch: int, *, start: int = 0, loaders: int = 0) -> Iterator[Any]:
@@ -202,8 +200,9 @@ class Trainer:
         for parameter in self.everything:               # also those that the optimizer does not hold
             parameter.grad = None
         self.exchange.begin()
-        self.exchange.doubt = 0.0
+        self.exchange.stop = self.world.stop.is_set()
         own = self.passes.gradients(self._micros(batch, inputs, target), len(batch.micros))
+        self.exchange.doubt = own.doubt
         self.exchange.finish(own.weight, own.loss)
         return own
 
@@ -301,6 +300,8 @@ class Trainer:
 
     def restore(self, saved: checkpoint.Saved) -> None:
         """Go on from a checkpoint, before the first step. Raises Refused."""
+        if self.exchange is not None:
+            raise Refused(f"{saved.folder} is loaded before the first step; this training has made {self.taken}")
         checkpoint.load(saved, self.snapshot(), str(self.world.device))
         self.steps = saved.step
 
@@ -312,9 +313,3 @@ class Trainer:
         """Let go of the exchange; the model is a plain one again."""
         if self.exchange is not None:
             self.exchange.close()
-
-
-def _along_samples(world: World) -> World:
-    """The ranks that divide the samples of a batch among them. Collective."""
-    names = [axis.name for axis in world.axes if axis.divides == "samples"]
-    return world if len(names) == len(world.axes) else world.along(names)

@@ -93,7 +93,7 @@ class Comparing:
             told = f"{shown}, seed {seeded.job.seed}" if len(names) > 1 else shown
             if not self.trained(seeded, name, told):
                 return
-        if row.settings.reverse or not row.alone:
+        if row.settings.reverse or not row.resolved.reference:
             self.checked(row, names[0])
 
     def trained(self, row: Admitted, name: str, shown: str) -> bool:

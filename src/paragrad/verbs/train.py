@@ -51,7 +51,7 @@ def train(job: Job, strategy: str | Strategy = "serial", *, runs: str | Path = "
             if asked.is_set():
                 ranks.ask_to_stop()             # the trial did not listen: the training saves at once
             finished = run(ranks, checked, folder, progress=progress)
-        if finished.stopped or not check or checked.alone:
+        if finished.stopped or not check or checked.resolved.reference:
             return finished
         with Recorder(folder / "run.jsonl") as record:
             try:
@@ -97,11 +97,12 @@ def _under_launcher(checked: Admitted, runs: Path, check: bool, progress: Progre
             try:
                 status = train_rank(world, checked, folder, record.origin, report=progress)
             except StepFailed as error:
-                failed = RankFailed(str(error), rank=world.rank, step=error.step, tensor=error.tensor)
+                failed = RankFailed(str(error), rank=world.rank, step=error.step, tensor=error.tensor,
+                                    differs=error.differs)
                 _write_end(record, "failed", failed)
                 raise failed from error
             _write_end(record, status)
-            if check and status == "finished" and not checked.alone:
+            if check and status == "finished" and not checked.resolved.reference:
                 found = difference(world, checked.job, checked.resolved, checked.settings)
                 record.write("difference", baseline="serial", run=folder.name, value=found.value, tensor=found.tensor)
     return Run(checked.job, folder)

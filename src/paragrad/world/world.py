@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paragrad.errors import StepFailed
-from paragrad.world.axes import Axis, check_apart, grid, lines
+from paragrad.world.axes import Axis, check_apart, grid, lines, place
 from paragrad.world.signals import Request
 
 CPU = torch.device("cpu")
@@ -120,6 +120,17 @@ class World:
         found = self.among(lines(self.axes, names))
         assert found is not None                        # every rank stands on a line
         return replace(found, axes=tuple(axis for axis in self.axes if axis.name in names))
+
+    def dividing(self, what: str) -> World:
+        """The ranks that divide that (samples, domain, model) among them; this world where its axes divide nothing else.
+        Collective."""
+        names = [axis.name for axis in self.axes if axis.divides == what]
+        return self if len(names) == len(self.axes) else self.along(names)
+
+    def leads(self, what: str) -> bool:
+        """Is this rank the first of those with the same part of that?"""
+        here = place(self.axes, self.rank)
+        return not any(here[axis.name] for axis in self.axes if axis.divides != what)
 
     def among(self, sets: Sequence[Sequence[int]], backend: str | None = None) -> World | None:
         """The world of that set which this rank is in; None if it is in none. Collective: every rank of this world calls it,

@@ -241,11 +241,11 @@ def _cut(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], own: 
     before, optimizer.state = optimizer.state, type(optimizer.state)(dict)
     stretches = {parameters[stretch.index]: (stretch, place) for stretch, place, _ in own}
     for group in optimizer.param_groups:
-        replica = [stretches[parameter] for parameter in group["params"] if parameter in stretches]
+        held = [stretches[parameter] for parameter in group["params"] if parameter in stretches]
         for parameter in group["params"]:
             if parameter in stretches and parameter in before:
                 stretch, place = stretches[parameter]
                 optimizer.state[place] = {
                     what: value.reshape(-1)[stretch.start:stretch.stop].clone()
                     if isinstance(value, Tensor) and value.dim() else value for what, value in before[parameter].items()}
-        group["params"] = [place for _, place in replica]
+        group["params"] = [place for _, place in held]

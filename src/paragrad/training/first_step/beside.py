@@ -83,7 +83,7 @@ def proof(trainer: Trainer, batch: Batch, inputs: Any, target: Any, as_loaded: b
     serial, twin, beside = None, None, None
     room, told = _room(trainer, batch)
     because = told if room < len(batch.indices) else None
-    given = None if as_loaded else world.agreed(world.collected((batch, inputs, target)))
+    given = None if as_loaded else world.agreed(world.collected((batch, inputs, target) if trainer.leads else None))
     like = Made(0.0, 0.0, {} if loss_alone else {name: each.detach() for name, each in trainer.parameters.items()},
                 {} if loss_alone else {name: each.detach() for name, each in trainer.model.named_buffers()})
     if not because and world.rank < 2:
@@ -125,12 +125,12 @@ def fetched(trainer: Trainer, batch: Batch, places: list[int]) -> tuple[Any, Any
     return parted(fetched)          # type: ignore[no-any-return]
 
 
-def _joined(trainer: Trainer, given: list[tuple[Batch, Any, Any]], order: Order) -> list[Excerpt]:
+def _joined(trainer: Trainer, given: list[tuple[Batch, Any, Any] | None], order: Order) -> list[Excerpt]:
     """What step was given on all ranks, put together; stand-ins of empty parts left out."""
     if trainer.batch_norm.computed and trainer.division.micro > 1:
         raise ValueError("step was given another batch than trainer.batches gave, and batch norm sees micro-batches")
     parts = []
-    for batch, inputs, target in given:
+    for batch, inputs, target in filter(None, given):           # of each share one rank
         places = [place for micro, part in batch.cuts() for place in range(part.start, part.stop) if micro.positions]
         if places:
             part = Excerpt(inputs, target, batch.places)
