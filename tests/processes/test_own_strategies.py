@@ -296,6 +296,32 @@ def test_what_no_rank_can_import_is_sent_or_refused(tmp_path: Path) -> None:
         pg.train(job, pg.Data(2, reduce=ghost.Locked()), runs=tmp_path)
 
 
+class Scaled(Reordered):
+    """Says that gradients were multiplied already, which they were not."""
+
+    def passes(self, within: Any, exchange: pg.Exchange) -> Any:
+        right = ForwardsFirst(within, exchange)
+        right.gradients = lambda micros, count: ForwardsFirst(within, exchange).gradients(  # type: ignore[method-assign]
+            micros, count)._replace(scale=2.0)
+        return right
+
+
+def test_a_scale_that_is_not_so_ends_in_the_first_step(tmp_path: Path) -> None:
+    """In float32 the difference was taken to float64, where the scale was not looked at."""
+    with pytest.raises(pg.RankFailed, match="the gradient is off") as caught:
+        pg.train(job, Scaled(4), runs=tmp_path)
+    assert caught.value.step == 0
+
+
+def test_words_of_the_notation_are_no_names_and_fields_are_options() -> None:
+    for name, base in (("Auto", pg.AllReduce), ("true", pg.AllReduce), ("Native", pg.AllReduce), ("Data", pg.AllReduce),
+                       ("Ring", pg.Strategy)):
+        with pytest.raises(pg.Refused, match="give it another name"):
+            type(name, (base,), {"__module__": "mine"})
+    with pytest.raises(pg.Refused, match=r"hops is no option; write it .* as an option, such as hops: int"):
+        type("Hopping", (pg.AllReduce,), {"__module__": __name__, "__annotations__": {"hops": "int"}, "hops": 1})
+
+
 def test_two_of_one_name_are_refused() -> None:
     with pytest.raises(pg.Refused, match=r"would be called ring, as paragrad\.schedules\.ring\.Ring is; give it another name"):
         type("Ring", (pg.AllReduce,), {"__module__": "mine"})

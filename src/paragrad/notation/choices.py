@@ -11,12 +11,12 @@ import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, ClassVar, TypeVar, dataclass_transform
+from typing import Any, ClassVar, dataclass_transform
 
 from paragrad.errors import Refused
 from paragrad.notation.grammar import Call, parse_call
 
-T = TypeVar("T")
+WORDS = ("name", "built", "members")            # what a choice has beside its options
 MEANT = {"gpu": "cuda", "ddp": "data"}          # what people say elsewhere, too far from our word to be found as a slip
 
 
@@ -137,6 +137,10 @@ class Choice:
         cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", cls.__name__).lower()
         if not abstract:
             dataclass(frozen=True, repr=False)(cls)
+            for spec in options_of(cls):
+                if "kinds" not in spec.metadata or spec.name in WORDS:
+                    raise Refused(f"{cls.__name__}.{spec.name} is no option; write it under a name of its own and as an option,"
+                                  f" such as {spec.name}: int = option(Integer(), default=1)")
 
     def __post_init__(self) -> None:
         for spec in options_of(type(self)):
@@ -177,7 +181,9 @@ class Family(Choice, abstract=True):
             cls.members = {}
             families.append(cls)
         elif not abstract:
-            other = cls.members.get(cls.name)
+            if cls.name in RESERVED:
+                raise Refused(f"{cls.__name__} would be called {cls.name}, a word of the notation; give it another name")
+            other = next((each.members[cls.name] for each in families if cls.name in each.members), None)
             if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
                 raise Refused(f"{cls.__module__}.{cls.__qualname__} would be called {cls.name}, as {other.__module__}."
                               f"{other.__qualname__} is; give it another name")
@@ -185,6 +191,7 @@ class Family(Choice, abstract=True):
 
 
 families: list[type[Family]] = []
+RESERVED = ("auto", "true", "false", "none")
 
 
 def options_of(cls: type[Choice]) -> tuple[Field[Any], ...]:

@@ -21,6 +21,7 @@ class Native(Choice):
     """The backend's own all-reduce (gloo: a ring in segments)."""
 
 
+AllReduce.members[Native.name] = Native                # a name that nobody else may have
 SCHEDULES: tuple[type[Choice], ...] = (*LEVELS, TwoLevel)                  # ours
 ALGORITHMS: tuple[type[Choice], ...] = (Native, *SCHEDULES)
 

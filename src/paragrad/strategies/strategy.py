@@ -176,10 +176,10 @@ class Product(Strategy, abstract=True):
     built = False
 
     def check(self) -> None:
-        if inner := [factor for factor in self.factors[1:] if factor.replica]:
-            raise Refused(f"{inner[0].name} holds replicas: at most one such part in a product, leftmost; got {self}")
         for factor in self.factors:
             factor.refuse_beside(self.factors)
+        if inner := [factor for factor in self.factors[1:] if factor.replica]:
+            raise Refused(f"{inner[0].name} holds replicas: at most one such part in a product, leftmost; got {self}")
 
     def __str__(self) -> str:
         return " * ".join(map(str, self.factors))

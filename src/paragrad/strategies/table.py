@@ -22,7 +22,7 @@ def known() -> dict[str, type[Strategy]]:
 
 def algorithms() -> dict[str, type[Choice]]:
     """All-reduces, ours and the user's own, by name."""
-    return {Native.name: Native, **AllReduce.members}
+    return {Native.name: Native, **AllReduce.members}      # native first
 
 
 def strategies(text: str) -> tuple[Strategy, ...]:

@@ -13,6 +13,7 @@ import torch
 
 from paragrad.errors import Refused
 from paragrad.jobs.job import Job
+from paragrad.notation.choices import Integer
 from paragrad.players.proof import GOALS, check
 from paragrad.schedules.sabotage import sabotaged
 from paragrad.strategies.strategy import Here, Promise, Strategy
@@ -143,6 +144,8 @@ def ready(asked: Strategy, here: Here) -> Strategy:
 
 def _check_answers(asked: Strategy, found: Strategy) -> None:
     """What a strategy says of itself fits together. Raises Refused."""
+    if not isinstance(found, type(asked)):
+        raise Refused(f"{asked}, resolved, is {found!r}; let resolved return one of its own kind, such as replace(self, ...)")
     if not isinstance(found.promise, Promise):
         raise Refused(f"{asked} promises {found.promise!r}; let it be a Promise, such as Promise(exact=False)")
     if found.size != found.workers:
@@ -153,6 +156,14 @@ def _check_answers(asked: Strategy, found: Strategy) -> None:
     if len(found.division.shares) != along:
         raise Refused(f"{asked} divides a batch into {len(found.division.shares)} shares, and its axes have {along} replicas; "
                       "give one share per replica")
+    for axis in found.axes:
+        if axis.divides not in ("samples", "domain", "model"):
+            raise Refused(f"{asked}: axis {axis.name} divides {axis.divides!r}; let it divide samples, domain or model")
+    for what, value in (("shares", found.division.shares), ("micro", found.division.micro), ("threads", found.threads or 1)):
+        if any(each not in Integer() for each in (value if isinstance(value, tuple) else (value,))):
+            raise Refused(f"{asked} says {what} {value!r}; let it be of whole numbers from 1")
+    if found.batch_norm not in ("whole", "share"):
+        raise Refused(f"{asked} says batch_norm {found.batch_norm!r}; let it be whole or share")
     if strange := [plan.what for plan in found.plans() if plan.what not in GOALS]:
         raise Refused(f"{asked} plans {strange[0]!r}, which nobody can prove; known: {', '.join(GOALS)}")
 

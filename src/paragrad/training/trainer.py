@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,6 +203,8 @@ class Trainer:
         self.exchange.begin()
         self.exchange.stop = self.world.stop.is_set()
         own = self.passes.gradients(self._micros(batch, inputs, target), len(batch.micros))
+        if not math.isfinite(own.loss):                 # where the passes did not look
+            raise StepFailed("the loss is not finite", tensor="loss")
         self.exchange.doubt = own.doubt
         self.exchange.finish(own.weight, own.loss)
         return own

@@ -139,12 +139,12 @@ def rehearse(trainer: Trainer, batch: Batch, inputs: Any, target: Any, of: str) 
 def _averaged(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> tuple[float, float]:
     """(mean loss, weight) of a step that is made up to its update."""
     assert trainer.exchange is not None
-    trainer.gradients_of(batch, inputs, target)
+    own = trainer.gradients_of(batch, inputs, target)
     weight, loss, _, doubt = trainer.exchange.counted()
     weight = certain(trainer, batch, inputs, target, weight, doubt)
     if not weight:
         return 0.0, 0.0
-    trainer.exchange.average(weight)
+    trainer.exchange.average(weight * own.scale)
     return loss / weight, weight
 
 
