@@ -48,6 +48,7 @@ def test_the_example_under_torchrun(alone: dict[str, torch.Tensor], tmp_path: Pa
     same(alone, load_file(path))
 
 
+@pytest.mark.table
 def test_the_example_under_mpirun(alone: dict[str, torch.Tensor], tmp_path: Path) -> None:
     if shutil.which("mpirun") is None:
         pytest.skip("mpirun is not installed (Debian package openmpi-bin; make system)")
@@ -261,6 +262,7 @@ class Points(torch.utils.data.Dataset):
 data = Points()"""
 
 
+@pytest.mark.table
 def test_train_and_compare_from_python_c(tmp_path: Path) -> None:
     text = ran(sys.executable, "-c", TRAIN.format(runs=str(tmp_path), data=DATA))
     assert text.startswith("30 of 30 samples seen in each of 1 epoch(s), 0 twice, 0 missed [None, ")
