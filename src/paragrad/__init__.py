@@ -17,7 +17,6 @@ if typing.TYPE_CHECKING:
     from paragrad.report.run import Run
     from paragrad.report.table import Table
     from paragrad.schedules.actions import Recv, Send
-    from paragrad.schedules.all_reduce import AllReduce
     from paragrad.schedules.butterfly import Butterfly
     from paragrad.schedules.direct import Direct
     from paragrad.schedules.double_tree import DoubleTree
@@ -28,8 +27,8 @@ if typing.TYPE_CHECKING:
     from paragrad.schedules.two_level import TwoLevel
     from paragrad.strategies.data import Data, Native
     from paragrad.strategies.serial import Serial
-    from paragrad.strategies.strategy import Promise, Strategy
-    from paragrad.strategies.table import strategy
+    from paragrad.strategies.strategy import Promise
+    from paragrad.strategies.table import AllReduce, Strategy, strategy
     from paragrad.techniques.exchange import Exchange
     from paragrad.verbs.compare import compare
     from paragrad.verbs.hook import hook
@@ -43,15 +42,16 @@ __all__ = ["AllReduce", "Butterfly", "Certificate", "Data", "Decimal", "Direct",
            "Send", "Serial", "Star", "Strategy", "Table", "Tree", "TwoLevel", "WholeBatch", "Word", "accuracy",
            "compare", "hook", "job", "option", "parallelize", "strategy", "train", "verify"]
 
-# where each public name is; tests/test_structure.py compares it with what type checkers are told above
+# where each public name is, AllReduce and Strategy where all of ours are defined, so that no other takes a name before them;
+# tests/test_structure.py compares it with what type checkers are told above
 _HOMES = {name: home for home, names in {
     "datasets.loading": "WholeBatch", "errors": "RankFailed Refused", "jobs.finding": "job", "jobs.job": "Job accuracy",
     "notation.choices": "Decimal Flag Integer Word option", "report.certificate": "Certificate", "report.run": "Run",
-    "report.table": "Table", "schedules.actions": "Recv Send", "schedules.all_reduce": "AllReduce",
+    "report.table": "Table", "schedules.actions": "Recv Send",
     "schedules.butterfly": "Butterfly", "schedules.direct": "Direct", "schedules.double_tree": "DoubleTree",
     "schedules.halving": "Halving", "schedules.ring": "Ring RingAsync", "schedules.star": "Star", "schedules.tree": "Tree",
     "schedules.two_level": "TwoLevel", "strategies.data": "Data Native", "strategies.serial": "Serial",
-    "strategies.strategy": "Promise Strategy", "strategies.table": "strategy", "techniques.exchange": "Exchange",
+    "strategies.strategy": "Promise", "strategies.table": "AllReduce Strategy strategy", "techniques.exchange": "Exchange",
     "verbs.compare": "compare", "verbs.hook": "hook", "verbs.parallelize": "parallelize", "verbs.train": "train",
     "verbs.verify": "verify", "version": "__version__",
 }.items() for name in names.split()}

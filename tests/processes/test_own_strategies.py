@@ -322,6 +322,20 @@ def test_words_of_the_notation_are_no_names_and_fields_are_options() -> None:
         type("Hopping", (pg.AllReduce,), {"__module__": __name__, "__annotations__": {"hops": "int"}, "hops": 1})
 
 
+def test_ours_have_their_names_first() -> None:
+    """In a fresh process an own one was defined before ours, which then could not be imported."""
+    for text in ("class Ring(pg.AllReduce): pass", "class Data(pg.Strategy): pass"):
+        words = [sys.executable, "-c", f"import paragrad as pg\n{text}"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        assert re.search(r"Refused: __main__\.\w+ would be called \w+, as paragrad\.", done.stderr), done.stderr
+
+
+def test_an_all_reduce_without_a_program_is_refused() -> None:
+    bare = type("Bare", (pg.AllReduce,), {"__module__": __name__})
+    with pytest.raises(pg.Refused, match=r"Bare has no program; give it a method program\(rank, size\)"):
+        pg.train(job, pg.Data(2, reduce=bare()))
+
+
 def test_two_of_one_name_are_refused() -> None:
     with pytest.raises(pg.Refused, match=r"would be called ring, as paragrad\.schedules\.ring\.Ring is; give it another name"):
         type("Ring", (pg.AllReduce,), {"__module__": "mine"})

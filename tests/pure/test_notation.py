@@ -13,10 +13,10 @@ from paragrad.errors import Refused
 from paragrad.notation.choices import Choice, Decimal, Flag, Integer, Integers, One, Word, options_of
 from paragrad.schedules.ring import Ring, RingAsync
 from paragrad.strategies import planned
-from paragrad.strategies.data import ALGORITHMS, Data, Native
+from paragrad.strategies.data import Data, Native
 from paragrad.strategies.serial import Serial
 from paragrad.strategies.strategy import Here, Product, Strategy
-from paragrad.strategies.table import STRATEGIES, refuse_unbuilt, resolve, strategies, strategy
+from paragrad.strategies.table import STRATEGIES, algorithms, known, refuse_unbuilt, resolve, strategies, strategy
 from paragrad.strategies.unbuilt import Pipeline, Tensor
 
 
@@ -58,7 +58,7 @@ def test_round_trip(chosen: Strategy) -> None:
 
 @given(st.sampled_from(list(STRATEGIES.values())).flatmap(choices))
 def test_the_python_form_makes_the_same_value(chosen: Strategy) -> None:
-    names: dict[str, Any] = {cls.__name__: cls for cls in (*STRATEGIES.values(), *ALGORITHMS)}
+    names: dict[str, Any] = {cls.__name__: cls for cls in (*known().values(), *algorithms().values())}
     names |= {cls.__name__: cls for cls in vars(planned).values() if isinstance(cls, type)}
     assert eval(repr(chosen), names) == chosen
 

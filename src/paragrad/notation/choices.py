@@ -90,8 +90,8 @@ class One:
 
     @property
     def classes(self) -> list[type[Choice]]:
-        return [cls for each in self.given for cls in (
-            each.members.values() if issubclass(each, Family) and each in families else (each,))]
+        return list(dict.fromkeys(cls for each in self.given for cls in (
+            each.members.values() if issubclass(each, Family) and each in families else (each,))))
 
     def __contains__(self, value: object) -> bool:
         return isinstance(value, self.given)

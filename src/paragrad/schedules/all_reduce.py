@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from paragrad.notation.choices import Family
 from paragrad.schedules.actions import Program
@@ -17,9 +17,9 @@ class AllReduce(Family, abstract=True):
     __slots__ = ()
     reproducible = False                    # an option of ours: the same bits for every schedule and order of arrival
 
-    def program(self, rank: int, size: int) -> Program:
-        """What one rank of `size` does, in order, with its vector of `parts(size)` equal parts."""
-        raise NotImplementedError(f"{type(self).__name__} has no program(rank, size)")
+    if TYPE_CHECKING:                       # of each class; the proof says where there is none
+        def program(self, rank: int, size: int) -> Program:
+            """What one rank of `size` does, in order, with its vector of `parts(size)` equal parts."""
 
     def parts(self, size: int) -> int:
         """Into how many equal parts the vector is cut: one for each rank, unless said otherwise."""
