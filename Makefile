@@ -24,7 +24,7 @@ test: .venv/ready
 
 table: .venv/ready
 	$(BIN)/pytest tests/pure tests/processes/test_equality.py tests/processes/test_checkpoint.py tests/processes/test_verify.py \
-	    tests/processes/test_environment.py tests/processes/test_own_loop.py tests/processes/test_first_step.py tests/network \
+	    tests/processes/test_environment.py tests/processes/test_own_loop.py tests/processes/test_first_step.py tests/processes/test_own_cuts.py tests/network \
 	    --timeout 300
 
 # the page is written also where rows are not as expected, and says which

@@ -29,18 +29,22 @@ if typing.TYPE_CHECKING:
     from paragrad.strategies.serial import Serial
     from paragrad.strategies.strategy import Promise
     from paragrad.strategies.table import AllReduce, Strategy, strategy
+    from paragrad.techniques.cut import Share
     from paragrad.techniques.exchange import Exchange
+    from paragrad.techniques.layout import Held
+    from paragrad.techniques.passes import Passes, Sums
     from paragrad.verbs.compare import compare
     from paragrad.verbs.hook import hook
     from paragrad.verbs.parallelize import parallelize
     from paragrad.verbs.train import train
     from paragrad.verbs.verify import verify
     from paragrad.version import __version__ as __version__
+    from paragrad.world.axes import Axis
 
-__all__ = ["AllReduce", "Butterfly", "Certificate", "Data", "Decimal", "Direct", "DoubleTree", "Exchange", "Flag", "Halving",
-           "Integer", "Job", "Native", "Promise", "RankFailed", "Recv", "Refused", "Ring", "RingAsync", "Run",
-           "Send", "Serial", "Star", "Strategy", "Table", "Tree", "TwoLevel", "WholeBatch", "Word", "accuracy",
-           "compare", "hook", "job", "option", "parallelize", "strategy", "train", "verify"]
+__all__ = ["AllReduce", "Axis", "Butterfly", "Certificate", "Data", "Decimal", "Direct", "DoubleTree", "Exchange",
+           "Flag", "Halving", "Held", "Integer", "Job", "Native", "Passes", "Promise", "RankFailed", "Recv", "Refused", "Ring",
+           "RingAsync", "Run", "Send", "Serial", "Share", "Star", "Strategy", "Sums", "Table", "Tree", "TwoLevel", "WholeBatch",
+           "Word", "accuracy", "compare", "hook", "job", "option", "parallelize", "strategy", "train", "verify"]
 
 # where each public name is, AllReduce and Strategy where all of ours are defined, so that no other takes a name before them;
 # tests/test_structure.py compares it with what type checkers are told above
@@ -51,9 +55,10 @@ _HOMES = {name: home for home, names in {
     "schedules.butterfly": "Butterfly", "schedules.direct": "Direct", "schedules.double_tree": "DoubleTree",
     "schedules.halving": "Halving", "schedules.ring": "Ring RingAsync", "schedules.star": "Star", "schedules.tree": "Tree",
     "schedules.two_level": "TwoLevel", "strategies.data": "Data Native", "strategies.serial": "Serial",
-    "strategies.strategy": "Promise", "strategies.table": "AllReduce Strategy strategy", "techniques.exchange": "Exchange",
+    "strategies.strategy": "Promise", "strategies.table": "AllReduce Strategy strategy", "techniques.cut": "Share",
+    "techniques.exchange": "Exchange", "techniques.layout": "Held", "techniques.passes": "Passes Sums",
     "verbs.compare": "compare", "verbs.hook": "hook", "verbs.parallelize": "parallelize", "verbs.train": "train",
-    "verbs.verify": "verify", "version": "__version__",
+    "verbs.verify": "verify", "version": "__version__", "world.axes": "Axis",
 }.items() for name in names.split()}
 
 

@@ -140,10 +140,7 @@ class Reordered(Twofold):
         return ForwardsFirst(within, exchange)
 
 
-class ForwardsFirst:
-    def __init__(self, within: Any, exchange: pg.Exchange) -> None:
-        self.within, self.exchange = within, exchange
-
+class ForwardsFirst(pg.Passes):
     def gradients(self, micros: Any, count: int) -> Sums:
         loss, weight, made = 0.0, 0.0, []
         for micro, inputs, target in micros:
@@ -282,6 +279,95 @@ class Empty(Vote):
 def test_an_exchange_that_is_none_says_so(tmp_path: Path) -> None:
     with pytest.raises(pg.RankFailed, match=r"the exchange of empty is a NoneType; return a paragrad\.Exchange"):
         pg.train(job, Empty(2), runs=tmp_path)
+
+
+class Few(Vote):
+    """Its exchange counts three things."""
+
+    def exchange(self, replica: Any, world: Any, log: Any, how: Any) -> pg.Exchange:
+        made = Ballot(replica, world)
+        made.counted = lambda: made.told[:3]            # type: ignore[method-assign]
+        return made
+
+
+class Passless(Reordered):
+    def passes(self, within: Any, exchange: pg.Exchange) -> Any:
+        return None
+
+
+class Pairing(Reordered):
+    def passes(self, within: Any, exchange: pg.Exchange) -> Any:
+        right = ForwardsFirst(within, exchange)
+        right.gradients = lambda micros, count: (1.0, 2.0)      # type: ignore[method-assign,assignment,return-value]
+        return right
+
+
+class Raising(Vote):
+    def refuse(self, facts: Any, asked: pg.Strategy, unchecked: bool = False) -> None:
+        raise KeyError("rows")
+
+
+class Fickle(pg.AllReduce):
+    """A ring in some processes, and in others one that goes the other way round."""
+
+    def program(self, rank: int, size: int) -> Any:
+        return pg.Ring().program(rank, size) if os.environ.get("FICKLE") != "yes" else pg.Direct().program(rank, size)
+
+
+@pytest.mark.parametrize(("chosen", "says"), [
+    (Few(2), "counted\\(\\) of Ballot gives 3 numbers; give four: weight, loss, ranks asked to stop, doubtful weight"),
+    (Passless(4), r"the passes of passless\(4\) are a NoneType; return paragrad\.Passes"),
+    (Pairing(4), r"gradients\(\) of ForwardsFirst gives a tuple; give paragrad\.Sums\(loss, weight\)"),
+])
+def test_parts_of_the_wrong_kind_say_what_they_should_be(chosen: pg.Strategy, says: str, tmp_path: Path) -> None:
+    with pytest.raises(pg.RankFailed, match=says):
+        pg.train(job, chosen, runs=tmp_path)
+
+
+def test_what_raises_when_it_is_asked_is_refused_with_its_name() -> None:
+    with pytest.raises(pg.Refused, match=r"Raising, asked about itself, raised KeyError: 'rows'; mend it"):
+        pg.train(job, Raising(2))
+    with pytest.raises(pg.Refused, match=r"data\(reduce=\.\.\.\) got the class Fickle; write Fickle\(\)"):
+        pg.Data(2, reduce=Fickle)                       # type: ignore[arg-type]
+
+
+def fickle(world: World) -> None:
+    """One rank sees another environment than the others."""
+    os.environ["FICKLE"] = "yes" if world.rank else "no"
+    trainer = Trainer.of_job(world, job, pg.strategy("data(2, reduce=fickle, state=replicated)"))
+    try:
+        trainer.step(*next(trainer.batches(job.train, job.batch, 0)))
+    finally:
+        del os.environ["FICKLE"]
+        trainer.close()
+
+
+def test_ranks_with_other_programs_say_so(pool: Ranks) -> None:
+    """They aborted over gloo, or waited for ever."""
+    with pytest.raises(pg.RankFailed, match=r"fickle has another program on rank . than on rank .: it is to be a function of"):
+        pool.run(fickle, size=2)
+
+
+def test_a_file_that_is_run_and_imported_has_one_class(tmp_path: Path) -> None:
+    """A job file that something imports under its own name was refused as two of one name."""
+    (tmp_path / "rumour.py").write_text(OWN.read_text().replace("Gossip", "Hearsay").replace(
+        "import paragrad", "import beside\nimport paragrad", 1))
+    (tmp_path / "beside.py").write_text("import rumour\n")
+    done = command("train", "rumour.py", "--strategy", "data(2, reduce=hearsay)", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_run_whose_class_is_not_known_says_what_to_import(tmp_path: Path) -> None:
+    folder = pg.train(job, Vote(2), runs=tmp_path).folder
+    code = f"from pathlib import Path; import paragrad as pg; pg.Run(pg.job('digits'), Path({str(folder)!r})).resolved"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert re.search(r"was trained under vote\(2\): .* is known once the file that defines it is imported", done.stderr)
+
+
+def test_strategies_lists_those_of_a_file() -> None:
+    answer = CliRunner().invoke(app, ["strategies", "--job", str(OWN)])
+    assert answer.exit_code == 0, answer.output
+    assert re.search(r"reduce\s+gossip\s+yes", answer.stdout)
 
 
 def test_what_no_rank_can_import_is_sent_or_refused(tmp_path: Path) -> None:

@@ -91,6 +91,12 @@ class Summed(nn.Module):
     def loss(self) -> Loss:
         return self._loss[0]
 
+    def around(self, model: nn.Module, loss: Loss | None = None) -> Summed:
+        """The same around another model, such as a part of this one; what was seen of the loss stays."""
+        other = Summed(model, loss or self.loss)
+        other.traced, other.linear = self.traced, self.linear
+        return other
+
     @property
     def by_graph(self) -> bool:
         """Is the weight of a mean read off its graph?"""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, ClassVar, dataclass_transform
@@ -170,7 +171,8 @@ class Choice:
 class Family(Choice, abstract=True):
     """Choices of one kind that are known by their names. A user's own joins by being defined.
 
-    Defining two of one name raises Refused (defining one anew, as a notebook does, replaces it).
+    Defining two of one name raises Refused (defining one anew, as a notebook does, or a file that is both run and imported,
+    replaces it).
     """
     __slots__ = ()
     members: ClassVar[dict[str, type[Choice]]]
@@ -184,10 +186,18 @@ class Family(Choice, abstract=True):
             if cls.name in RESERVED:
                 raise Refused(f"{cls.__name__} would be called {cls.name}, a word of the notation; give it another name")
             other = next((each.members[cls.name] for each in families if cls.name in each.members), None)
-            if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+            if other is not None and not _same(other, cls):
                 raise Refused(f"{cls.__module__}.{cls.__qualname__} would be called {cls.name}, as {other.__module__}."
                               f"{other.__qualname__} is; give it another name")
             cls.members[cls.name] = cls
+
+
+def _same(one: type, other: type) -> bool:
+    """Is it the same definition, made twice?"""
+    if one.__qualname__ != other.__qualname__:
+        return False
+    files = [getattr(sys.modules.get(each.__module__), "__file__", None) for each in (one, other)]
+    return one.__module__ == other.__module__ or (files[0] is not None and files[0] == files[1])
 
 
 families: list[type[Family]] = []
@@ -221,6 +231,8 @@ def _fitted(value: object, spec: Field[Any], owner: str) -> object:
         value = None
     if not any(value in kind for kind in kinds):
         takes = " or ".join(map(str, kinds))
+        if isinstance(value, type) and issubclass(value, Choice):
+            raise Refused(f"{owner}({spec.name}=...) got the class {value.__name__}; write {value.__name__}()")
         raise Refused(f"{owner}({spec.name}=...) takes {takes}; got {_text(value)}")
     return value
 

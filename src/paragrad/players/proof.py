@@ -72,7 +72,7 @@ GOALS = {"all-reduce": ALL_REDUCE}          # of strategies' plans
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class Proven:
     """What was proved of a schedule for `length` elements over `size` ranks."""
     size: int
     length: int
@@ -83,7 +83,7 @@ class Proof:
     rendezvous: bool            # free of deadlock when every send blocks; under asynchronous sends it always is
 
 
-def prove(schedule: Schedule, size: int, length: int | Mapping[Slot, int] | None = None, goal: Goal = ALL_REDUCE) -> Proof:
+def prove(schedule: Schedule, size: int, length: int | Mapping[Slot, int] | None = None, goal: Goal = ALL_REDUCE) -> Proven:
     """That a schedule reaches its goal. Raises ScheduleError by rank, slot and round.
 
     length: elements of the vector (otherwise as many as it has parts), or of every slot by name.
@@ -99,7 +99,7 @@ def prove(schedule: Schedule, size: int, length: int | Mapping[Slot, int] | None
     actions = walk(schedule.program, size, found, rounds=found.rounds)
     found.check(goal.after(schedule, size))
     _the_same_again(schedule, size, actions)
-    return Proof(size, sum(found.lengths.values()), found.messages, max(found.sent), found.scratch,
+    return Proven(size, sum(found.lengths.values()), found.messages, max(found.sent), found.scratch,
                  grouped=_free_of_deadlock(schedule, size, "grouped"),
                  rendezvous=_free_of_deadlock(schedule, size, "rendezvous"))
 

@@ -136,8 +136,9 @@ class Record:
         return [line for line in self.ranks[rank] if line["kind"] == kind] if rank < len(self.ranks) else []
 
     def steps(self) -> list[list[Line]]:
-        """For each step that every rank finished, the line of every rank."""
-        return [list(lines) for lines in zip(*(self.of("step", rank) for rank in range(len(self.ranks))), strict=False)]
+        """For each step that every worker finished, the line of every worker; servers, the last ranks, have none."""
+        workers = len(self.ranks) - self.header.get("servers", 0)
+        return [list(lines) for lines in zip(*(self.of("step", rank) for rank in range(workers)), strict=False)]
 
     @property
     def losses(self) -> list[float]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
+from paragrad.errors import Refused
 from paragrad.jobs.job import Job
 from paragrad.record.record import Record
 from paragrad.strategies.strategy import Strategy
@@ -35,8 +36,13 @@ class Run(Record):
 
     @property
     def resolved(self) -> Strategy:
-        """The strategy with every `auto` replaced."""
-        return strategy(self.header["resolved"])
+        """The strategy with every `auto` replaced. Raises Refused where it is somebody's own and its file was not imported."""
+        text = self.header["resolved"]
+        try:
+            return strategy(text)
+        except Refused as error:
+            raise Refused(f"{self.folder} was trained under {text}: {error} (one of your own is known once the file that "
+                          "defines it is imported)") from None
 
     @property
     def stopped(self) -> bool:

@@ -80,7 +80,8 @@ class Facts(Protocol):
 class Strategy(Family, abstract=True):
     """How the training is split. `*` nests: left to right is outer to inner.
 
-    One of your own says its `workers`, what it promises, and brings an `exchange`; it may say more of the rest.
+    One of your own says its `workers`, what it promises, and brings an `exchange`, or a `share` where its axes divide the
+    model; it may say more of the rest.
     """
     replica = False                                 # it holds replicas: at most one such factor in a product, leftmost
     reference = False                               # it is what others are compared with
@@ -88,6 +89,8 @@ class Strategy(Family, abstract=True):
     if TYPE_CHECKING:                               # options of some
         @property
         def workers(self) -> int | str: ...
+        @property
+        def servers(self) -> int: ...
         @property
         def threads(self) -> int | str | None: ...
         @property
@@ -97,7 +100,9 @@ class Strategy(Family, abstract=True):
         @property
         def promise(self) -> Promise: ...
         def exchange(self, replica: Any, world: Any, log: Any, how: Any) -> Any: ...
+        def share(self, model: Any, example: Any, axis: Any) -> Any: ...
     else:
+        servers = 0                                 # ranks beside the workers, after them, that serve (`Exchange.serve`)
         threads = None                              # of each rank: the cores are divided
         bucketed = False    # gradients travel in buckets: all ranks know beforehand which parameters have none
         batch_norm = "whole"                        # whose samples statistics are of: "whole" micro-batches, or each "share"
@@ -117,7 +122,7 @@ class Strategy(Family, abstract=True):
     @property
     def size(self) -> int:
         """Ranks of a resolved strategy."""
-        return prod(axis.size for axis in self.axes)
+        return prod(axis.size for axis in self.axes) + self.servers
 
     @property
     def exact(self) -> bool:
@@ -151,9 +156,7 @@ class Strategy(Family, abstract=True):
         """Refuse a job that a resolved strategy cannot train, with the repair. asked: the strategy as the user wrote it;
         unchecked: go on with what is known to be another training."""
         division = self.division
-        if facts.full < len(division.shares):
-            raise Refused(f"{asked} has {len(division.shares)} workers and the full batch {facts.full} sample(s); give a batch "
-                          f"of at least {len(division.shares)}, or fewer workers")
+        self.refuse_few(facts.full, asked)
         if division.micro > 1 and facts.uncut:
             raise Refused(f"job {facts.job}: {facts.uncut}")
         if self.exact and not unchecked and division != Division():
@@ -161,6 +164,12 @@ class Strategy(Family, abstract=True):
                 raise Refused(f"job {facts.job}: {facts.whole_loss}")
             if facts.by_layout:
                 raise Refused(f"{asked}: {facts.by_layout}")
+
+    def refuse_few(self, full: int, asked: Strategy) -> None:
+        """Refuse a full batch of fewer samples than shares."""
+        if full < (shares := len(self.division.shares)):
+            raise Refused(f"{asked} has {shares} workers and the full batch {full} sample(s); give a batch of at least "
+                          f"{shares}, or fewer workers")
 
     def refuse_beside(self, factors: tuple[Strategy, ...]) -> None:
         """Refuse the other factors of a product, with the repair."""
@@ -171,9 +180,11 @@ class Strategy(Family, abstract=True):
 
 @dataclass(frozen=True, repr=False)
 class Product(Strategy, abstract=True):
-    """A hybrid: strategies multiplied along axes, left to right is outer to inner. It has no name of its own."""
+    """A hybrid: strategies multiplied along axes, left to right is outer to inner. It has no name of its own.
+
+    Its answers are its factors'. At most one of them divides samples; the others cut the model, the innermost first.
+    """
     factors: tuple[Strategy, ...] = option(Several(Strategy))
-    built = False
 
     def check(self) -> None:
         for factor in self.factors:
@@ -197,10 +208,48 @@ class Product(Strategy, abstract=True):
         return tuple(axis for factor in self.factors for axis in factor.axes)
 
     @property
+    def division(self) -> Division:
+        """Shares by who divides samples; micro-batches by who cuts them."""
+        every = [factor.division for factor in self.factors]
+        return Division(max((each.shares for each in every), key=len), prod(each.micro for each in every))
+
+    @property
+    def threads(self) -> int | str | None:
+        return next((factor.threads for factor in self.factors if factor.threads), None)
+
+    @property
+    def batch_norm(self) -> str:
+        return next((factor.batch_norm for factor in self.factors if factor.batch_norm != "whole"), "whole")
+
+    @property
+    def bucketed(self) -> bool:
+        return any(factor.bucketed for factor in self.factors)
+
+    @property
     def promise(self) -> Promise:
         every = [factor.promise for factor in self.factors]
         return Promise(all(each.exact for each in every), all(each.buffers_equal for each in every),
                        next((each.jobs_only for each in every if each.jobs_only), None))
+
+    def plans(self) -> tuple[Plan, ...]:
+        return tuple(plan for factor in self.factors for plan in factor.plans())
+
+    def resolved(self, here: Here) -> Self:
+        """Every factor where there is room for it beside the others; parameters of a cut model are nobody's to share."""
+        known = prod(factor.workers for factor in self.factors if isinstance(factor.workers, int))
+        beside = replace(here, cores=max(1, here.cores // known), ranks=here.ranks and max(1, here.ranks // known),
+                         group=here.group and max(1, here.group // known),
+                         unshared=f"{self} cuts the model, of which each rank holds a part of its own")
+        return replace(self, factors=tuple(factor.resolved(beside) for factor in self.factors))
+
+    def picked(self, resolved: Self, here: Here) -> Iterator[tuple[str, str, str]]:
+        for asked, found in zip(self.factors, resolved.factors, strict=True):
+            yield from asked.picked(found, here)
+
+    def refuse(self, facts: Facts, asked: Strategy, unchecked: bool = False) -> None:
+        super().refuse(facts, asked, unchecked)
+        for factor in self.factors:
+            factor.refuse(facts, asked, unchecked)
 
 
 def factors_of(strategy: Strategy) -> tuple[Strategy, ...]:

@@ -51,10 +51,9 @@ def strategy(text: str | Strategy) -> Strategy:
 def refuse_unbuilt(chosen: Strategy) -> None:
     """Refuse what is known by name and not built yet: a strategy, an algorithm, or a value of an option."""
     factors = factors_of(chosen)
-    for value in [*factors, *(inner for factor in factors for _, _, inner in parts_of(factor)), chosen]:
+    for value in [*factors, *(inner for factor in factors for _, _, inner in parts_of(factor))]:
         if isinstance(value, Choice) and not value.built:
-            what = "products of strategies (hybrids) are" if isinstance(value, Product) else f"{value.name} is"
-            raise Refused(f"{what} known and not built yet; built: " + ", ".join(built_names()))
+            raise Refused(f"{value.name} is known and not built yet; built: " + ", ".join(built_names()))
     for owner, spec, value in parts_of(chosen):
         if value in spec.metadata["later"]:
             raise Refused(f"{owner.name}({spec.name}={str(value).lower()}) is known and not built yet; leave it out")
@@ -69,7 +68,8 @@ def resolve(chosen: Strategy, here: Here) -> Strategy:
     what it says of itself does not fit together."""
     found = chosen.resolved(here)
     if here.ranks is not None and found.size != here.ranks:
-        raise Refused(f"{chosen} wants {found.size} worker(s) and the launcher started {here.ranks}; "
+        wanted = f"{found.size} ranks, {found.servers} of them for servers," if found.servers else f"{found.size} worker(s)"
+        raise Refused(f"{chosen} wants {wanted} and the launcher started {here.ranks}; "
                       f"start {found.size}, or write data(auto)")
     return found
 

@@ -42,11 +42,13 @@ class Draw:
 class Draws:
     """All random calls of a model's forward, as `seen`. by_layout: what makes them depend on the layout, or None.
 
-    others: generators (torch, numpy, random) that other draws moved, which are common to all samples.
+    others: generators (torch, numpy, random) that other draws moved, which are common to all samples;  serial: of every call of
+    a part of the model, which of these it is (None: the model is whole).
     """
     calls: tuple[Draw, ...] = ()
     by_layout: str | None = None
     others: tuple[str, ...] = ()
+    serial: tuple[int, ...] | None = None
     places: dict[Any, tuple[int | None, int]] = field(default_factory=dict, compare=False, repr=False)    # found in steps
 
     def __bool__(self) -> bool:
@@ -90,7 +92,7 @@ class Keyed(Drawing):
     def numbers(self, name: str, tensor: Tensor, distribution: Distribution) -> Tensor:
         if not tensor.numel():
             return tensor
-        call = self.calls.setdefault(drawn(), len(self.calls))
+        call = self._serial(self.calls.setdefault(drawn(), len(self.calls)), name)
         key = int.from_bytes(hashlib.blake2b(f"{self.seed} {self.step} {call}".encode(), digest_size=4).digest()) >> 1
         shape = tuple(tensor.shape)
         known = name, shape, len(self.positions), call
@@ -100,6 +102,15 @@ class Keyed(Drawing):
         positions = (0,) if dim is None else self.positions
         filled(tensor, dim, rows(key, positions, blocks, tensor.device), distribution)
         return tensor
+
+    def _serial(self, call: int, name: str) -> int:
+        """The number that a call has in the whole model."""
+        if self.draws.serial is None:
+            return call
+        if call >= len(self.draws.serial):
+            raise StepFailed(f"{name} draws once more than this part of the model was seen to: which call of the whole model "
+                             "that is, is not known")
+        return self.draws.serial[call]
 
     def _place(self, name: str, shape: tuple[int, ...], call: int) -> tuple[int | None, int]:
         """(sample dimension, blocks) of this call: of all that were seen the one that fits, by its order where several do."""

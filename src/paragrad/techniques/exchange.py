@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed
 from paragrad.players.machine import Machine
+from paragrad.techniques.layout import Layout, State
 from paragrad.techniques.updating import in_eval_mode, set_mode
-
-State = dict[str, dict[str, Any]]           # an optimizer's, in serial shapes: by the parameter's serial name, then by what
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,19 @@ class How:
 class Replica:
     """What this rank holds of a training.
 
-    module: the model and its loss, whose forward gives the sum of losses;  clip_norm: as in Job;  some_unused: some rank's
-    parameters got no gradient when the model was looked at.
+    module: the model, or its part, and the loss, whose forward gives the sum of losses;  clip_norm: as in Job;  some_unused:
+    some rank's parameters got no gradient when the model was looked at;  layout: which part of the model this is.
     """
     module: Summed
     optimizer: torch.optim.Optimizer
     clip_norm: float | None = None
     some_unused: bool = False
+    layout: Layout = field(default_factory=Layout)
 
 
 class Exchange(ABC):
-    """Of a rank that holds all parameters and, before the update, all mean gradients where backward leaves them.
+    """Of a rank that holds all parameters of its part of the model and, before the update, their mean gradients where backward
+    leaves them. Names are the part's own.
 
     What differs is replaced, at least `finish` and `counted`. Collective: all ranks make it together. Set in every
     step: `stop`, this rank was asked to stop;  before `finish`, `doubt`: of its weight, what may be that of nothing
@@ -59,6 +61,7 @@ class Exchange(ABC):
 
     def __init__(self, replica: Replica) -> None:
         self.summed, self.optimizer, self.clip_norm = replica.module, replica.optimizer, replica.clip_norm
+        self.layout = replica.layout
         self.module: nn.Module = replica.module            # what forward and backward run: an exchange may wrap it
         self.every = list(replica.module.model.parameters())
         self.sent: dict[str, dict[str, Any]] = {}
@@ -73,6 +76,9 @@ class Exchange(ABC):
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Around the forward and backward of one micro-batch."""
         return contextlib.nullcontext()
+
+    def ready(self, parameter: nn.Parameter) -> None:           # noqa: B027         # most wait for the end of backward
+        """Passes of their own may say that a gradient is final, micro-batches summed: it may travel while they go on."""
 
     @abstractmethod
     def finish(self, weight: float, loss: float) -> None:
@@ -94,8 +100,12 @@ class Exchange(ABC):
     def update(self) -> None:
         """Clipping and the optimizer."""
         if self.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.every, self.clip_norm)
+            self.layout.clip(dict(self.summed.model.named_parameters()), self.clip_norm)
         self.optimizer.step()
+
+    def serve(self) -> None:
+        """Of a rank that is a server: until the workers' exchanges are closed. It has no steps, and no batches."""
+        raise StepFailed(f"{type(self).__name__} has no servers; give it a method serve(self)")
 
     # ---- what others look at -------------------------------------------------------------------------------------------
     def evaluating(self) -> contextlib.AbstractContextManager[Any]:
@@ -107,7 +117,7 @@ class Exchange(ABC):
         return {name: parameter.grad for name, parameter in self.summed.model.named_parameters()}
 
     def state(self) -> State:
-        """The optimizer's state; whole on rank 0. Collective."""
+        """The optimizer's state of this part of the model; whole on rank 0 of those that hold the same. Collective."""
         names = {parameter: name for name, parameter in self.summed.model.named_parameters()}
         return {names[parameter]: values for parameter, values in self.optimizer.state.items()}
 
@@ -120,8 +130,17 @@ class Exchange(ABC):
         """Let go of what the exchange holds; the model is a plain one again."""
 
 
+def counted(exchange: Exchange) -> list[float]:
+    """What an exchange, anybody's, says that it counted."""
+    told = list(exchange.counted())
+    if len(told) != 4:
+        raise StepFailed(f"counted() of {type(exchange).__name__} gives {len(told)} numbers; give four: weight, loss, ranks "
+                         "asked to stop, doubtful weight")
+    return told
+
+
 class Alone(Exchange):
-    """In a world of one, serial's: gradients stay where backward puts them."""
+    """Of one replica, serial's: gradients stay where backward puts them."""
 
     def finish(self, weight: float, loss: float) -> None:
         self.told = [weight, loss, float(self.stop), self.doubt]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
+from paragrad.datasets.loading import called
 from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed
 from paragrad.record.log import Log
@@ -40,18 +42,35 @@ class Within(Protocol):
     def keyed(self, micro: Micro) -> AbstractContextManager[Any]: ...
 
 
-class Passes(Protocol):
+class Passes(ABC):
     """From a batch to gradients: all forwards and backwards of a step, between `begin` and `finish` of the exchange."""
-
-    def gradients(self, micros: Iterable[tuple[Micro, Any, Any]], count: int) -> Sums:
-        """Of `count` micro-batches (micro, inputs, target). Raises StepFailed with the tensor."""
-
-
-class OneByOne:
-    """A forward and a backward of each micro-batch in turn, as one worker makes them."""
 
     def __init__(self, within: Within, exchange: Exchange) -> None:
         self.within, self.exchange = within, exchange
+
+    @abstractmethod
+    def gradients(self, micros: Iterable[tuple[Micro, Any, Any]], count: int) -> Sums:
+        """Of `count` micro-batches (micro, inputs, target); sums are of this rank's own losses, zeros where it has none. Raises
+        StepFailed with the tensor."""
+
+    def output(self, inputs: Any) -> Any:
+        """Of the model in eval mode; None where it is on other ranks. Collective of those that hold one replica."""
+        return called(self.within.module.model, inputs)
+
+
+def sums_of(passes: Passes, micros: Iterable[tuple[Micro, Any, Any]], count: int) -> Sums:
+    """What passes, anybody's, make of a step."""
+    own = passes.gradients(micros, count)
+    if not isinstance(own, Sums):
+        raise StepFailed(f"gradients() of {type(passes).__name__} gives a {type(own).__name__}; give paragrad.Sums(loss, "
+                         "weight)")
+    if not math.isfinite(own.loss):
+        raise StepFailed("the loss is not finite", tensor="loss")
+    return own
+
+
+class OneByOne(Passes):
+    """A forward and a backward of each micro-batch in turn, as one worker makes them."""
 
     def gradients(self, micros: Iterable[tuple[Micro, Any, Any]], count: int) -> Sums:
         own = Sums()

@@ -6,15 +6,18 @@ import functools
 import importlib
 from typing import Any
 
+from torch import nn
+
 from paragrad.errors import StepFailed
 from paragrad.record.log import Log
-from paragrad.strategies.strategy import Strategy
-from paragrad.techniques.exchange import Exchange, How, Replica
+from paragrad.strategies.strategy import Strategy, factors_of
+from paragrad.techniques.cut import Share
+from paragrad.techniques.exchange import Alone, Exchange, How, Replica
 from paragrad.techniques.passes import OneByOne, Passes, Within
 from paragrad.world.world import World
 
-# modules with a function exchange(strategy, replica, world, log, how), and passes(strategy, within, exchange) where forward and
-# backward go another way than one worker's
+# modules with a function exchange(strategy, replica, world, log, how), or share(strategy, model, example, axis), and
+# passes(strategy, within, exchange) where forward and backward go another way than one worker's
 TECHNIQUES = {
     "serial": "paragrad.techniques.data_parallel",
     "data": "paragrad.techniques.data_parallel",
@@ -25,18 +28,46 @@ def ours(strategy: Strategy) -> bool:
     return strategy.name in TECHNIQUES
 
 
+def cuts(strategy: Strategy) -> bool:
+    """Does it divide the model?"""
+    return any(_part(factor, "share") for factor in factors_of(strategy))
+
+
+def share_of(strategy: Strategy, model: nn.Module, example: Any, world: World) -> Share:
+    """This rank's share of a model, which is changed: cut by the innermost factor first, along its axes. Collective.
+
+    One of a user's own has a method: share(model, example, axis).
+    """
+    share = Share.all_of(model)
+    for factor in reversed(factors_of(strategy)):
+        if made := _part(factor, "share"):
+            found = made(share.model, example, world.along([axis.name for axis in factor.axes if axis.divides != "samples"]))
+            if not isinstance(found, Share):
+                raise StepFailed(f"the share of {factor.name} is a {type(found).__name__}; return a paragrad.Share")
+            share = found.within(share)
+    return share
+
+
 def exchange_of(strategy: Strategy, replica: Replica, world: World, log: Log, how: How) -> Exchange:
-    """The exchange of a resolved strategy. Collective. One of a user's own has a method: exchange(replica, world, log, how)."""
-    found = _part(strategy, "exchange")(replica, world, log, how)
+    """The exchange of a resolved strategy: of a product, that of the factor that has one, along its axes; one replica has none.
+    Collective. One of a user's own has a method: exchange(replica, world, log, how)."""
+    factors = factors_of(strategy)
+    exchanging = next((factor for factor in factors if _part(factor, "exchange")), None)
+    if exchanging is None:
+        return Alone(replica)
+    along = world if len(factors) == 1 else world.along([axis.name for axis in exchanging.axes])
+    found = _part(exchanging, "exchange")(replica, along, log, how)
     if not isinstance(found, Exchange):
-        raise StepFailed(f"the exchange of {strategy.name} is a {type(found).__name__}; return a paragrad.Exchange")
+        raise StepFailed(f"the exchange of {exchanging.name} is a {type(found).__name__}; return a paragrad.Exchange")
     return found
 
 
 def passes_of(strategy: Strategy, within: Within, exchange: Exchange) -> Passes:
     """Its passes; one worker's where it brings none. One of a user's own may have a method: passes(within, exchange)."""
-    made = _part(strategy, "passes")
-    found: Passes = made(within, exchange) if made else OneByOne(within, exchange)
+    made = next((made for factor in factors_of(strategy) if (made := _part(factor, "passes"))), None)
+    found = made(within, exchange) if made else OneByOne(within, exchange)
+    if not isinstance(found, Passes):
+        raise StepFailed(f"the passes of {strategy} are a {type(found).__name__}; return paragrad.Passes")
     return found
 
 

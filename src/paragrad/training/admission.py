@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -16,11 +17,11 @@ from paragrad.jobs.job import Job
 from paragrad.notation.choices import Integer
 from paragrad.players.proof import GOALS, check
 from paragrad.schedules.sabotage import sabotaged
-from paragrad.strategies.strategy import Here, Promise, Strategy
+from paragrad.strategies.strategy import Here, Promise, Strategy, factors_of
 from paragrad.strategies.table import refuse_unbuilt, resolve, strategy
-from paragrad.techniques.table import ours
+from paragrad.techniques.table import cuts, ours
 from paragrad.training import checkpoint
-from paragrad.training.door import Facts, examined, uncut
+from paragrad.training.door import Findings, examined, uncut
 from paragrad.training.first_step.causes import by_layout
 from paragrad.training.settings import Settings
 from paragrad.world.axes import grid
@@ -37,7 +38,7 @@ class Admitted:
     asked: Strategy
     resolved: Strategy
     settings: Settings
-    facts: Facts
+    facts: Findings
     here: Here
     backend: str                                    # what carries the ranks' messages
     saved: checkpoint.Saved | None = None           # what to go on from
@@ -71,7 +72,7 @@ class Admitted:
 class Asked:
     """A job, as a strategy may ask about it (`strategies.strategy.Facts`)."""
     named: Job
-    facts: Facts
+    facts: Findings
     data: Path | None
 
     @property
@@ -96,7 +97,7 @@ class Asked:
         return by_layout(drawn) if drawn else None
 
 
-def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, facts: Facts | None = None) -> Admitted:
+def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, facts: Findings | None = None) -> Admitted:
     """Check job, strategy and settings at the door. Raises Refused with the repair."""
     if not isinstance(job, Job):
         raise Refused(f"a job is a paragrad.Job; got {type(job).__name__}")
@@ -111,7 +112,8 @@ def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, 
     resolved = ready(asked, here)
     facts = facts or examined(job, settings.folder)
     job = facts.ready(job)
-    resolved.refuse(Asked(job, facts, settings.folder), asked, settings.unchecked)
+    with asking(asked):
+        resolved.refuse(Asked(job, facts, settings.folder), asked, settings.unchecked)
     check_plans(asked, resolved, settings)
     saved = checkpoint.found(Path(settings.resume), job, facts) if settings.resume else None
     return Admitted(job, asked, resolved, settings, facts, here, backend_of(settings, resolved.size), saved)
@@ -126,20 +128,37 @@ def here_for(settings: Settings, own_loop: bool = False) -> Here:
 
 def ready(asked: Strategy, here: Here) -> Strategy:
     """A strategy resolved, its answers looked at: a user's own may leave some out, or contradict itself. Raises Refused."""
-    who = f"{type(asked).__module__}.{type(asked).__qualname__}"
-    for name, repair in (("workers", "give it the field `workers: int = option(Integer())`"),
-                         ("promise", "give it a property `promise`, such as Promise(exact=False)"),
-                         ("exchange", "give it a method `exchange(self, replica, world, log, how)` that returns one")):
-        if not ours(asked) and inspect.getattr_static(asked, name, None) is None:
-            raise Refused(f"{who} has no {name}; {repair}")
-    try:
+    for factor in _own(asked):
+        for name, repair in (("workers", "give it the field `workers: int = option(Integer())`"),
+                             ("promise", "give it a property `promise`, such as Promise(exact=False)"),
+                             ("exchange", "give it a method `exchange(self, replica, world, log, how)` that returns one")):
+            if inspect.getattr_static(factor, name, None) is None and not (name == "exchange" and cuts(factor)):
+                raise Refused(f"{_called(factor)} has no {name}; {repair}")
+    with asking(asked):
         found = resolve(asked, here)
         _check_answers(asked, found)
-    except Exception as error:
-        if ours(asked) or isinstance(error, Refused):
-            raise
-        raise Refused(f"{who}, asked about itself, raised {type(error).__name__}: {error}; mend it") from error
     return found
+
+
+@contextlib.contextmanager
+def asking(asked: Strategy) -> Iterator[None]:
+    """Around questions to a strategy: a user's own may raise anything. Raises Refused."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, Refused) or not _own(asked):
+            raise
+        who = " * ".join(map(_called, _own(asked)))
+        raise Refused(f"{who}, asked about itself, raised {type(error).__name__}: {error}; mend it") from error
+
+
+def _own(asked: Strategy) -> list[Strategy]:
+    """The factors that are a user's own."""
+    return [factor for factor in factors_of(asked) if not ours(factor)]
+
+
+def _called(own: Strategy) -> str:
+    return f"{type(own).__module__}.{type(own).__qualname__}"
 
 
 def _check_answers(asked: Strategy, found: Strategy) -> None:
@@ -148,10 +167,10 @@ def _check_answers(asked: Strategy, found: Strategy) -> None:
         raise Refused(f"{asked}, resolved, is {found!r}; let resolved return one of its own kind, such as replace(self, ...)")
     if not isinstance(found.promise, Promise):
         raise Refused(f"{asked} promises {found.promise!r}; let it be a Promise, such as Promise(exact=False)")
-    if found.size != found.workers:
-        raise Refused(f"{asked} has {found.workers} workers, and axes of {found.size} ranks: " + " x ".join(
-            f"{axis.name} {axis.size}" for axis in found.axes) + "; their product is the number of ranks")
-    grid(found.axes, found.size)
+    if found.size - found.servers != found.workers:
+        raise Refused(f"{asked} has {found.workers} workers, and axes of {found.size - found.servers} ranks: " + " x ".join(
+            f"{axis.name} {axis.size}" for axis in found.axes) + "; their product is the number of workers")
+    grid(found.axes, found.size - found.servers)
     along = prod(axis.size for axis in found.axes if axis.divides == "samples")
     if len(found.division.shares) != along:
         raise Refused(f"{asked} divides a batch into {len(found.division.shares)} shares, and its axes have {along} replicas; "
@@ -164,8 +183,23 @@ def _check_answers(asked: Strategy, found: Strategy) -> None:
             raise Refused(f"{asked} says {what} {value!r}; let it be of whole numbers from 1")
     if found.batch_norm not in ("whole", "share"):
         raise Refused(f"{asked} says batch_norm {found.batch_norm!r}; let it be whole or share")
+    _check_factors(found)
     if strange := [plan.what for plan in found.plans() if plan.what not in GOALS]:
         raise Refused(f"{asked} plans {strange[0]!r}, which nobody can prove; known: {', '.join(GOALS)}")
+
+
+def _check_factors(found: Strategy) -> None:
+    """Of a product one factor divides samples at most, and the others cut the model. Raises Refused."""
+    factors = factors_of(found)
+    if len(factors) > 1 and (serving := [factor for factor in factors if factor.servers]):
+        raise Refused(f"{found}: {serving[0]} has servers, which know no other axes; leave the other factors out")
+    dividing = [factor for factor in factors if any(axis.divides == "samples" for axis in factor.axes)]
+    if len(dividing) > 1:
+        raise Refused(f"{found}: {' and '.join(map(str, dividing))} both divide the samples of a batch; at most one factor of "
+                      "a product can")
+    if idle := [factor for factor in factors if len(factors) > 1 and factor not in dividing and not cuts(factor)]:
+        raise Refused(f"{found}: {idle[0]} divides the model and does not cut it; give it a method "
+                      "`share(self, model, example, axis)` that returns a paragrad.Share")
 
 
 def threads_of(resolved: Strategy) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
+from paragrad.datasets.loading import cut
 from paragrad.datasets.order import Order
 from paragrad.strategies.shares import Division, Micro, micro_batches
 
@@ -43,6 +45,15 @@ class Batch:
         for each in self.micros:
             yield each, slice(start, start + len(each.places))
             start += len(each.places)
+
+    def parts(self, inputs: Any, target: Any) -> Iterator[tuple[Micro, Any, Any]]:
+        """Every micro-batch with its part of what was loaded."""
+        if len(self.micros) == 1:
+            yield self.micros[0], inputs, target
+            return
+        samples = len(self.places)
+        for micro, part in self.cuts():
+            yield micro, *cut((inputs, target), part, samples)
 
 
 def batch_of(order: Order, epoch: int, whole: range, division: Division, replicas: Sequence[int],

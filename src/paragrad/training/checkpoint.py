@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from paragrad.errors import Refused, StepFailed
 from paragrad.jobs.job import Job
 from paragrad.record.record import lines_of
-from paragrad.techniques.exchange import State
-from paragrad.training.door import Facts
+from paragrad.techniques.layout import State
+from paragrad.training.door import Findings
 from paragrad.training.tensor_files import load_tensors, load_weights, save_tensors, save_weights
 from paragrad.world.world import World
 
@@ -120,7 +120,7 @@ def save(snapshot: Snapshot, parent: Path) -> Path:
     return folder
 
 
-def identity_of(job: Job, facts: Facts) -> dict[str, Any]:
+def identity_of(job: Job, facts: Findings) -> dict[str, Any]:
     """What a job must have in common with the one that was saved."""
     return {"name": job.name, "seed": job.seed, "batch": job.batch, "samples": facts.samples,
             "dtype": str(job.parameter_dtype).removeprefix("torch."), **facts.training, **shapes_of(facts.shapes)}
@@ -131,7 +131,7 @@ def shapes_of(shapes: Mapping[str, list[int]]) -> dict[str, Any]:
     return {f"shape of {name}": shape for name, shape in shapes.items()}
 
 
-def found(parent: Path, job: Job, facts: Facts) -> Saved:
+def found(parent: Path, job: Job, facts: Findings) -> Saved:
     """The newest whole checkpoint of a run, if it is this job's. Raises Refused; a damaged one is warned of by name."""
     saved = newest(parent)
     ours, theirs = identity_of(job, facts), saved.state["identity"]

@@ -47,7 +47,7 @@ WANTS_CLOSURE = "{} wants a closure, which runs the model again inside the updat
 
 
 @dataclass(frozen=True)
-class Facts:
+class Findings:
     """What the door found out about a job."""
     samples: int
     test_samples: int
@@ -66,7 +66,7 @@ class Facts:
         return job.replace(collate=WholeBatch(job.collate)) if self.whole_batch and job.collate else job
 
 
-def examined(job: Job, data: Path | None = None) -> Facts:
+def examined(job: Job, data: Path | None = None) -> Findings:
     """Check a job at the door: build its model once and run one small batch forward and backward. Raises Refused."""
     _check_fields(job)
     train = _dataset(job, "train", data)
@@ -86,7 +86,7 @@ def examined(job: Job, data: Path | None = None) -> Facts:
     if test is not None:
         _check_test(job, model.eval(), test)
     shapes = {name: list(value.shape) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    facts = Facts(len(train), len(test) if test is not None else 0, sum(map(Tensor.numel, trainable)),
+    facts = Findings(len(train), len(test) if test is not None else 0, sum(map(Tensor.numel, trainable)),
                   job.order(len(train)), shapes, _beginning(job, optimizer, scheduler), probe, whole_batch, whole_loss, lazy)
     _check_step(job, optimizer)
     return facts

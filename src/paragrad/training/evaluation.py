@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -9,9 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from paragrad.datasets.loading import Samples, brought, called, copied, loaded, parted
+from paragrad.datasets.loading import Samples, brought, copied, loaded, parted
 from paragrad.jobs.loss import Summed
 from paragrad.schedules.actions import evenly
+from paragrad.techniques.layout import Layout
 from paragrad.world.world import World
 
 BATCH = 256             # samples that are evaluated at once
@@ -20,9 +22,11 @@ Metric = Callable[[Any, Any], tuple[Any, Any]]          # f(output, target) -> (
 Found = TypeVar("Found")
 
 
-def evaluated(world: World, module: Summed, samples: Samples, metric: Metric | None, dtype: torch.dtype | None,
-              loaders: int = 0) -> dict[str, float]:
+def evaluated(world: World, module: Summed, output: Callable[[Any], Any], layout: Layout, samples: Samples,
+              metric: Metric | None, dtype: torch.dtype | None, loaders: int = 0) -> dict[str, float]:
     """{"value", "weight"} of the metric (or, without one, the loss) over all samples and ranks. Collective.
+
+    output: of inputs, None where it is on other ranks.
 
     Without gradients; with them if the first batch fails without, as a model does that takes some itself (forces), and where
     the weight of a loss is read off its graph.
@@ -34,27 +38,30 @@ def evaluated(world: World, module: Summed, samples: Samples, metric: Metric | N
         batch = parted(brought(fetched, world.device, dtype))
         kept = copied(batch) if number == 0 else None
         try:
-            more = _scored(module, metric, batch, len(batches[number]), gradients)
+            more = _scored(module, output, metric, batch, len(batches[number]), gradients)
         except RuntimeError:
             if kept is None:
                 raise
             gradients = True
-            more = _scored(module, metric, kept, len(batches[number]), gradients)
+            more = _scored(module, output, metric, kept, len(batches[number]), gradients)
         total, weight = total + more[0], weight + more[1]
     sums = world.all_reduced(torch.tensor([total, weight], dtype=torch.float64))
-    return {"value": float(sums[0] / sums[1]), "weight": float(sums[1])}
+    total, weight = layout.told(sums.tolist())[0]
+    return {"value": total / weight if weight else math.nan, "weight": weight}
 
 
-def _scored(module: Summed, metric: Metric | None, batch: tuple[Any, Any], samples: int,
+def _scored(module: Summed, output: Callable[[Any], Any], metric: Metric | None, batch: tuple[Any, Any], samples: int,
             gradients: bool) -> tuple[float, float]:
-    """(sum, weight) of a batch (inputs, target)."""
+    """(sum, weight) of a batch (inputs, target); zeros where its output is on other ranks."""
     inputs, target = batch
     with torch.set_grad_enabled(gradients):
-        output = called(module.model, inputs)
+        given = output(inputs)
+        if given is None:
+            return 0.0, 0.0
         if metric is None:
-            pair: Any = module.pair(output, target, samples)
+            pair: Any = module.pair(given, target, samples)
         else:
-            pair = metric(output.detach() if isinstance(output, Tensor) else output, target)
+            pair = metric(given.detach() if isinstance(given, Tensor) else given, target)
     total, weight = (float(each.detach() if isinstance(each, Tensor) else each) for each in pair)
     return total, weight
 

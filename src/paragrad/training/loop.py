@@ -32,7 +32,7 @@ def train_rank(world: World, checked: Admitted, folder: Path, origin: float, rep
             training = Training(trainer, checked, folder, record, report or (lambda told: None), show)
             status = training.run()
             log_memory(trainer)
-            if status == "finished":
+            if status == "finished" and not trainer.serves:
                 save_trained(trainer, folder / "model.safetensors")
         finally:
             trainer.close()
@@ -42,9 +42,10 @@ def train_rank(world: World, checked: Admitted, folder: Path, origin: float, rep
 def save_trained(trainer: Trainer, path: Path) -> None:
     """The model as it is to be used: by rank 0, in the eval mode of an optimizer that has one. Collective."""
     with trainer.for_evaluation():
+        model = trainer.whole()
         if trainer.world.rank == 0:
             partial = path.with_name(path.name + ".partial")
-            save_weights(trainer.model, partial)
+            save_weights(model, partial)
             partial.rename(path)
 
 
@@ -68,6 +69,10 @@ class Training:
         first, start = 0, 0
         if self.checked.saved is not None:
             self.load(self.checked.saved)
+        if self.trainer.serves:
+            self.trainer.serve()
+            return self.status
+        if self.checked.saved is not None:
             first, start = divmod(self.trainer.steps, self.per_epoch)
             if first and not start and self.ended(first - 1, self.checked.saved):
                 return self.status

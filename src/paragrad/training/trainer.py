@@ -8,8 +8,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,19 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from paragrad.datasets.loading import (
-    Collate,
-    Dataset,
-    Samples,
-    brought,
-    cut,
-    loaded,
-    refuse_loader,
-    tensors_of,
-    whole_where_needed,
-)
+from paragrad.datasets.loading import Collate, Dataset, Samples, called, refuse_loader, whole_where_needed
 from paragrad.datasets.order import Order
 from paragrad.errors import Refused, StepFailed
 from paragrad.jobs.job import Job
@@ -42,8 +31,9 @@ from paragrad.strategies.shares import Micro
 from paragrad.strategies.strategy import Strategy
 from paragrad.techniques.batch_norm import BatchNorm
 from paragrad.techniques.draws import Draws, keyed
-from paragrad.techniques.exchange import Exchange, How
-from paragrad.techniques.passes import Passes, Sums
+from paragrad.techniques.exchange import Exchange, How, counted
+from paragrad.techniques.layout import Layout, filled
+from paragrad.techniques.passes import Passes, Sums, sums_of
 from paragrad.techniques.probe import Probe
 from paragrad.techniques.untouched import Before
 from paragrad.techniques.updating import Alike, in_eval_mode
@@ -51,8 +41,10 @@ from paragrad.training import checkpoint
 from paragrad.training.batches import Batch, batch_of
 from paragrad.training.checkpoint import Snapshot
 from paragrad.training.evaluation import Metric, evaluated, evaluating
+from paragrad.training.feed import Feed
 from paragrad.training.first_step.proof import Proof
-from paragrad.training.first_step.start import before, certain, prove
+from paragrad.training.first_step.start import before, certain, prove, wire
+from paragrad.training.holding import Holding, placed
 from paragrad.training.settings import Settings
 from paragrad.world.generators import seed_everything
 from paragrad.world.world import World
@@ -87,7 +79,8 @@ class Trainer:
                  collate: Collate | None = None, dtype: torch.dtype | None = None, record: Recorder | None = None,
                  how: How | None = None, like: Strategy | None = None, reverse: bool = False, examined: bool = False,
                  unchecked: bool = False, seen: Probe | None = None) -> None:
-        self.world = world.with_axes(*strategy.axes)
+        self.everyone, self.world = world, placed(strategy, world)
+        self.serves = world.rank >= world.size - strategy.servers       # this rank is a server: it has no steps
         self.model, self.optimizer, self.strategy = model, optimizer, strategy
         self.seed, self.scheduler, self.clip_norm, self.autocast, self.collate = seed, scheduler, clip_norm, autocast, collate
         self.log, self.how, self.reverse = Log(record), how or How(), reverse
@@ -103,13 +96,11 @@ class Trainer:
         self.dtype = dtype or shared_type(model)
         self.module = Summed(model, loss)
         self.everything = list(self.module.parameters())
+        self.layout = Layout()                      # what of the model this rank holds, from the cut on
+        self.hollow = model                         # the whole model then, without values
         self.exchange: Exchange | None = None
         self.passes: Passes | None = None
-        self.batch: Batch | None = None             # what `batches` gave last, of which samples, and when it began to load
-        self.fetched: Any = None
-        self.samples: Samples | None = None
-        self.passed_over = WeakTensorKeyDictionary()            # what it gave before that, and no step took
-        self.began = 0.0
+        self.feed = Feed(self.log, world.device, self.dtype)
         self.steps = 0
         self.taken = 0                              # steps of this trainer, which may have begun with a later one
         self.activations = 0
@@ -118,8 +109,7 @@ class Trainer:
         self.proof: Proof | None = None             # of the step under way, that it is one worker's
         self.kept: Before | None = None             # what it began with
         self.rehearsing = False
-        self.batch_norm = BatchNorm(self.replicated, model, self._count_batch_norm,
-                                    own=strategy.batch_norm == "share")
+        self.batch_norm = BatchNorm(self.replicated, model, self._count_batch_norm, own=strategy.batch_norm == "share")
         seed_everything(seed + 1 + world.rank)              # what is drawn from here on differs by rank
 
     @classmethod
@@ -132,6 +122,12 @@ class Trainer:
         return cls(world, model, job.built_loss(world.device), optimizer, strategy, seed=job.seed, clip_norm=job.clip_norm,
                    examined=True, scheduler=job.scheduler(optimizer) if job.scheduler else None, autocast=job.autocast,
                    collate=job.collate, dtype=job.parameter_dtype, **more)
+
+    def hold(self, part: Holding) -> None:
+        """From here on this rank holds a part of the model."""
+        self.module, self.layout, self.hollow, self.draws = part.module, part.layout, part.hollow, part.draws
+        self.model = self.batch_norm.model = part.module.model
+        self.parameters, self.everything = dict(self.model.named_parameters()), list(self.module.parameters())
 
     def _count_batch_norm(self, payload: int) -> None:
         if self.exchange is not None:
@@ -146,10 +142,7 @@ class Trainer:
         """
         refuse_loader(dataset, "the dataset")
         order = Order(len(dataset), batch, self.seed)
-        full, shares = min(batch, order.samples), len(self.division.shares)
-        if full < shares:
-            raise Refused(f"{self.strategy} has {shares} workers and the full batch {full} sample(s); "
-                          f"give a batch of at least {shares}, or fewer workers")
+        self.strategy.refuse_few(min(batch, order.samples), self.strategy)
         return self.batches_at(dataset, order, [(epoch, whole) for whole in itertools.islice(order.batches(), start, None)],
                                loaders)
 
@@ -157,86 +150,79 @@ class Trainer:
                    loaders: int = 0) -> Iterator[Any]:
         """The same for chosen (epoch, positions of a global batch); places of one epoch follow each other."""
         samples = Samples(dataset, self.seed, self.collate)
-        samples = self.samples = samples if self.examined or not self.splits else whole_where_needed(samples, order.batch)
+        samples = samples if self.examined or not self.splits else whole_where_needed(samples, order.batch)
         for epoch, group in itertools.groupby(places, key=lambda place: place[0]):
-            batches = [batch_of(order, epoch, whole, self.division, self.replicas, self.reverse) for _, whole in group]
-            data = loaded(samples, [(epoch, batch.indices, batch.places) for batch in batches], loaders)
-            for batch in batches:
-                self.began = self.log.now()
-                with self.log.span("load", "data"):
-                    fetched = brought(next(data), self.world.device, self.dtype)
-                self.batch, self.fetched = batch, fetched
-                yield fetched
-                if self.batch is batch:         # no step took it: it was skipped, or something looks ahead
-                    self.passed_over.update(dict.fromkeys(tensors_of(fetched)))
+            yield from self.feed.give(samples, [batch_of(order, epoch, whole, self.division, self.replicas, self.reverse)
+                                                for _, whole in group], loaders)
+
+    def serve(self) -> None:
+        """Of a server: until the workers are done. Collective with their first step."""
+        try:
+            wire(self, False, None).serve()
+        except Exception as error:
+            raise self._failed(error) from error
 
     # ---- the step ------------------------------------------------------------------------------------------------------
     def step(self, inputs: Any, target: Any = None) -> Result:
         """Forward, backward, exchange, update on what `batches` gave last. Raises StepFailed with step and tensor."""
-        batch, self.batch = self.batch, None
         try:
-            if batch is None:
-                raise StepFailed("step wants what trainer.batches(...) gave last, once; loop over trainer.batches and call "
-                                 "step in it")
-            if len(self.passed_over) and any(tensor in self.passed_over for tensor in tensors_of([inputs, target])):
-                raise StepFailed("step got an earlier batch than the one trainer.batches gave last: something looks ahead, "
-                                 "which would mix shares; loop over trainer.batches itself (loaders=1 loads ahead)")
+            batch = self.feed.taken(inputs, target)
             target = inputs if target is None else target
             before(self, batch, inputs, target)
             own = self.gradients_of(batch, inputs, target)
-            result, rate = self._update(batch, inputs, target, own.scale)
+            own, result, rate = self._update(batch, inputs, target, own)
         except Exception as error:
             raise self._failed(error) from error
         assert self.exchange is not None
         loss, order = ([own.loss, own.weight], batch.recorded) if self.leads else ([0.0, 0.0], [0, 0])
-        self.log.step(self.steps, self.began, epoch=batch.epoch, loss=loss, order=order, sent=dict(self.exchange.sent), lr=rate)
+        self.log.step(self.steps, self.feed.began, epoch=batch.epoch, loss=loss, order=order, sent=dict(self.exchange.sent),
+                      lr=rate)
         self.steps += 1
         self.taken += 1
         return result
 
     def gradients_of(self, batch: Batch, inputs: Any, target: Any) -> Sums:
-        """Summed over micro-batches and ranks; this rank's own sums."""
+        """Summed over micro-batches, replicas and owners; this rank's own sums."""
         assert self.exchange is not None
         assert self.passes is not None
         for parameter in self.everything:               # also those that the optimizer does not hold
             parameter.grad = None
         self.exchange.begin()
         self.exchange.stop = self.world.stop.is_set()
-        own = self.passes.gradients(self._micros(batch, inputs, target), len(batch.micros))
-        if not math.isfinite(own.loss):                 # where the passes did not look
-            raise StepFailed("the loss is not finite", tensor="loss")
+        own = sums_of(self.passes, batch.parts(inputs, target), len(batch.micros))
         self.exchange.doubt = own.doubt
         self.exchange.finish(own.weight, own.loss)
+        self.layout.sum_owned(self.parameters)
         return own
 
-    def _micros(self, batch: Batch, inputs: Any, target: Any) -> Iterator[tuple[Micro, Any, Any]]:
-        """Every micro-batch with its part of what was loaded."""
-        if len(batch.micros) == 1:
-            yield batch.micros[0], inputs, target
-            return
-        samples = len(batch.places)
-        for micro, part in batch.cuts():
-            yield micro, *cut((inputs, target), part, samples)
+    def counted(self, own: Sums) -> tuple[Sums, list[float]]:
+        """(own sums of this rank's share, [weight, loss, ranks asked to stop, doubtful weight] of all), as who has the loss
+        tells; of the wish to stop all hear. Collective."""
+        assert self.exchange is not None
+        told = self.layout.told([own.loss, own.weight, *counted(self.exchange)])
+        loss, weight, *sums = told[0]
+        sums[2] = max(each[4] for each in told)
+        return own._replace(loss=loss, weight=weight), sums
 
-    def _update(self, batch: Batch, inputs: Any, target: Any, scale: float) -> tuple[Result, float]:
+    def _update(self, batch: Batch, inputs: Any, target: Any, own: Sums) -> tuple[Sums, Result, float]:
         """The one division by the global weight, then clipping, the optimizer and the scheduler: as serial.
 
-        Returns the result and the learning rate of this update.
+        Returns the share's own sums, the result and the learning rate of this update.
         """
         with self.log.span("update", "update"):
             assert self.exchange is not None
-            weight, loss, stop, doubt = self.exchange.counted()
+            own, (weight, loss, stop, doubt) = self.counted(own)
             weight = certain(self, batch, inputs, target, weight, doubt)
             if weight == 0:
                 raise StepFailed("no sample of this batch counts: its weight is 0")
             rate = float(self.optimizer.param_groups[0]["lr"])
-            self.exchange.average(weight * scale)
+            self.exchange.average(weight * own.scale)
             if self.proof is not None and not self.rehearsing:
                 prove(self, loss / weight, weight)
             self.alike("update", self.steps, self.exchange.update)
             if self.scheduler is not None:
                 self.alike("schedule", self.steps, self.scheduler.step)
-        return Result(loss / weight, weight, stop > 0), rate
+        return own, Result(loss / weight, weight, stop > 0), rate
 
     def keyed(self, micro: Micro) -> contextlib.AbstractContextManager[Any]:
         """Around forward and backward: what is drawn is keyed by each sample's place in the global batch; where the first step
@@ -258,8 +244,9 @@ class Trainer:
     def evaluation(self, dataset: Dataset, metric: Metric | None = None, loaders: int = 0) -> dict[str, float]:
         """The same with the weight it stands on: {"value", "weight"}."""
         samples = Samples(dataset, self.seed, self.collate)
+        output = self.passes.output if self.passes else functools.partial(called, self.model)
         with self.for_evaluation(), evaluating(self.model), self.casting():
-            return evaluated(self.replicated, self.module, samples, metric, self.dtype, loaders)
+            return evaluated(self.replicated, self.module, output, self.layout, samples, metric, self.dtype, loaders)
 
     def for_evaluation(self) -> contextlib.AbstractContextManager[Any]:
         """Parameters in the eval mode of an optimizer that has one (schedule-free); afterwards as they were. Collective."""
@@ -271,21 +258,33 @@ class Trainer:
         return self.batch_norm.normed
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """The gradient of every parameter as the last update used it (mean, clipped); until any rank begins the next step."""
+        """The gradient of every parameter as the last update used it (mean, clipped); until any rank begins the next step.
+        Collective where the model is cut, as `state` is."""
         assert self.exchange is not None
-        return self.exchange.gradients()
+        return self.layout.whole(self.exchange.gradients())
 
     def snapshot(self, identity: dict[str, Any] | None = None) -> Snapshot:
         """This training as it stands, whole on rank 0. Collective. identity: of the Job, where it is one."""
-        shapes = {name: list(tensor.shape) for name, tensor in self.model.state_dict().items() if isinstance(tensor, Tensor)}
-        return Snapshot(self.steps, str(self.strategy), self.model, self.optimizer, self.scheduler,
-                        self.exchange.state() if self.exchange else {},
+        shapes = {name: list(tensor.shape) for name, tensor in self.hollow.state_dict().items() if isinstance(tensor, Tensor)}
+        return Snapshot(self.steps, str(self.strategy), self.whole(), self.optimizer, self.scheduler,
+                        self.layout.state(self.exchange.state()) if self.exchange else {},
                         identity or {"seed": self.seed, **checkpoint.shapes_of(shapes)})
 
-    def state(self) -> dict[str, Tensor]:
-        """Parameters, and buffers unless the strategy lets them differ by rank."""
+    def whole(self) -> nn.Module:
+        """The model, put together on rank 0 where it is cut. Collective."""
+        if not self.layout.cut:
+            return self.model
+        tensors = self.layout.whole({**self.parameters, **dict(self.model.named_buffers())}, everywhere=False)
+        return filled(self.hollow, tensors) if self.world.rank == 0 else self.hollow
+
+    def held(self) -> dict[str, Tensor]:
+        """What this rank holds: parameters, and buffers unless the strategy lets them differ by rank."""
         buffers = dict(self.model.named_buffers()) if self.strategy.promise.buffers_equal else {}
         return {**{name: parameter.detach() for name, parameter in self.parameters.items()}, **buffers}
+
+    def state(self) -> dict[str, Tensor]:
+        """The same of the whole model."""
+        return {name: tensor for name, tensor in self.layout.whole(self.held()).items() if tensor is not None}
 
     def save(self, folder: str | Path, identity: dict[str, Any] | None = None) -> None:
         """Write a checkpoint of this step below a folder, and keep the one before it. Collective."""
@@ -314,5 +313,6 @@ class Trainer:
 
     def close(self) -> None:
         """Let go of the exchange; the model is a plain one again."""
+        self.log.failed(self.steps)             # what was loaded, or failed to, and that no step took
         if self.exchange is not None:
             self.exchange.close()

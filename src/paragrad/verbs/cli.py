@@ -207,10 +207,12 @@ def jobs(as_json: Json = False) -> None:
 
 
 @app.command()
-def strategies(as_json: Json = False) -> None:
-    """List the strategies and algorithms, each with its source."""
+def strategies(job: OwnJob = None, as_json: Json = False) -> None:
+    """List the strategies and algorithms, each with its source; with --job those of its file too."""
     from paragrad.report import listing
     with answering():
+        if job:
+            _job(job, None, None, None, None)
         listing.strategies(as_json)
 
 

@@ -39,6 +39,6 @@ def hook(algorithm: str | Choice) -> tuple[Any, Any]:
 
 
 def _mean(queue, bucket):  # type: ignore[no-untyped-def]        # DDP looks at annotations, and wants none or its own
-    waiting = waiting_bucket(bucket)
+    waiting = waiting_bucket(bucket.index(), bucket.buffer())
     queue.put(waiting)
     return waiting.future.then(lambda future: future.value().div_(queue.world.size))

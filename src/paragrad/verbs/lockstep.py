@@ -72,7 +72,8 @@ def distances(world: World, job: Job, strategy: Strategy, settings: Settings, st
     train = opened(job.train, settings.folder)
     places = first_batches(job.order(len(train)), steps)
     for comparison in _lockstep(world, job, strategy, settings, train, places, same=False):
-        values.append(max(differences(comparison.trainer.parameters, comparison.reference.serial.parameters).values()))
+        serial = comparison.reference.serial.parameters
+        values.append(max(differences({name: comparison.state[name] for name in serial}, serial).values()))
     found: list[float] = world.agreed(values)
     return found
 
@@ -88,16 +89,21 @@ def _lockstep(world: World, job: Job, strategy: Strategy, settings: Settings, tr
     if world.rank == 0:
         comparison = Comparison(trainer, Reference(world.device, job, strategy, train, places, twin=same))
     try:
+        if trainer.serves:
+            trainer.serve()
+            return
         for fetched in trainer.batches_at(train, job.order(len(train)), places, settings.loaders):
             trainer.step(*parted(fetched))
             if comparison is not None and comparison.reference.serial.steps == 0:
                 _check_apart(comparison.reference)
             if same:
-                check_replicas(world, trainer)
+                check_replicas(trainer.world, trainer)
+            made = trainer.gradients(), trainer.state()             # of a cut model by all ranks together
             if comparison is not None:
+                comparison.gradients, comparison.state = made
                 comparison.reference.step()
                 yield comparison
-            world.barrier()                     # shared gradients are looked at until here
+            trainer.world.barrier()             # shared gradients are looked at until here
     finally:
         trainer.close()
 
@@ -122,6 +128,8 @@ class Comparison:
 
     def __init__(self, trainer: Trainer, reference: Reference) -> None:
         self.trainer, self.reference = trainer, reference
+        self.gradients: Tensors = {}                # of the trainer, after a step
+        self.state: Mapping[str, Tensor] = {}
         serial = reference.serial
         self.eps = torch.finfo(serial.dtype).eps
         self.worst = Difference(0.0, dtype=str(serial.dtype).removeprefix("torch."),
@@ -139,10 +147,10 @@ class Comparison:
         if self.reference.apart is not None:
             self._note(WHOLE, Apart(self.reference.apart, self.reference.apart), self.noise)
         expected = serial.gradients()
-        self._kind(GRADIENT, apart(self.trainer.gradients(), expected, self.noise),
+        self._kind(GRADIENT, apart(self.gradients, expected, self.noise),
                    apart(twin.gradients(), expected, self.noise))
         self._narrow(expected)
-        ours, theirs, twins = self.trainer.state(), serial.state(), twin.state()
+        ours, theirs, twins = self.state, serial.state(), twin.state()
         seen = self._seen(theirs)
         self._kind(PARAMETER, apart(self._seen(ours), seen), apart(self._seen(twins), seen))
         floor = FLOOR * most(serial.parameters)
@@ -205,13 +213,20 @@ class Comparison:
 
 
 def check_replicas(world: World, trainer: Trainer) -> None:
-    """All ranks hold the same bits, or StepFailed names the first tensor that differs. Collective."""
-    state = trainer.state()
-    digests = [hashlib.sha256(tensor.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy().tobytes()).digest()
-               for tensor in state.values()]
-    mine = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).view(len(digests), -1)
-    for rank, theirs in enumerate(world.gathered(mine)):
-        unequal = (mine != theirs).any(dim=1)
-        if unequal.any():
-            raise StepFailed(f"the replicas of rank {world.rank} and rank {rank} are not equal bit for bit",
-                             step=trainer.steps - 1, tensor=list(state)[int(unequal.nonzero()[0])], differs=True)
+    """All ranks that hold the same hold the same bits, or StepFailed names the first tensor that differs. Collective."""
+    mine = {}
+    for name, tensor in trainer.held().items():
+        held = trainer.layout.held.get(name)
+        digest = hashlib.sha256(tensor.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy().tobytes()).digest()
+        mine[held.name if held else name, str((held.where, held.dim)) if held else ""] = digest
+    first: dict[tuple[str, str], tuple[int, bytes]] = {}
+    unequal = None
+    for rank, theirs in enumerate(world.collected(mine)):
+        for key, digest in theirs.items():
+            holder, seen = first.setdefault(key, (rank, digest))
+            if seen != digest and unequal is None:
+                unequal = holder, rank, key[0]
+    if unequal := world.agreed(unequal):
+        holder, rank, tensor = unequal
+        raise StepFailed(f"the replicas of rank {holder} and rank {rank} are not equal bit for bit",
+                         step=trainer.steps - 1, tensor=tensor, differs=True)

@@ -15,6 +15,7 @@ from paragrad.jobs.loss import Loss
 from paragrad.strategies.strategy import Strategy
 from paragrad.strategies.table import refuse_unbuilt
 from paragrad.strategies.table import strategy as read_strategy
+from paragrad.techniques.table import cuts
 from paragrad.training.admission import check_plans, here_for, ready, threads_of
 from paragrad.training.door import unfit
 from paragrad.training.lazy import lazy_names
@@ -44,8 +45,10 @@ def parallelize(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, 
     chosen, size = _chosen(strategy), launched_size()
     here = here_for(settings, own_loop=True)
     resolved = ready(chosen, here)
-    if resolved.promise.jobs_only:
-        raise Refused(f"{chosen}: {resolved.promise.jobs_only}")
+    if because := resolved.promise.jobs_only or (cuts(resolved) and "a loop of your own holds the whole model, which it cuts; "
+                                                 "make it a Job") or (resolved.servers and "its servers have no loop of your "
+                                                                      "own; make it a Job"):
+        raise Refused(f"{chosen}: {because}")
     check_plans(chosen, resolved, settings)
     if size is not None or isinstance(chosen.threads, int):
         torch.set_num_threads(threads_of(resolved))

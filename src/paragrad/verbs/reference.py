@@ -75,7 +75,7 @@ class Reference:
 def _apart_from_whole(trainer: Trainer, inputs: Any, target: Any) -> float | None:
     """How far the weighted mean over micro-batches is from the loss of one call over the whole batch; None where the model
     in eval mode, which mixes no samples, gives the loss nothing to go by."""
-    batch = trainer.batch
+    batch = trainer.feed.batch
     assert batch is not None
     samples = len(batch.indices)
     try:

@@ -15,7 +15,7 @@ from paragrad.jobs.job import Job
 from paragrad.record.record import SCHEMA, Recorder, new_folder
 from paragrad.report.run import Run
 from paragrad.strategies.strategy import Strategy
-from paragrad.training.admission import Admitted, admitted
+from paragrad.training.admission import Admitted, admitted, asking
 from paragrad.training.loop import Progress, train_rank
 from paragrad.training.settings import Settings
 from paragrad.verbs.lockstep import difference
@@ -115,7 +115,8 @@ def _write_header(record: Recorder, checked: Admitted, folder: Path) -> None:
         job={"name": job.name, "arguments": dict(job.arguments), "batch": job.batch, "epochs": job.epochs,
              "metric": job.metric_name, "samples": facts.samples, "parameters": facts.parameters,
              "dtype": str(job.dtype).removeprefix("torch.")},
-        workers=checked.size, servers=0, backend=checked.backend if checked.size > 1 else None, device=settings.device,
+        workers=checked.size - checked.resolved.servers, servers=checked.resolved.servers,
+        backend=checked.backend if checked.size > 1 else None, device=settings.device,
         threads=checked.threads, prediction=None, reverse=settings.reverse,
         resumed=checked.saved and {"run": str(checked.saved.folder.parent), "step": checked.saved.step},
         settings={name: str(value) for name, value in vars(settings).items() if value != getattr(Settings, name)},
@@ -139,7 +140,8 @@ def _choices(checked: Admitted) -> Iterator[tuple[str, str, str]]:
     if checked.tried:
         yield "strategy", str(checked.resolved), checked.tried
     else:
-        yield from checked.asked.picked(checked.resolved, checked.here)
+        with asking(checked.asked):
+            yield from list(checked.asked.picked(checked.resolved, checked.here))
 
 
 def _write_end(record: Recorder, status: str, error: RankFailed | None = None) -> None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from paragrad.datasets.loading import parted
 from paragrad.jobs.job import opened
 from paragrad.strategies.strategy import Strategy
-from paragrad.training.admission import Admitted
+from paragrad.training.admission import Admitted, asking
 from paragrad.training.trainer import Trainer
 from paragrad.world.joining import launched_size
 from paragrad.world.launched import cores
@@ -29,7 +29,8 @@ CLOSE = 1.15            # ... and as many again if the two are not further apart
 
 def tried(ranks: Ranks, checked: Admitted) -> Admitted:
     """The same admission with data(auto) replaced by what was faster here, and why. Raises RankFailed."""
-    others = checked.asked.alternatives(checked.here)
+    with asking(checked.asked):
+        others = checked.asked.alternatives(checked.here)
     if not others or launched_size() is not None or (
             checked.settings.device != "cpu" or checked.settings.sabotage or cores() == 1):
         return checked

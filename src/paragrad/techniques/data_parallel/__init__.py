@@ -17,6 +17,9 @@ def exchange(strategy: Data | Serial, replica: Replica, world: World, log: Log, 
     if strategy.shared:
         from paragrad.techniques.data_parallel.shared_memory import SharedMemory
         return SharedMemory(replica, world, log)
-    from paragrad.techniques.data_parallel.all_reduce import AllReduceExchange, DividedTwice
-    divided = how.sabotage == "mean_twice"
-    return (DividedTwice if divided else AllReduceExchange)(replica, world, log, how, strategy.reduce)
+    planted = how.sabotage == "mean_twice"
+    if replica.layout.cut:
+        from paragrad.techniques.data_parallel.own_buckets import OwnBuckets, OwnBucketsDividedTwice
+        return (OwnBucketsDividedTwice if planted else OwnBuckets)(replica, world, log, how, strategy.reduce)
+    from paragrad.techniques.data_parallel.all_reduce import AllReduceDividedTwice, AllReduceExchange
+    return (AllReduceDividedTwice if planted else AllReduceExchange)(replica, world, log, how, strategy.reduce)

@@ -70,8 +70,8 @@ class Wrapped(DistributedDataParallel):
         pass
 
 
-class AllReduceExchange(Exchange):
-    """Wraps a module so that its backward sums the gradients of all ranks; every rank updates all parameters.
+class Queued(Exchange):
+    """Gradients are summed over all ranks in buckets, by a thread of their own; every rank updates all parameters.
 
     log is told of every bucket's exchange, and of its parts. Without how.overlap the exchange begins when backward has ended.
     """
@@ -82,6 +82,28 @@ class AllReduceExchange(Exchange):
         self.world, self.overlap, self.log = world, how.overlap, log
         log.choice("overlap", "on" if how.overlap else "off", "gradients are exchanged while backward runs" if how.overlap else
                    "asked for: exchange after backward")
+
+    def _played(self, bucket: Bucket, start: float, traffic: Traffic) -> None:
+        name = f"reduce {bucket.number}"
+        self.count("gradients", traffic.bytes, computed=traffic.computed)
+        self.log.add_span(name, "send", start, bytes=traffic.bytes)
+        if not traffic.computed:                        # of the same time: one after the other, whatever turns they took
+            for lane, seconds in (("wait", traffic.waiting), ("receive", traffic.transfer), ("compute", traffic.own)):
+                self.log.add_span(name, lane, start, seconds=seconds)
+                start += seconds
+
+    def _picked(self, bytes_: int, pick: Pick) -> None:
+        self.log.choice("reduce", str(pick.algorithm), pick.because, bytes_)
+
+    def close(self) -> None:
+        self.queue.close()
+
+
+class AllReduceExchange(Queued):
+    """Wraps a module so that its backward sums the gradients of all ranks."""
+
+    def __init__(self, replica: Replica, world: World, log: Log, how: How, algorithm: Any) -> None:
+        super().__init__(replica, world, log, how, algorithm)
         module, self.some_unused = replica.module, replica.some_unused
         self.counting = Counted(module)
         self.module = Wrapped(                          # its own messages stay out of the queue's group
@@ -126,7 +148,7 @@ class AllReduceExchange(Exchange):
         assert self.counting.counter.grad is not None
         return self.counting.counter.grad.tolist()      # type: ignore[no-any-return]
 
-    def ready(self, bucket: Bucket, last: bool) -> None:
+    def bucket_ready(self, bucket: Bucket, last: bool) -> None:
         """DDP says that a bucket's gradients are there."""
         self.waiting.append(bucket)
         self.largest = max(self.largest, bucket.vector.numel() * bucket.vector.element_size())
@@ -136,33 +158,25 @@ class AllReduceExchange(Exchange):
                 self.queue.put(each)
             self.waiting = []
 
-    def _played(self, bucket: Bucket, start: float, traffic: Traffic) -> None:
-        name = f"reduce {bucket.number}"
-        self.count("gradients", traffic.bytes, computed=traffic.computed)
-        self.log.add_span(name, "send", start, bytes=traffic.bytes)
-        if not traffic.computed:                        # of the same time: one after the other, whatever turns they took
-            for lane, seconds in (("wait", traffic.waiting), ("receive", traffic.transfer), ("compute", traffic.own)):
-                self.log.add_span(name, lane, start, seconds=seconds)
-                start += seconds
-
-    def _picked(self, bytes_: int, pick: Pick) -> None:
-        self.log.choice("reduce", str(pick.algorithm), pick.because, bytes_)
-
     def close(self) -> None:
-        self.queue.close()
+        super().close()
         del self.module                     # DDP holds its hook's state, this object: a circle Python cannot see
 
 
-class DividedTwice(AllReduceExchange):
+class DividedTwice(Queued):
     """The planted bug mean_twice: the schedule divides gradients, and the weight beside them, by the number of ranks; here the
     weight is made whole again, so that whoever divides by it divides once more."""
 
     def counted(self) -> list[float]:
-        weight, loss, stop, doubt = super().counted()
+        weight, loss, stop, doubt = super().counted()       # type: ignore[safe-super]      # of whom it is mixed into
         return [weight * self.world.size, loss * self.world.size, stop, doubt]
 
 
+class AllReduceDividedTwice(DividedTwice, AllReduceExchange):
+    """mean_twice, planted here."""
+
+
 def _hook(exchange, bucket):  # type: ignore[no-untyped-def]      # DDP looks at annotations, and wants none or its own
-    waiting = waiting_bucket(bucket)
-    exchange.ready(waiting, bucket.is_last())
+    waiting = waiting_bucket(bucket.index(), bucket.buffer())
+    exchange.bucket_ready(waiting, bucket.is_last())
     return waiting.future

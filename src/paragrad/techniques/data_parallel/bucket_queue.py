@@ -1,4 +1,4 @@
-"""The queue of DistributedDataParallel's buckets: a thread sums them along an all-reduce, in the order in which they come."""
+"""The queue of buckets: a thread sums them along an all-reduce, in the order in which they come."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ class BucketQueue:
         self.thread.join(timeout=1)         # it may wait for a rank that failed; the launcher ends both
 
 
-def waiting_bucket(bucket: Any) -> Bucket:
-    """DDP's bucket, with the future that its hook returns."""
-    vector, computed = bucket.buffer(), None
+def waiting_bucket(number: int, vector: Tensor) -> Bucket:
+    """A bucket with its future; on a GPU, with what this stream has still to compute of it."""
+    computed = None
     if vector.is_cuda:
         computed = torch.cuda.Event()
         computed.record()
     devices = [vector.device] if vector.is_cuda else None
-    return Bucket(bucket.index(), vector, torch.futures.Future(devices=devices), computed)
+    return Bucket(number, vector, torch.futures.Future(devices=devices), computed)

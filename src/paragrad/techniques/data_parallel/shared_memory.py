@@ -20,12 +20,13 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paragrad.errors import StepFailed
 from paragrad.record.log import Log
 from paragrad.techniques.data_parallel.host_memory import HostMemory
-from paragrad.techniques.exchange import Exchange, Replica, State
+from paragrad.techniques.exchange import Exchange, Replica
+from paragrad.techniques.layout import Held, State, hold, state_together
 from paragrad.techniques.slices import FOREACH, Stretch, slices, updated
 from paragrad.techniques.updating import ALL, ELEMENT, KINDS, has_modes, in_eval_mode, set_mode, updates_by
 from paragrad.world.backends.shm.region import aligned
@@ -61,8 +62,13 @@ class SharedMemory(Exchange):
         self.cut, self.updates = kind == ELEMENT, kind != ALL or world.rank == 0
         self.own = [(stretch, self._stretch(self.parameters, stretch), self._stretch(self.mean, stretch))
                     for stretch in self.stretches[world.rank]]
+        self.held = [Held(self.names[stretch.index], tuple(self.parameters[stretch.index].shape),
+                          range(stretch.start, stretch.stop) if self.cut else None) for stretch, *_ in self.own]
         if self.cut:
-            _cut(optimizer, self.parameters, self.own)
+            held: dict[Tensor, list[tuple[Held, Tensor]]] = {parameter: [] for parameter in self.parameters}
+            for (stretch, place, _), which in zip(self.own, self.held, strict=True):
+                held[self.parameters[stretch.index]].append((which, place))
+            hold(optimizer, held)
         self.used = [False] * len(self.parameters)          # in this step, by this rank
         self.anyone = bytes(len(self.parameters))           # in the last step, by any rank
         self.hooks = [parameter.register_post_accumulate_grad_hook(self._mover(index))
@@ -217,35 +223,11 @@ class SharedMemory(Exchange):
 
     def state(self) -> State:
         """Empty on the other ranks."""
-        mine = [(stretch, self.optimizer.state.get(place, {})) for stretch, place, _ in self.own]
-        found: State = {}
-        for stretch, values in (each for stretches in self.world.collected(mine) for each in stretches):
-            parameter = self.parameters[stretch.index]
-            for what, value in values.items():
-                whole = found.setdefault(self.names[stretch.index], {})
-                if self.cut and isinstance(value, Tensor) and value.dim():
-                    whole.setdefault(what, torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False))
-                    whole[what].view(-1)[stretch.start:stretch.stop] = value
-                else:
-                    whole[what] = value
-        return found
+        mine = [(held, self.optimizer.state.get(place, {})) for held, (_, place, _) in zip(self.held, self.own, strict=True)]
+        return state_together(each for parts in self.world.collected(mine) for each in parts)
 
     def close(self) -> None:
         for hook in self.hooks:
             hook.remove()
         self.memory.forget()
 
-
-def _cut(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], own: list[tuple[Stretch, Tensor, Tensor]]) -> None:
-    """Let the optimizer hold a slice's stretches, and their part of the state, instead of the parameters."""
-    before, optimizer.state = optimizer.state, type(optimizer.state)(dict)
-    stretches = {parameters[stretch.index]: (stretch, place) for stretch, place, _ in own}
-    for group in optimizer.param_groups:
-        held = [stretches[parameter] for parameter in group["params"] if parameter in stretches]
-        for parameter in group["params"]:
-            if parameter in stretches and parameter in before:
-                stretch, place = stretches[parameter]
-                optimizer.state[place] = {
-                    what: value.reshape(-1)[stretch.start:stretch.stop].clone()
-                    if isinstance(value, Tensor) and value.dim() else value for what, value in before[parameter].items()}
-        group["params"] = [place for _, place in held]

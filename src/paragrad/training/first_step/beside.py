@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paragrad.datasets.loading import brought, parted
-from paragrad.jobs.loss import loss_in
+from paragrad.jobs.loss import Summed, loss_in
 from paragrad.jobs.precision import move
 from paragrad.strategies.shares import micro_batches
 from paragrad.techniques.batch_norm import BatchNorm
@@ -32,10 +32,11 @@ if TYPE_CHECKING:
 class Beside:
     """One worker's step on the global batch of the step under way, on the trainer's model, which is put back.
 
-    batch(order): its parts, the samples of each in that order;  buffers: as they are before the step;  kept: what else the
-    forward changes, so.
+    module: whole, as it is before any cut;  batch(order): its parts, the samples of each in that order;  buffers: as they are
+    before the step;  kept: what else the forward changes, so.
     """
     trainer: Trainer
+    module: Summed
     batch: Callable[[Order], list[Excerpt]]
     loss_alone: bool
     buffers: dict[str, torch.Tensor]
@@ -44,15 +45,15 @@ class Beside:
     def made(self, order: Order = list, moved: bool = False) -> Made:
         """moved: every parameter up or down by one unit in its last place."""
         trainer, parts = self.trainer, self.batch(order)
-        with untouched(trainer.module), trainer.batch_norm.looking():
+        with untouched(self.module), trainer.batch_norm.looking():
             self._as_before()
             if moved:
-                move(trainer.model, torch.Generator().manual_seed(trainer.seed))
-            return made_alone(trainer.module, parts, trainer.draws, trainer.seed, trainer.steps, self.loss_alone)
+                move(self.module.model, torch.Generator().manual_seed(trainer.seed))
+            return made_alone(self.module, parts, trainer.draws, trainer.seed, trainer.steps, self.loss_alone)
 
     def _as_before(self) -> None:
         """The model as it was before the step: the strategy's own may have been made since."""
-        for name, buffer in self.trainer.model.named_buffers():
+        for name, buffer in self.module.model.named_buffers():
             if name in self.buffers:
                 set_values(buffer, self.buffers[name])
         for each in self.kept:
@@ -65,12 +66,12 @@ class Beside:
     def precise(self) -> Made:
         """In float64. Raises what the model raises there."""
         trainer = self.trainer
-        with untouched(trainer.module):             # in which a loss that holds the model leaves gradients
+        with untouched(self.module):                # in which a loss that holds the model leaves gradients
             self._as_before()
-            model = copy.deepcopy(trainer.model)
+            model = copy.deepcopy(self.module.model)
             with BatchNorm(trainer.world, model, lambda payload: None, samples=trainer.batch_norm.samples).looking():
-                return precise(model, trainer.module, self.batch(list), trainer.draws, trainer.seed, trainer.steps,
-                               loss_in(trainer.module.loss, trainer.world.device, torch.float64), self.loss_alone)
+                return precise(model, self.module, self.batch(list), trainer.draws, trainer.seed, trainer.steps,
+                               loss_in(self.module.loss, trainer.world.device, torch.float64), self.loss_alone)
 
 
 def proof(trainer: Trainer, batch: Batch, inputs: Any, target: Any, as_loaded: bool,
@@ -89,7 +90,7 @@ def proof(trainer: Trainer, batch: Batch, inputs: Any, target: Any, as_loaded: b
     if not because and world.rank < 2:
         try:
             parts = functools.partial(_loaded, trainer, batch) if given is None else functools.partial(_joined, trainer, given)
-            beside = Beside(trainer, parts, loss_alone,
+            beside = Beside(trainer, trainer.module, parts, loss_alone,
                             {name: buffer.clone() for name, buffer in trainer.model.named_buffers()}, [])
             made = beside.made(list if world.rank == 0 else ORDERS[0])
             beside.kept.append(Before(trainer.module, made.moved))
@@ -120,8 +121,8 @@ def _loaded(trainer: Trainer, batch: Batch, order: Order) -> list[Excerpt]:
 
 def fetched(trainer: Trainer, batch: Batch, places: list[int]) -> tuple[Any, Any]:
     """(inputs, target) of what stands at some places of a global batch."""
-    assert trainer.samples is not None
-    fetched = brought(trainer.samples[batch.epoch, batch.indices, places], trainer.world.device, trainer.dtype)
+    assert trainer.feed.samples is not None
+    fetched = brought(trainer.feed.samples[batch.epoch, batch.indices, places], trainer.world.device, trainer.dtype)
     return parted(fetched)          # type: ignore[no-any-return]
 
 

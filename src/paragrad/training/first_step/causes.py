@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from paragrad.strategies.strategy import factors_of
 from paragrad.techniques.table import ours
 from paragrad.training.first_step.proof import Miss
 
@@ -37,8 +38,8 @@ def likely(trainer: Trainer, misses: list[Miss]) -> str:
     kinds = {miss.kind for miss in misses}
     if trainer.how.sabotage:
         return f"Cause: the planted bug {trainer.how.sabotage}"
-    if not ours(trainer.strategy):
-        return OWN.format(trainer.strategy.name)
+    if own := [factor.name for factor in factors_of(trainer.strategy) if not ours(factor)]:
+        return OWN.format("cut" if trainer.layout.cut else "exchange", " and ".join(own))
     if kinds & {"parameter", "state"}:
         return PARAMETER if "parameter" in kinds else STATE
     if "weight" in kinds:
@@ -62,7 +63,7 @@ def of_difference(tensor: str, is_buffer: bool, sabotage: str | None) -> str:
     return BUFFER if is_buffer else MIXES + "; or the loss weighs targets in a way that cannot be seen: return (sum, weight)"
 
 
-OWN = "Likely cause: the exchange of {}, which is none of paragrad's; let it promise exact=False, if it is meant so"
+OWN = "Likely cause: the {} of {}, which is none of paragrad's; let it promise exact=False, if it is meant so"
 WEIGHT = ("Likely cause: the loss divides by something that does not add up over shares (padding that differs by share, a "
           "constant); return the pair (sum, weight) from it, or collate whole batches: collate=paragrad.WholeBatch(collate)")
 UNTRACED = ("Likely cause: the mean in the loss is over something else than samples, and what it divides by cannot be read "

@@ -86,8 +86,7 @@ def _summed(module: Summed, parts: list[Excerpt], draws: Draws, seed: int, step:
 def precise(model: nn.Module, module: Summed, parts: list[Excerpt], draws: Draws, seed: int, step: int, loss: Loss,
             loss_alone: bool = False) -> Made:
     """The same in float64, by a copy of the model and the loss. Raises what they raise there."""
-    twin = Summed(in_precision(model, torch.float64), loss)
-    twin.traced, twin.linear = module.traced, module.linear
+    twin = module.around(in_precision(model, torch.float64), loss)
     return made_alone(twin, [part.to(torch.float64) for part in parts], draws, seed, step, loss_alone)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import itertools
 import operator
 import warnings
@@ -14,12 +15,13 @@ import torch
 
 from paragrad.datasets.loading import brought, cut, parted, tensors_of
 from paragrad.errors import Refused, StepFailed
-from paragrad.jobs.loss import loss_in
+from paragrad.jobs.loss import Summed, loss_in
 from paragrad.jobs.precision import in_precision
+from paragrad.strategies.strategy import Strategy
 from paragrad.techniques.draws import Draws
-from paragrad.techniques.exchange import Replica
+from paragrad.techniques.exchange import Exchange, Replica
 from paragrad.techniques.probe import Probe, probed
-from paragrad.techniques.table import exchange_of, passes_of
+from paragrad.techniques.table import cuts, exchange_of, passes_of
 from paragrad.techniques.untouched import Before, untouched
 from paragrad.training.additive import Excerpt, wrong_with
 from paragrad.training.batches import Batch
@@ -27,9 +29,13 @@ from paragrad.training.first_step.beside import fetched, fewer, proof
 from paragrad.training.first_step.causes import SHARED, by_layout, not_the_same
 from paragrad.training.first_step.made import Made
 from paragrad.training.first_step.proof import Miss
+from paragrad.training.holding import divided
+from paragrad.world.world import World
 
 if TYPE_CHECKING:
     from paragrad.training.trainer import Trainer
+
+WHERE_CUT = "the model is cut: no rank holds all of it any more"
 
 
 def before(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> None:
@@ -39,7 +45,9 @@ def before(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> None:
     come late. Collective.
     """
     if trainer.exchange is not None:
-        if trainer.splits and (trainer.taken + 1).bit_count() == 1:            # the 2nd, 4th, 8th, ...
+        if trainer.layout.cut and trainer.splits and trainer.taken == 1:
+            trainer.log.choice("loss again", "not checked", WHERE_CUT)
+        elif trainer.splits and not trainer.layout.cut and (trainer.taken + 1).bit_count() == 1:        # the 2nd, 4th, 8th, ...
             _prepare(trainer, batch, inputs, target, _all_given_as_loaded(trainer, inputs, target), loss_alone=True)
         return
     seen = _seen(trainer)
@@ -52,17 +60,17 @@ def before(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> None:
         if trainer.splits:
             raise StepFailed(by_layout(found.draws.by_layout))
     if trainer.splits:
-        _prepare(trainer, batch, inputs, target, as_loaded, wiring=lambda: wire(trainer, found.some_unused))
+        _prepare(trainer, batch, inputs, target, as_loaded, wiring=lambda: wire(trainer, found.some_unused, inputs))
         return
     if trainer.unchecked:
         trainer.log.choice("first step", "not checked", "asked for")
-    wire(trainer, found.some_unused)
+    wire(trainer, found.some_unused, inputs)
 
 
 def _prepare(trainer: Trainer, batch: Batch, inputs: Any, target: Any, as_loaded: bool, loss_alone: bool = False,
-             wiring: Callable[[], None] | None = None) -> None:
+             wiring: Callable[[], Any] | None = None) -> None:
     """One worker's step beside, then the exchange; where that is to be compared at once and not in the step itself, compare."""
-    proved, of = (batch, inputs, target), "this step"
+    proved, of, module = (batch, inputs, target), "this step", trainer.module
     trainer.proof, because = proof(trainer, *proved, as_loaded, loss_alone)
     if trainer.proof is None and as_loaded and (few := fewer(trainer, batch)):
         proved = few, *fetched(trainer, few, few.places)
@@ -77,28 +85,29 @@ def _prepare(trainer: Trainer, batch: Batch, inputs: Any, target: Any, as_loaded
             warnings.warn(f"step {trainer.steps} is not compared with one worker's: {because}", stacklevel=2)
         return
     if trainer.precision != torch.float64:
-        trainer.proof.double = functools.partial(_in_double, trainer, trainer.kept, *proved)
+        trainer.proof.double = functools.partial(_in_double, trainer, module, trainer.kept, *proved)
     if trainer.autocast is not None or proved[0] is not batch:
         rehearse(trainer, *proved, of)
 
 
-def _in_double(trainer: Trainer, kept: Before, batch: Batch, inputs: Any, target: Any) -> list[Miss] | None:
-    """The misses of the same step in float64, by the strategy's own code on a copy; None where that cannot be. Collective."""
+def _in_double(trainer: Trainer, module: Summed, kept: Before, batch: Batch, inputs: Any, target: Any) -> list[Miss] | None:
+    """The misses of the same step in float64, by the strategy's own code on a copy of the whole module; None where that cannot
+    be. Collective."""
     twin: Trainer | None = None
     try:
-        with untouched(trainer.module):
+        with untouched(module):
             trainer.world.barrier()                 # parameters that ranks share are as they are, on all of them
             kept.put_back()
-            model = in_precision(copy.deepcopy(trainer.model), torch.float64)
+            model = in_precision(copy.deepcopy(module.model), torch.float64)
             model.zero_grad()
             twin = type(trainer)(
-                trainer.world, model, loss_in(trainer.module.loss, trainer.world.device, torch.float64),
+                trainer.world, model, loss_in(module.loss, trainer.world.device, torch.float64),
                 torch.optim.SGD(model.parameters(), lr=0.0), trainer.strategy, seed=trainer.seed, collate=trainer.collate,
                 dtype=torch.float64, how=trainer.how, examined=True)
-            twin.steps, twin.samples = trainer.steps, trainer.samples
+            twin.steps, twin.feed.samples = trainer.steps, trainer.feed.samples
             pair = brought((inputs, target), trainer.world.device, torch.float64)
             loaded = _given_as_loaded(trainer, inputs, target)
-            twin.fetched = pair if loaded else None
+            twin.feed.fetched = pair if loaded else None
             before(twin, batch, *pair)
             return compared(twin, *_averaged(twin, batch, *pair)) if twin.proof else None
     except Exception:
@@ -116,11 +125,30 @@ def _seen(trainer: Trainer) -> Probe | None:
     return None if by_rank else seen
 
 
-def wire(trainer: Trainer, some_unused: bool) -> None:
-    """Make the exchange of the trainer's strategy, and its passes. Collective."""
-    replica = Replica(trainer.module, trainer.optimizer, trainer.clip_norm, some_unused)
-    trainer.exchange = exchange_of(trainer.strategy, replica, trainer.world, trainer.log, trainer.how)
+def wire(trainer: Trainer, some_unused: bool, example: Any) -> Exchange:
+    """Cut the model, where the trainer's strategy does; make its exchange, and its passes. Collective."""
+    check_alike(trainer.world, trainer.strategy)
+    if cuts(trainer.strategy):
+        trainer.hold(divided(trainer.strategy, trainer.module, trainer.optimizer, trainer.draws, trainer.world, example,
+                             whole_too=trainer.proof is not None))          # which may ask one worker again
+    replica = Replica(trainer.module, trainer.optimizer, trainer.clip_norm, some_unused, trainer.layout)
+    world = trainer.everyone if trainer.strategy.servers else trainer.world
+    trainer.exchange = exchange_of(trainer.strategy, replica, world, trainer.log, trainer.how)
     trainer.passes = passes_of(trainer.strategy, trainer, trainer.exchange)
+    return trainer.exchange
+
+
+def check_alike(world: World, strategy: Strategy) -> None:
+    """All ranks have the same schedules: a program is a function of (rank, size) alone, and is asked for in every process.
+    Collective. Raises StepFailed."""
+    for plan in strategy.plans():
+        some = range(0, plan.size, max(1, plan.size // 32))             # programs, where there are many
+        text = repr([list(plan.schedule.program(rank, plan.size)) for rank in some])
+        digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8).long()
+        for rank, theirs in enumerate(world.gathered(digest)):
+            if not torch.equal(theirs, digest):
+                raise StepFailed(f"{plan.schedule} has another program on rank {rank} than on rank {world.rank}: it is to be a "
+                                 "function of (rank, size) alone, not of the process, its environment or chance")
 
 
 def rehearse(trainer: Trainer, batch: Batch, inputs: Any, target: Any, of: str) -> None:
@@ -140,7 +168,7 @@ def _averaged(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> tuple
     """(mean loss, weight) of a step that is made up to its update."""
     assert trainer.exchange is not None
     own = trainer.gradients_of(batch, inputs, target)
-    weight, loss, _, doubt = trainer.exchange.counted()
+    own, (weight, loss, _, doubt) = trainer.counted(own)
     weight = certain(trainer, batch, inputs, target, weight, doubt)
     if not weight:
         return 0.0, 0.0
@@ -152,9 +180,7 @@ def looked_at(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> tuple
     """What one forward and backward of this rank's first micro-batch shows, and whether step got what batches gave; agreed by
     all ranks. Collective."""
     world, as_loaded = trainer.world, _given_as_loaded(trainer, inputs, target)
-    micro, part = next(batch.cuts())
-    if len(batch.micros) > 1:
-        inputs, target = cut((inputs, target), part, len(batch.places))
+    micro, inputs, target = next(batch.parts(inputs, target))
     trainer.batch_norm.samples = samples = len(micro.positions)
     with untouched(trainer.module), trainer.batch_norm.looking():
         with trainer.casting():
@@ -173,7 +199,7 @@ def looked_at(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> tuple
 def _given_as_loaded(trainer: Trainer, inputs: Any, target: Any) -> bool:
     """Did this rank's `step` get what `batches` gave?"""
     try:
-        gave = tensors_of(list(parted(trainer.fetched)))
+        gave = tensors_of(list(parted(trainer.feed.fetched)))
     except Refused:                 # neither a pair nor a dict
         return False
     return all(a is b for a, b in itertools.zip_longest(tensors_of([inputs, target]), gave))
@@ -184,13 +210,14 @@ def _all_given_as_loaded(trainer: Trainer, inputs: Any, target: Any) -> bool:
     return bool(trainer.world.all_reduced(torch.tensor([float(_given_as_loaded(trainer, inputs, target))]), "MIN"))
 
 
-def _repeated(trainer: Trainer, batch: Batch, inputs: Any, target: Any, samples: int, count: int,
+def _repeated(trainer: Trainer, batch: Batch, inputs: Any, target: Any, length: int, count: int,
               as_loaded: bool) -> tuple[Any, Any]:
     """A batch of one sample so many times: loaded anew, or, where step was given something else, cut out of that."""
     if as_loaded:
-        assert trainer.samples is not None
-        return parted(brought(trainer.samples[batch.epoch, batch.indices[:1] * count], trainer.world.device, trainer.dtype))
-    return cut((inputs, target), [0] * count, samples)      # type: ignore[no-any-return]
+        samples = trainer.feed.samples
+        assert samples is not None
+        return parted(brought(samples[batch.epoch, batch.indices[:1] * count], trainer.world.device, trainer.dtype))
+    return cut((inputs, target), [0] * count, length)       # type: ignore[no-any-return]
 
 
 def _examine(trainer: Trainer, inputs: Any, target: Any, samples: int, draws: Draws) -> None:
@@ -209,8 +236,8 @@ def certain(trainer: Trainer, batch: Batch, inputs: Any, target: Any, weight: fl
     whether they count. Collective."""
     if not doubt or not trainer.splits:
         return weight
-    found, because = trainer.proof, ""
-    if found is None:
+    found, because = trainer.proof, WHERE_CUT if trainer.layout.cut else ""
+    if found is None and not trainer.layout.cut:
         as_loaded = _all_given_as_loaded(trainer, inputs, target)
         found, because = proof(trainer, batch, inputs, target, as_loaded, loss_alone=True)
     if found is not None:
@@ -248,6 +275,11 @@ def compared(trainer: Trainer, loss: float, weight: float) -> list[Miss]:
     if proof.serial.moved and trainer.exchange.sharing > 1:
         raise StepFailed(SHARED, tensor=", ".join(list(proof.serial.moved)[:3]))
     moved, state = kept.changed()
-    buffers = {name: buffer.detach() for name, buffer in trainer.model.named_buffers()}
-    made = Made(loss, weight, trainer.exchange.averaged(), buffers, frozenset(), moved, state)
+    if trainer.layout.cut:                  # names of a part are not those of the whole
+        if carried := [*proof.serial.moved, *proof.serial.state]:
+            raise StepFailed("a forward changes it, besides gradients and buffers, and a cut model does not carry that from "
+                             "part to part; train it with data(n)", tensor=", ".join(carried[:3]))
+        moved, state = {}, {}
+    layout, buffers = trainer.layout, {name: buffer.detach() for name, buffer in trainer.model.named_buffers()}
+    made = Made(loss, weight, layout.whole(trainer.exchange.averaged()), layout.whole(buffers), frozenset(), moved, state)
     return proof.missed(made, trainer.module.dtype)

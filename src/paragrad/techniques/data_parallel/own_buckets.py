@@ -1,0 +1,85 @@
+"""Buckets of our own: for passes that are not one forward and then one backward, in which DistributedDataParallel's go wrong.
+
+DDP learns from one forward what the next backward will make, and exchanges in that backward alone: with all forwards of a step
+first its gradients are wrong without an error, and where a backward is made in two parts its hooks do not fire. Here the passes
+say which gradient is final (`ready`), or nothing, and `finish` sends what is left. Weight, loss, the wish to stop, and which
+parameters have a gradient at all, travel in a message of their own: a part of a model need not have the loss.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paragrad.record.log import Log
+from paragrad.techniques.data_parallel.all_reduce import DividedTwice, Queued
+from paragrad.techniques.data_parallel.bucket_queue import Bucket, waiting_bucket
+from paragrad.techniques.exchange import How, Replica
+from paragrad.world.world import World
+
+BYTES = 25 * 2**20      # of a bucket, as DDP's
+
+
+class OwnBuckets(Queued):
+    """Sums gradients where backward leaves them, bucket by bucket, in one order on all ranks: the last parameters first."""
+
+    def __init__(self, replica: Replica, world: World, log: Log, how: How, algorithm: Any) -> None:
+        super().__init__(replica, world, log, how, algorithm)
+        self.trained = [parameter for parameter in self.every if parameter.requires_grad]
+        self.buckets = list(_buckets(self.trained[::-1]))
+        self.final: set[nn.Parameter] = set()           # whose gradient is, in this step
+        self.sending: list[Bucket] = []
+
+    def begin(self) -> None:
+        super().begin()
+        self.final, self.sending = set(), []
+
+    def ready(self, parameter: nn.Parameter) -> None:
+        self.final.add(parameter)
+        while self.overlap and len(self.sending) < len(self.buckets) and self.final.issuperset(self.buckets[len(self.sending)]):
+            self._send(self._flat(self.buckets[len(self.sending)]))
+
+    def finish(self, weight: float, loss: float) -> None:
+        for bucket in self.buckets[len(self.sending):]:
+            self._send(self._flat(bucket))
+        there = [float(parameter.grad is not None) for parameter in self.trained]
+        device = self.trained[0].device if self.trained else None
+        self._send(torch.tensor([weight, loss, float(self.stop), self.doubt, *there], dtype=torch.float64, device=device))
+        *vectors, told = [bucket.future.wait() for bucket in self.sending]
+        self.told, there = told[:4].tolist(), told[4:].tolist()
+        used = dict(zip(self.trained, there, strict=True))
+        for bucket, vector in zip(self.buckets, vectors, strict=True):
+            for parameter, gradient in zip(bucket, vector.split([each.numel() for each in bucket]), strict=True):
+                parameter.grad = gradient.view_as(parameter) if used[parameter] else None
+
+    def counted(self) -> list[float]:
+        return self.told
+
+    def _flat(self, bucket: list[nn.Parameter]) -> Tensor:
+        return torch.cat([(torch.zeros_like(each) if each.grad is None else each.grad).reshape(-1) for each in bucket])
+
+    def _send(self, vector: Tensor) -> None:
+        bucket = waiting_bucket(len(self.sending), vector)
+        self.largest = max(self.largest, vector.nbytes)
+        self.sending.append(bucket)
+        self.queue.put(bucket)
+
+
+def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Neighbours of one type, up to so many bytes."""
+    for _, alike in itertools.groupby(parameters, key=lambda each: (each.dtype, each.device)):
+        bucket: list[nn.Parameter] = []
+        for parameter in alike:
+            if bucket and sum(each.nbytes for each in bucket) + parameter.nbytes > BYTES:
+                yield bucket
+                bucket = []
+            bucket.append(parameter)
+        yield bucket
+
+
+class OwnBucketsDividedTwice(DividedTwice, OwnBuckets):
+    """mean_twice, planted here."""

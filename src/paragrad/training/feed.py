@@ -1,0 +1,54 @@
+"""The feed: one rank's parts of batches as they are given to a loop, and what `step` may take of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from paragrad.datasets.loading import Samples, brought, loaded, tensors_of
+from paragrad.errors import StepFailed
+from paragrad.record.log import Log
+from paragrad.training.batches import Batch
+
+
+class Feed:
+    """Gives batches one after the other, each to be taken once, before the next one.
+
+    batch: what was given last and not taken;  fetched: its tensors;  samples: where they are from;  began: when it began to
+    load.
+    """
+
+    def __init__(self, log: Log, device: torch.device, dtype: torch.dtype | None) -> None:
+        self.log, self.device, self.dtype = log, device, dtype
+        self.batch: Batch | None = None
+        self.fetched: Any = None
+        self.samples: Samples | None = None
+        self.began = 0.0
+        self.passed_over = WeakTensorKeyDictionary()            # tensors that were given, and that no step took
+
+    def give(self, samples: Samples, batches: Sequence[Batch], loaders: int) -> Iterator[Any]:
+        """What each batch is of, loaded; loaders: processes that load ahead."""
+        self.samples = samples
+        data = loaded(samples, [(batch.epoch, batch.indices, batch.places) for batch in batches], loaders)
+        for batch in batches:
+            self.began = self.log.now()
+            with self.log.span("load", "data"):
+                fetched = brought(next(data), self.device, self.dtype)
+            self.batch, self.fetched = batch, fetched
+            yield fetched
+            if self.batch is batch:         # no step took it: it was skipped, or something looks ahead
+                self.passed_over.update(dict.fromkeys(tensors_of(fetched)))
+
+    def taken(self, inputs: Any, target: Any) -> Batch:
+        """The batch that was given last, once. Raises StepFailed."""
+        batch, self.batch = self.batch, None
+        if batch is None:
+            raise StepFailed("step wants what trainer.batches(...) gave last, once; loop over trainer.batches and call "
+                             "step in it")
+        if len(self.passed_over) and any(tensor in self.passed_over for tensor in tensors_of([inputs, target])):
+            raise StepFailed("step got an earlier batch than the one trainer.batches gave last: something looks ahead, "
+                             "which would mix shares; loop over trainer.batches itself (loaders=1 loads ahead)")
+        return batch

@@ -1,0 +1,107 @@
+"""A parameter server of somebody's own, outside the library: ranks that are no workers.
+
+Workers push gradients to one server, which sums them in the order of ranks and updates with the job's optimizer; they pull the
+parameters (Li et al. 2014). Bulk synchronous, so it is serial's training.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import paragrad as pg
+from paragrad.techniques.layout import State
+from paragrad.world.world import World
+
+
+class Central(pg.Strategy):
+    """One parameter server, bulk synchronous."""
+    workers: int = pg.option(pg.Integer())
+    servers = 1
+    replica = True
+
+    @property
+    def promise(self) -> pg.Promise:
+        return pg.Promise()
+
+    def exchange(self, replica: Any, world: World, log: Any, how: Any) -> pg.Exchange:
+        return Served(replica, world)
+
+
+class Served(pg.Exchange):
+    """Workers ask, all at once, and the server answers; both are this class."""
+
+    def __init__(self, replica: Any, world: World) -> None:
+        super().__init__(replica)
+        room = world.among([[world.size - 1, *range(world.size - 1)]])          # the server first
+        assert room is not None
+        self.room, self.weight = room, 1.0
+        self.trained = {name: each for name, each in self.summed.model.named_parameters() if each.requires_grad}
+
+    # ---- a worker's side --------------------------------------------------------------------------------------------------
+    def ask(self, what: str, value: Any = None) -> Any:
+        self.room.collected((what, value))
+        return self.room.agreed(None)
+
+    def finish(self, weight: float, loss: float) -> None:
+        own = [weight, loss, float(self.stop), self.doubt]
+        gradients = {name: each.grad for name, each in self.trained.items()}
+        self.count("gradients", sum(each.nbytes for each in gradients.values() if each is not None), computed=False)
+        self.told, sums = self.ask("push", (own, gradients))
+        for name, parameter in self.trained.items():
+            parameter.grad = sums[name]
+
+    def counted(self) -> list[float]:
+        return self.told
+
+    def average(self, weight: float) -> None:
+        super().average(weight)
+        self.weight = weight
+
+    def update(self) -> None:
+        settings = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
+        pulled, used = self.ask("update", (self.weight, settings))
+        self.optimizer._opt_called = True           # type: ignore[attr-defined]    # schedulers want to know
+        with torch.no_grad():
+            for parameter, value in zip(self.every, pulled, strict=True):
+                parameter.copy_(value)
+        for name, parameter in self.trained.items():
+            parameter.grad = used[name]
+
+    def state(self) -> State:
+        return self.ask("state")        # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        if self.room.rank:
+            self.ask("end")
+
+    # ---- the server's ------------------------------------------------------------------------------------------------------
+    def serve(self) -> None:
+        what = ""
+        while what != "end":
+            told: list[Any] = self.room.collected(None)[1:]
+            what = told[0][0]
+            self.room.agreed(getattr(self, f"on_{what}")([value for _, value in told]))
+
+    def on_push(self, told: list[Any]) -> tuple[list[float], dict[str, Tensor | None]]:
+        for name, parameter in self.trained.items():
+            pushed = [gradients[name] for _, gradients in told if gradients[name] is not None]
+            parameter.grad = sum(pushed[1:], pushed[0]) if pushed else None
+        return ([sum(numbers) for numbers in zip(*(own for own, _ in told), strict=True)],
+                {name: parameter.grad for name, parameter in self.trained.items()})
+
+    def on_update(self, told: list[Any]) -> tuple[list[Tensor], dict[str, Tensor | None]]:
+        weight, settings = told[0]
+        for group, new in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(new)
+        super().average(weight)
+        super().update()
+        return [parameter.detach() for parameter in self.every], self.gradients()
+
+    def on_state(self, told: list[Any]) -> State:
+        return super().state()
+
+    def on_end(self, told: list[Any]) -> None:
+        """Nothing to do."""

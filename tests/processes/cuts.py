@@ -1,0 +1,198 @@
+"""Strategies of somebody's own that cut the model, outside the library: columns of linear layers, and consecutive parts.
+
+Small ones: what they show is that the seam bears a cut, with parts of tensors, tensors of which only one rank has any, tensors
+that several ranks own, random calls, a loss on one rank alone, and products with `data`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import paragrad as pg
+from paragrad.schedules.actions import evenly
+from paragrad.techniques.passes import Sums
+from paragrad.world.axes import Axis
+from paragrad.world.world import World
+
+
+def held_whole(model: nn.Module, axis: World) -> dict[str, pg.Held]:
+    """Replicated over the axis: the first rank's copy counts."""
+    return {name: pg.Held(name, tuple(tensor.shape), counts=axis.rank == 0)
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+
+
+# ---- columns: a part of the neurons of every linear layer -----------------------------------------------------------------
+class Columns(pg.Strategy):
+    """Every linear layer's output features over ranks, gathered after it (as Megatron-LM's column-parallel layer)."""
+    workers: int = pg.option(pg.Integer())
+
+    @property
+    def promise(self) -> pg.Promise:
+        return pg.Promise()
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        return (Axis("columns", self.workers, "model"),)
+
+    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        held = held_whole(model, axis)
+        shared = [id(tensor) for _, tensor in model.named_parameters(remove_duplicate=False)]
+        for name, module in list(model.named_modules()):
+            if isinstance(module, nn.Linear) and shared.count(id(module.weight)) == 1:          # tied ones stay whole
+                rows = evenly(module.out_features, axis.size)
+                parent, _, own = name.rpartition(".")
+                setattr(model.get_submodule(parent), own, ColumnLinear(module, rows, axis))
+                for what, tensor in module.named_parameters():
+                    box = (slice(rows[axis.rank].start, rows[axis.rank].stop),)
+                    held[f"{name}.{what}"] = pg.Held(f"{name}.{what}", tuple(tensor.shape), (box,))
+        return pg.Share(model, held)
+
+
+class ColumnLinear(nn.Module):
+    def __init__(self, whole: nn.Linear, rows: list[range], axis: World) -> None:
+        super().__init__()
+        mine = slice(rows[axis.rank].start, rows[axis.rank].stop)
+        self.weight = nn.Parameter(whole.weight.detach()[mine].clone())
+        self.bias = None if whole.bias is None else nn.Parameter(whole.bias.detach()[mine].clone())
+        self.rows, self.axis = rows, axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Gathered.apply(nn.functional.linear(Copied.apply(x, self.axis), self.weight, self.bias), self.rows, self.axis)
+
+
+class Copied(torch.autograd.Function):
+    """x on all ranks; its gradient is the sum of what all ranks make of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: World) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.axis.all_reduced(gradients[0]), None
+
+
+class Gathered(torch.autograd.Function):
+    """All ranks' features side by side; of the gradient, this rank's own."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, rows: list[range], axis: World) -> Tensor:
+        ctx.own = rows[axis.rank]
+        wide = mine.new_zeros(*mine.shape[:-1], max(map(len, rows)))
+        wide[..., :mine.shape[-1]] = mine
+        return torch.cat([each[..., :len(row)] for each, row in zip(axis.gathered(wide), rows, strict=True)], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0][..., ctx.own.start:ctx.own.stop], None, None
+
+
+# ---- stages: consecutive parts of a Sequential, one after the other ---------------------------------------------------------
+class Stages(pg.Strategy):
+    """Consecutive modules on consecutive ranks, one micro-batch at a time; parameters of several stages are owned by all of
+    them."""
+    workers: int = pg.option(pg.Integer(2))
+    micro: int = pg.option(pg.Integer(), default=1)
+    cuts_micro = True
+
+    @property
+    def promise(self) -> pg.Promise:
+        return pg.Promise()
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        return (Axis("stages", self.workers, "model"),)
+
+    @property
+    def division(self) -> Any:
+        return super().division.__class__((1,), self.micro)
+
+    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        children = list(model.named_children())
+        stages = [children[part.start:part.stop] for part in evenly(len(children), axis.size)]
+        calls = iter(itertools.count())
+        draws = [[next(calls) for _, child in stage for module in child.modules() if isinstance(module, nn.Dropout)]
+                 for stage in stages]
+        names = [{name for name, tensor in _tensors(nn.Sequential(OrderedDict(stage)))} for stage in stages]
+        first = {id(tensor): name for name, tensor in reversed(_tensors(model))}
+        owners: dict[str, list[int]] = {}
+        for name, tensor in _tensors(model):
+            stage = next(number for number, each in enumerate(names) if name in each)
+            if stage not in owners.setdefault(first[id(tensor)], []):
+                owners[first[id(tensor)]].append(stage)
+        worlds = {name: axis.among([ranks]) for name, ranks in owners.items() if len(ranks) > 1}
+        mine = nn.Sequential(OrderedDict(stages[axis.rank]))
+        held = {}
+        for name, tensor in [*mine.named_parameters(), *mine.named_buffers()]:
+            serial = first[id(tensor)]
+            world = worlds.get(serial)
+            held[name] = pg.Held(serial, tuple(tensor.shape), counts=owners[serial][0] == axis.rank,
+                                 owners=() if world is None else (world,))
+        return pg.Share(mine, held, gives=axis.rank == axis.size - 1, draws=tuple(draws[axis.rank]))
+
+    def passes(self, within: Any, exchange: pg.Exchange) -> Any:
+        return OneAfterAnother(within, exchange)
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+class OneAfterAnother(pg.Passes):
+    """Forward from the first stage to the last, backward back."""
+
+    def __init__(self, within: Any, exchange: pg.Exchange) -> None:
+        super().__init__(within, exchange)
+        self.line: World = within.world.along("stages")
+        self.first, self.last = self.line.rank == 0, self.line.rank == self.line.size - 1
+
+    def gradients(self, micros: Any, count: int) -> Sums:
+        own = Sums()
+        for micro, inputs, target in micros:
+            samples = self.within.batch_norm.samples = len(micro.positions)
+            with self.within.keyed(micro), self.within.batch_norm:
+                x = self._received(inputs)
+                out = self.within.module.model(x if self.first else x.requires_grad_())
+                if self.last:
+                    total, weight = self.within.module.pair(out, target, samples)
+                    total.backward()
+                    own = Sums(own.loss + float(total.detach()), own.weight + weight)
+                else:
+                    self._send(out, 1)
+                    out.backward(self._receive(1))
+                if not self.first:
+                    self._send(x.grad, -1)
+        for parameter in self.within.module.model.parameters():
+            self.exchange.ready(parameter)
+        return own
+
+    def output(self, inputs: Any) -> Any:
+        out = self.within.module.model(self._received(inputs))
+        if self.last:
+            return out
+        self._send(out, 1)
+        return None
+
+    def _received(self, inputs: Any) -> Any:
+        return inputs if self.first else self._receive(-1)
+
+    def _send(self, tensor: Tensor, step: int) -> None:
+        shape = torch.tensor([tensor.dim(), *tensor.shape] + [0] * (7 - tensor.dim()))
+        for each in (shape, tensor.detach().contiguous()):
+            dist.send(each, group=self.line.group, group_dst=self.line.rank + step)
+
+    def _receive(self, step: int) -> Tensor:
+        shape = torch.zeros(8, dtype=torch.int64)
+        dist.recv(shape, group=self.line.group, group_src=self.line.rank + step)
+        count, *sizes = shape.tolist()
+        tensor = torch.zeros(sizes[:count], dtype=next(self.within.module.model.parameters()).dtype)
+        dist.recv(tensor, group=self.line.group, group_src=self.line.rank + step)
+        return tensor
+

@@ -1,0 +1,293 @@
+"""Techniques that cut the model, and one with a server, enter by the same door: none is named in the library."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from central import Central
+from cuts import ColumnLinear, Columns, Gathered, Stages, held_whole
+from equality import IMAGES, VECTORS, normed_cnn
+from equality import job as make_job
+from torch import nn
+
+import paragrad as pg
+from paragrad.record.record import Record
+from paragrad.techniques.layout import Held, Layout, together
+from paragrad.training.trainer import Trainer
+from paragrad.world.launching import Ranks
+from paragrad.world.world import World
+
+
+def deep() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.2),
+                         nn.Linear(16, 5))
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+job = make_job("deep", deep, VECTORS, test=VECTORS, metric=pg.accuracy, clip_norm=0.5, optimizer=adamw)
+EVERY = (Columns(2), pg.Data(2, reduce=pg.Ring()) * Stages(2), Columns(2) * Stages(2), Central(2))
+TABLE = (Columns(3), Stages(3, micro=2), pg.Data(2) * Columns(2), Stages(2) * Columns(2), Stages(2),
+         pg.Data(2, reduce=pg.Tree()) * Columns(2) * Stages(2), pg.Data(2, shares=(2, 1)) * Stages(2, micro=2))
+
+
+@pytest.mark.parametrize("chosen", [*EVERY, *(pytest.param(each, marks=pytest.mark.table) for each in TABLE)], ids=str)
+def test_it_is_the_same_training(chosen: pg.Strategy, tmp_path: Path) -> None:
+    """Dropout in every part, clipping by the norm over parts, an optimizer with state; tests and the record see each sample
+    once."""
+    certificate = pg.verify(job, chosen, runs=tmp_path)
+    assert certificate.same
+    assert certificate.difference < 1e-12
+    run, serial = (pg.train(job, strategy, runs=tmp_path) for strategy in (chosen, "serial"))
+    assert (run.audit.twice, run.audit.missed) == (0, 0)
+    assert run.losses == pytest.approx(serial.losses, rel=1e-5)
+    assert run.test == pytest.approx(serial.test)
+    assert {line["name"] for line in run.of("event")} == {"checked"}
+
+
+@pytest.mark.parametrize("chosen", [Stages(2), pg.Data(2) * Stages(2)], ids=str)
+def test_buffers_and_batch_norm_of_parts(chosen: pg.Strategy, tmp_path: Path) -> None:
+    normed = make_job("normed", normed_cnn, IMAGES, test=IMAGES)
+    assert pg.verify(normed, chosen, runs=tmp_path).same
+    run, serial = (pg.train(normed, strategy, runs=tmp_path) for strategy in (chosen, "serial"))
+    for name, tensor in serial.model().state_dict().items():
+        assert torch.allclose(run.model().state_dict()[name], tensor, atol=1e-5), name
+
+
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 10))
+    model[4].weight = model[0].weight
+    return model
+
+
+@pytest.mark.parametrize("chosen", [Stages(3), pg.Data(2) * Stages(2)], ids=str)
+def test_a_weight_of_two_stages_has_one_gradient(chosen: pg.Strategy, tmp_path: Path) -> None:
+    both = make_job("tied", tied, VECTORS, clip_norm=0.1, optimizer=adamw)
+    assert pg.verify(both, chosen, runs=tmp_path).same
+    run = pg.train(both, chosen, runs=tmp_path, save=2)
+    model = run.model()
+    assert model[4].weight is model[0].weight                                   # type: ignore[index,union-attr]
+    assert len(pg.train(both.replace(epochs=3), "serial", runs=tmp_path, resume=run.folder).losses) == 3
+
+
+def test_what_one_saved_another_goes_on_with(tmp_path: Path) -> None:
+    """Checkpoints are serial's: values, and Adam's state by elements, from parts and into parts."""
+    whole = pg.train(job, "serial", runs=tmp_path)
+    ways = (pg.Data(2) * Columns(2), Stages(2), Columns(3), "data(2)", Central(2), "serial")
+    for first, second in zip(ways, (*ways[1:], ways[0]), strict=True):
+        half = pg.train(job.replace(epochs=1), first, runs=tmp_path, save=1)
+        run = pg.train(job, second, runs=tmp_path, resume=half.folder)
+        for name, tensor in whole.model().state_dict().items():
+            assert torch.allclose(run.model().state_dict()[name], tensor, atol=2e-6), (first, second, name)
+
+
+def test_a_rank_holds_its_part_alone(tmp_path: Path) -> None:
+    """In the record, and in memory: of the whole model, which the first step was compared with, nothing stays."""
+    run = pg.train(job, Stages(3), runs=tmp_path)
+    held = [line["parameters"] for rank in range(3) for line in Record(run.folder).of("memory", rank)]
+    assert sum(held) == 4 * sum(parameter.numel() for parameter in deep().parameters())
+    assert max(held) < sum(held)
+    assert ("loss again", "not checked") in {(line["what"], line["picked"]) for line in run.of("choice")}
+
+
+def asked_to_stop(world: World, chosen: pg.Strategy) -> list[bool]:
+    trainer, stops = Trainer.of_job(world, job, chosen), []
+    try:
+        for inputs, target in trainer.batches(job.train, job.batch, 0):
+            stops.append(trainer.step(inputs, target).stop)
+            if world.rank == 0:                         # which has no loss
+                world.stop.set()
+            if len(stops) == 2:
+                return stops
+    finally:
+        world.stop.clear()
+        trainer.close()
+    raise AssertionError
+
+
+@pytest.mark.parametrize("chosen", [Stages(2), Columns(2), pg.Data(2) * Stages(2)], ids=str)
+def test_the_wish_to_stop_of_any_part_reaches_all(pool: Ranks, chosen: pg.Strategy) -> None:
+    assert pool.run(asked_to_stop, chosen, size=chosen.size) == [[False, True]] * chosen.size
+
+
+# ---- wrong ones --------------------------------------------------------------------------------------------------------------
+class Uncopied(Columns):
+    """The gradient of a layer's input is this rank's part alone."""
+
+    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        share = super().share(model, example, axis)
+        for module in share.model.modules():
+            if isinstance(module, ColumnLinear):
+                module.forward = _without_sum.__get__(module)           # type: ignore[method-assign]
+        return share
+
+
+def _without_sum(self: ColumnLinear, x: torch.Tensor) -> torch.Tensor:
+    return Gathered.apply(nn.functional.linear(x, self.weight, self.bias), self.rows, self.axis)    # type: ignore[no-any-return]
+
+
+def test_a_wrong_cut_ends_in_its_first_step(tmp_path: Path) -> None:
+    with pytest.raises(pg.RankFailed, match="before the first update the gradient is off") as caught:
+        pg.train(job, Uncopied(2), runs=tmp_path)
+    assert caught.value.step == 0
+    certificate = pg.verify(job, Uncopied(2), runs=tmp_path)
+    assert not certificate.same
+    assert certificate.first is not None
+    assert certificate.first[1] == 0
+
+
+class Missing(Columns):
+    """Says of the last bias that it does not count anywhere."""
+
+    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        share = super().share(model, example, axis)
+        return replace(share, held={**share.held, "6.bias": replace(share.held["6.bias"], counts=False)})
+
+
+class Twice(Columns):
+    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        return pg.Share(model, {name: replace(each, counts=True) for name, each in held_whole(model, axis).items()})
+
+
+class Nameless(Columns):
+    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        return pg.Share(model, {})
+
+
+class Misshapen(Columns):
+    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        share = super().share(model, example, axis)
+        return replace(share, held={**share.held, "0.weight": Held("0.weight", (16, 10))})
+
+
+class Nothing(Columns):
+    def share(self, model: nn.Module, example: Any, axis: World) -> Any:
+        return model
+
+
+@pytest.mark.parametrize(("chosen", "says"), [
+    (Missing(2), r"missing\(2\) cuts the model wrongly: of the 5 elements of 6\.bias 0 count"),
+    (Twice(2), r"of the 160 elements of 0\.weight 320 count"),
+    (Nameless(2), r"0\.weight is held as None, which the model does not have"),
+    (Misshapen(2), r"0\.weight has the shape \(8, 10\), and what it says to hold of 0\.weight, whole \(16, 10\), has another"),
+    (Nothing(2), r"the share of nothing is a Sequential; return a paragrad\.Share"),
+])
+def test_a_cut_that_is_none_says_what_is_missing(chosen: pg.Strategy, says: str, tmp_path: Path) -> None:
+    with pytest.raises(pg.RankFailed, match=says):
+        pg.train(job, chosen, runs=tmp_path)
+
+
+def adafactor(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(parameters, lr=0.01)
+
+
+def test_an_optimizer_that_wants_whole_tensors_gets_them_or_says_so(tmp_path: Path) -> None:
+    """The first step is compared before its update, so a wrong update would go unseen."""
+    whole = job.replace(optimizer=adafactor)
+    with pytest.raises(pg.RankFailed, match=r"Adafactor wants whole tensors together .* columns\(2\) cuts them"):
+        pg.train(whole, Columns(2), runs=tmp_path)
+    assert pg.verify(whole, Stages(2), runs=tmp_path).same
+
+
+class Counting(nn.Module):
+    """A forward that counts itself in Python and reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * (1 + 0.1 * self.calls)
+
+
+def counting() -> nn.Module:
+    return nn.Sequential(Counting(), nn.Linear(10, 4), nn.Linear(4, 4))
+
+
+def test_what_a_forward_keeps_in_python_is_not_carried_and_says_so(tmp_path: Path) -> None:
+    with pytest.raises(pg.RankFailed, match="a cut model does not carry that from part to part"):
+        pg.train(make_job("counting", counting, VECTORS), Stages(2), runs=tmp_path)
+
+
+class Undivided(pg.Strategy):
+    """Divides the model, and does not say how."""
+    workers: int = pg.option(pg.Integer())
+    promise = Columns.promise
+    axes = Columns.axes
+    exchange = Central.exchange
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ("data(2) * undivided(2)", r"undivided\(2\) divides the model and does not cut it; give it a method `share"),
+    ("columns(2) * data(2)", "data holds replicas: at most one such part in a product, leftmost"),
+    ("columns(2) * columns(2)", "has two axes columns"),
+    ("central(2) * columns(2)", r"central\(2\) has servers, which know no other axes"),
+    ("data(2, micro=2) * stages(2)", r"data\(micro=...\) does not fit beside"),
+    ("data(2, state=shared_memory) * columns(2)", "cuts the model, of which each rank holds a part of its own"),
+    ("data(2) * tensor(2)", "tensor is known and not built yet"),
+])
+def test_products_that_cannot_be_are_refused(text: str, says: str) -> None:
+    with pytest.raises(pg.Refused, match=says):
+        pg.train(job, pg.strategy(text))
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ("columns(1)", "a loop of your own holds the whole model, which it cuts; make it a Job"),
+    ("central(1)", r"central\(1\) wants 2 ranks, 1 of them for servers, and the launcher started 1; start 2"),
+])
+def test_in_a_loop_of_ones_own_they_are_refused(text: str, says: str) -> None:
+    model = deep()
+    with pytest.raises(pg.Refused, match=says), \
+            pg.parallelize(model, nn.functional.cross_entropy, adamw(model.parameters()), text):
+        pass
+
+
+def test_planted_bugs_are_found_in_a_product_too(tmp_path: Path) -> None:
+    for bug in ("mean_twice", "skip_chunk"):
+        with pytest.raises(pg.RankFailed, match="off"):
+            pg.train(job, "data(2, reduce=ring) * columns(2)", runs=tmp_path, sabotage=bug, unproved=True)
+
+
+def test_the_record_tells_workers_from_servers(tmp_path: Path) -> None:
+    run = pg.train(job, Central(2), runs=tmp_path)
+    assert (run.header["workers"], run.header["servers"]) == (2, 1)
+    assert not Record(run.folder).of("step", 2)
+    assert run.sent_per_step["gradients"]["bytes"] > 0
+    assert json.loads((run.folder / "rank-2.jsonl").read_text().splitlines()[-1])["kind"] == "memory"
+
+
+# ---- layouts ---------------------------------------------------------------------------------------------------------------
+def test_boxes_and_ranges_put_the_serial_tensor_together() -> None:
+    """A fused qkv: of each third of the rows one half a rank; a flat range; one that another rank holds."""
+    qkv, flat = torch.arange(24.0).view(12, 2), torch.arange(7.0)
+    held = [Held("qkv", (12, 2), tuple((slice(4 * third + 2 * rank, 4 * third + 2 * rank + 2),) for third in range(3)))
+            for rank in range(2)]
+    ranges = [Held("flat", (7,), each) for each in (range(3), range(3, 7))]
+    parts = [(each, each.of(whole)) for whole, both in ((qkv, held), (flat, ranges)) for each in both]
+    assert parts[0][1].tolist() == torch.cat([qkv[0:2], qkv[4:6], qkv[8:10]]).tolist()
+    found = together([*parts, (Held("none", (3,)), None)])
+    assert torch.equal(found["qkv"], qkv)               # type: ignore[arg-type]
+    assert torch.equal(found["flat"], flat)             # type: ignore[arg-type]
+    assert found["none"] is None
+
+
+def test_a_cut_of_a_cut_is_one_of_the_whole_or_refused() -> None:
+    rows = Held("layer.weight", (8, 2), ((slice(0, 4),),))
+    stage = Held("3.layer.weight", (8, 2), counts=False)
+    assert rows.within(stage) == Held("3.layer.weight", (8, 2), ((slice(0, 4),),), counts=False)
+    with pytest.raises(Exception, match="two cuts divide it"):
+        rows.within(rows)
+
+
+def test_an_uncut_model_is_a_layout_too() -> None:
+    tensors = {"a": torch.ones(2), "b": None}
+    assert Layout().whole(tensors) == tensors
+    assert Layout().told([1.0, 2.0]) == [[1.0, 2.0]]
