@@ -123,20 +123,20 @@ class Layout:
         """The serial tensors of which these are the local ones, on every rank, or on the first alone. Collective."""
         if not self.cut:
             return dict(tensors)
-        # a view would take all that it is a view of along
-        mine = [(replace(self.held[name], owners=()), None if tensor is None else tensor.detach().clone())
-                for name, tensor in tensors.items() if self.held[name].counts]
-        told = self.world.collected(mine)
+        told = self.world.collected([(replace(self.held[name], owners=()), _sent(tensor))
+                                     for name, tensor in tensors.items() if self.held[name].counts])
         found = together(each for parts in told for each in parts)
         found = self.world.agreed(found) if everywhere else found
-        return {name: found[name] for name in self.serial if name in found}
+        return {name: None if (tensor := found[name]) is None else tensor.to(self.world.device)
+                for name in self.serial if name in found}
 
     def state(self, state: State) -> State:
         """An optimizer's state in serial shapes, on the first rank. Collective."""
         if not self.cut:
             return state
-        told = self.world.collected([(replace(self.held[name], owners=()), values) for name, values in state.items()
-                                     if self.held[name].counts])
+        told = self.world.collected([
+            (replace(self.held[name], owners=()), {what: _sent(value) for what, value in values.items()})
+            for name, values in state.items() if self.held[name].counts])
         return state_together(each for parts in told for each in parts)
 
     def norms(self, tensors: Mapping[str, Tensor | None]) -> dict[str, float]:
@@ -175,6 +175,11 @@ class Layout:
             return [list(numbers)]
         every = [each.tolist() for each in self.world.gathered(torch.tensor([not self.gives, *numbers], dtype=torch.float64))]
         return [each[1:] for each in sorted(every, key=lambda each: each[0])]
+
+
+def _sent(value: Any) -> Any:
+    """A tensor as it goes to another process: through the host, and without what it is a view of."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 def hollow(model: nn.Module) -> nn.Module:
