@@ -73,9 +73,8 @@ class Served(pg.Exchange):
     def state(self) -> State:
         return self.ask("state")        # type: ignore[no-any-return]
 
-    def close(self) -> None:
-        if self.room.rank:
-            self.ask("end")
+    def dismiss(self) -> None:
+        self.ask("end")
 
     # ---- the server's ------------------------------------------------------------------------------------------------------
     def serve(self) -> None:

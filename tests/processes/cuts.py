@@ -58,12 +58,15 @@ class ColumnLinear(nn.Module):
     def __init__(self, whole: nn.Linear, rows: list[range], axis: World) -> None:
         super().__init__()
         mine = slice(rows[axis.rank].start, rows[axis.rank].stop)
-        self.weight = nn.Parameter(whole.weight.detach()[mine].clone())
-        self.bias = None if whole.bias is None else nn.Parameter(whole.bias.detach()[mine].clone())
+        self.weight, self.bias = _part(whole.weight, mine), None if whole.bias is None else _part(whole.bias, mine)
         self.rows, self.axis = rows, axis
 
     def forward(self, x: Tensor) -> Tensor:
         return Gathered.apply(nn.functional.linear(Copied.apply(x, self.axis), self.weight, self.bias), self.rows, self.axis)
+
+
+def _part(whole: nn.Parameter, mine: slice) -> nn.Parameter:
+    return nn.Parameter(whole.detach()[mine].clone(), requires_grad=whole.requires_grad)
 
 
 class Copied(torch.autograd.Function):
@@ -92,6 +95,9 @@ class Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return gradients[0][..., ctx.own.start:ctx.own.stop], None, None
+
+
+TYPES = torch.float32, torch.float64, torch.bfloat16
 
 
 # ---- stages: consecutive parts of a Sequential, one after the other ---------------------------------------------------------
@@ -159,9 +165,11 @@ class OneAfterAnother(pg.Passes):
             samples = self.within.batch_norm.samples = len(micro.positions)
             with self.within.keyed(micro), self.within.batch_norm:
                 x = self._received(inputs)
-                out = self.within.module.model(x if self.first else x.requires_grad_())
+                with self.within.casting():
+                    out = self.within.module.model(x if self.first else x.requires_grad_())
+                    if self.last:
+                        total, weight = self.within.module.pair(out, target, samples)
                 if self.last:
-                    total, weight = self.within.module.pair(out, target, samples)
                     total.backward()
                     own = Sums(own.loss + float(total.detach()), own.weight + weight)
                 else:
@@ -184,15 +192,16 @@ class OneAfterAnother(pg.Passes):
         return inputs if self.first else self._receive(-1)
 
     def _send(self, tensor: Tensor, step: int) -> None:
-        shape = torch.tensor([tensor.dim(), *tensor.shape] + [0] * (7 - tensor.dim()))
+        shape = torch.tensor([TYPES.index(tensor.dtype), tensor.dim(), *tensor.shape] + [0] * (6 - tensor.dim()))
         for each in (shape, tensor.detach().contiguous()):
             dist.send(each, group=self.line.group, group_dst=self.line.rank + step)
+        self.exchange.count("activations", tensor.nbytes, computed=False)
 
     def _receive(self, step: int) -> Tensor:
         shape = torch.zeros(8, dtype=torch.int64)
         dist.recv(shape, group=self.line.group, group_src=self.line.rank + step)
-        count, *sizes = shape.tolist()
-        tensor = torch.zeros(sizes[:count], dtype=next(self.within.module.model.parameters()).dtype)
+        kind, count, *sizes = shape.tolist()
+        tensor = torch.zeros(sizes[:count], dtype=TYPES[kind])
         dist.recv(tensor, group=self.line.group, group_src=self.line.rank + step)
         return tensor
 

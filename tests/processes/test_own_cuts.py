@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import itertools
 import json
+import random
+import time
+import weakref
+from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from central import Central
+from central import Central, Served
 from cuts import ColumnLinear, Columns, Gathered, Stages, held_whole
 from equality import IMAGES, VECTORS, normed_cnn
 from equality import job as make_job
@@ -20,7 +27,7 @@ from paragrad.record.record import Record
 from paragrad.techniques.layout import Held, Layout, together
 from paragrad.training.trainer import Trainer
 from paragrad.world.launching import Ranks
-from paragrad.world.world import World
+from paragrad.world.world import TIMEOUT, World
 
 
 def deep() -> nn.Module:
@@ -97,6 +104,44 @@ def test_a_rank_holds_its_part_alone(tmp_path: Path) -> None:
     assert ("loss again", "not checked") in {(line["what"], line["picked"]) for line in run.of("choice")}
 
 
+def freed(world: World, chosen: pg.Strategy) -> list[bool]:
+    """Of every parameter of the whole model, whether it is gone after two steps."""
+    trainer = Trainer.of_job(world, job, chosen)
+    try:
+        whole = [weakref.ref(parameter) for parameter in trainer.model.parameters()]
+        for inputs, target in itertools.islice(trainer.batches(job.train, job.batch, 0), 2):
+            trainer.step(inputs, target)
+        gc.collect()
+        return [reference() is None for reference in whole]
+    finally:
+        trainer.close()
+
+
+def test_the_whole_model_is_gone_once_the_first_step_was_compared(pool: Ranks) -> None:
+    assert pool.run(freed, Stages(2), size=2) == [[True] * 6] * 2
+
+
+def _broken(weight: float) -> None:
+    raise ValueError("broken")
+
+
+class Failing(Central):
+    """A worker fails where the others go on."""
+
+    def exchange(self, replica: Any, world: World, log: Any, how: Any) -> pg.Exchange:
+        made = Served(replica, world)
+        if world.rank == 0:
+            made.average = _broken                      # type: ignore[method-assign]
+        return made
+
+
+def test_a_failed_worker_does_not_wait_for_its_server(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(pg.RankFailed, match="rank 0, step 0: ValueError: broken"):
+        pg.train(job, Failing(2), runs=tmp_path)
+    assert time.monotonic() - began < TIMEOUT / 2
+
+
 def asked_to_stop(world: World, chosen: pg.Strategy) -> list[bool]:
     trainer, stops = Trainer.of_job(world, job, chosen), []
     try:
@@ -167,6 +212,37 @@ class Misshapen(Columns):
         return replace(share, held={**share.held, "0.weight": Held("0.weight", (16, 10))})
 
 
+class Misplaced(Columns):
+    """All ranks say that they hold the first rows; one of them does not."""
+
+    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        share = super().share(model, example, axis)
+        return replace(share, held={**share.held, "0.weight": Held("0.weight", (16, 10), ((slice(0, 8),),))})
+
+
+class Overlapping(Columns):
+    """All ranks do hold the first rows."""
+
+    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        whole = model.get_parameter("0.weight").detach().clone()
+        share = super().share(model, example, axis)
+        share.model.get_parameter("0.weight").data = whole[:8].clone()
+        return replace(share, held={**share.held, "0.weight": Held("0.weight", (16, 10), ((slice(0, 8),),))})
+
+
+class Thawed(Columns):
+    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        share = super().share(model, example, axis)
+        share.model.get_parameter("0.bias").requires_grad_(False)
+        return share
+
+
+class Elsewhere(Columns):
+    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        share = super().share(model, example, axis)
+        return replace(share, held={**share.held, "0.bias": Held("0.bia", (16,))})
+
+
 class Nothing(Columns):
     def share(self, model: nn.Module, example: Any, axis: World) -> Any:
         return model
@@ -175,7 +251,11 @@ class Nothing(Columns):
 @pytest.mark.parametrize(("chosen", "says"), [
     (Missing(2), r"missing\(2\) cuts the model wrongly: of the 5 elements of 6\.bias 0 count"),
     (Twice(2), r"of the 160 elements of 0\.weight 320 count"),
-    (Nameless(2), r"0\.weight is held as None, which the model does not have"),
+    (Nameless(2), r"0\.weight is held, and of which tensor it is a part is not said"),
+    (Misplaced(2), r"0\.weight has other values than what it says to hold of 0\.weight"),
+    (Overlapping(2), r"of 0\.weight some elements count twice, and others not at all"),
+    (Thawed(2), r"0\.bias is frozen, and 0\.bias of the model is not"),
+    (Elsewhere(2), r"0\.bias holds of 0\.bia, which the model does not have"),
     (Misshapen(2), r"0\.weight has the shape \(8, 10\), and what it says to hold of 0\.weight, whole \(16, 10\), has another"),
     (Nothing(2), r"the share of nothing is a Sequential; return a paragrad\.Share"),
 ])
@@ -194,6 +274,134 @@ def test_an_optimizer_that_wants_whole_tensors_gets_them_or_says_so(tmp_path: Pa
     with pytest.raises(pg.RankFailed, match=r"Adafactor wants whole tensors together .* columns\(2\) cuts them"):
         pg.train(whole, Columns(2), runs=tmp_path)
     assert pg.verify(whole, Stages(2), runs=tmp_path).same
+
+
+class Dropping(Stages):
+    """The second stage's dropout is another one than serial's."""
+
+    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        return replace(super().share(model, example, axis), draws=(0, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_wrong_number_of_a_draw_ends_with_a_verdict(dtype: torch.dtype, tmp_path: Path) -> None:
+    """One worker was asked again with the part's draws, and that failed in its place; and ranks without the loss took it for
+    float32, so that some doubted what others did not."""
+    with pytest.raises(pg.RankFailed, match="not one worker's training: before the first update"):
+        pg.train(job.replace(dtype=dtype), Dropping(2), runs=tmp_path)
+
+
+class Drifting(Columns):
+    """The second rank's copy of a norm gets another gradient than the first's."""
+
+    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        share = super().share(model, example, axis)
+        if axis.rank == 1:
+            share.model.get_parameter("1.weight").register_hook(lambda gradient: gradient * 0.5)
+        return share
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+
+
+def test_copies_that_would_drift_apart_end_in_the_first_step(tmp_path: Path) -> None:
+    """Of copies only the one that counts was compared."""
+    both = make_job("layer norm", normed, VECTORS)
+    assert pg.verify(both, Columns(2), runs=tmp_path).same
+    with pytest.raises(pg.RankFailed, match="ranks 0 and 1 hold copies of it with other gradients") as caught:
+        pg.train(both, Drifting(2), runs=tmp_path)
+    assert caught.value.tensor == "1.weight"
+
+
+class Parted(Columns):
+    """One weight, whose rows are two experts' of two ranks: a rank that is not asked has no gradient."""
+
+    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        held = held_whole(model, axis)
+        table = model.get_parameter("0.table")
+        rows = slice(2 * axis.rank, 2 * axis.rank + 2)
+        model.get_submodule("0").table = nn.Parameter(table.detach()[rows].clone())    # type: ignore[assignment]
+        model.get_submodule("0").axis = axis                                            # type: ignore[assignment]
+        held["0.table"] = Held("0.table", (4, 4), ((rows,),))
+        return pg.Share(model, held)
+
+
+class Table(nn.Module):
+    """Adds a row, by the sign of the first feature of the first sample, to all samples: of a part, where the part has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(4, 4, generator=torch.Generator().manual_seed(0)))
+        self.axis: World | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.axis is None:
+            return x + self.table[0]
+        return x + Summed.apply(self.table[0] if self.axis.rank == 0 else torch.zeros(4, dtype=x.dtype), self.axis)
+
+
+class Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: World) -> torch.Tensor:
+        return axis.all_reduced(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0], None
+
+
+def tabled() -> nn.Module:
+    return nn.Sequential(OrderedDict([("first", nn.Linear(10, 4)), ("0", Table()), ("last", nn.Tanh())]))
+
+
+def test_a_part_without_a_gradient_is_updated_as_the_whole_is(tmp_path: Path) -> None:
+    """Weight decay moves it in serial, for the tensor has a gradient; on the rank of that part it had none."""
+    both = make_job("tabled", tabled, VECTORS, optimizer=adamw)
+    assert pg.verify(both, Parted(2), runs=tmp_path).same
+
+
+@pytest.mark.parametrize("chosen", [Columns(2), Stages(2), pg.Data(2) * Stages(2)], ids=str)
+def test_autocast_and_more_stages_than_parameters(chosen: pg.Strategy, tmp_path: Path) -> None:
+    run = pg.train(job.replace(dtype=torch.bfloat16), chosen, runs=tmp_path)
+    assert {line["name"] for line in run.of("event")} == {"checked"}
+    assert pg.verify(job, Stages(4), runs=tmp_path).same            # of which the third has nothing to train
+
+
+class Uncast(Stages):
+    def passes(self, within: Any, exchange: pg.Exchange) -> Any:
+        made = super().passes(within, exchange)
+        within.casting = contextlib.nullcontext
+        return made
+
+
+def test_passes_that_leave_autocast_out_say_so(tmp_path: Path) -> None:
+    with pytest.raises(pg.RankFailed, match=r"the passes of uncast\(2\) leave autocast out"):
+        pg.train(job.replace(dtype=torch.bfloat16), Uncast(2), runs=tmp_path)
+
+
+def hooked() -> nn.Module:
+    model = deep()
+    model.get_parameter("0.weight").register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    return model
+
+
+class Drawing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (random.random() < 0.5)
+
+
+def drawing() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 8), Drawing(), nn.Linear(8, 4))
+
+
+@pytest.mark.parametrize(("model", "says"), [
+    (hooked, "it has a hook, which its parts would not have"),
+    (drawing, "the model draws from random, and in parts its calls are others"),
+])
+def test_what_a_part_would_do_otherwise_is_refused(model: Any, says: str, tmp_path: Path) -> None:
+    with pytest.raises(pg.RankFailed, match=says):
+        pg.train(make_job("otherwise", model, VECTORS), Stages(2), runs=tmp_path)
 
 
 class Counting(nn.Module):
@@ -218,15 +426,23 @@ def test_what_a_forward_keeps_in_python_is_not_carried_and_says_so(tmp_path: Pat
 
 
 class Undivided(pg.Strategy):
-    """Divides the model, and does not say how."""
+    """Divides the model, and does not say how; has an exchange all the same."""
     workers: int = pg.option(pg.Integer())
     promise = Columns.promise
     axes = Columns.axes
     exchange = Central.exchange
 
 
+class Unsaid(pg.Strategy):
+    workers: int = pg.option(pg.Integer())
+    promise = Columns.promise
+    axes = Columns.axes
+
+
 @pytest.mark.parametrize(("text", "says"), [
-    ("data(2) * undivided(2)", r"undivided\(2\) divides the model and does not cut it; give it a method `share"),
+    ("data(2) * undivided(2)", r"and undivided\(2\) both bring exchange of their own; at most one factor"),
+    ("data(2) * unsaid(2)", r"Unsaid has no exchange; give it a method .* or `share\(self, model, example, axis\)`"),
+    ("stages(2) * stages(2)", "both bring passes of their own|two axes stages"),
     ("columns(2) * data(2)", "data holds replicas: at most one such part in a product, leftmost"),
     ("columns(2) * columns(2)", "has two axes columns"),
     ("central(2) * columns(2)", r"central\(2\) has servers, which know no other axes"),
@@ -264,6 +480,12 @@ def test_the_record_tells_workers_from_servers(tmp_path: Path) -> None:
     assert json.loads((run.folder / "rank-2.jsonl").read_text().splitlines()[-1])["kind"] == "memory"
 
 
+def test_a_run_without_a_step_left_lets_its_server_go(tmp_path: Path) -> None:
+    """It waited for a first step."""
+    first = pg.train(job, Central(2), runs=tmp_path, save=6)
+    assert pg.train(job, Central(2), runs=tmp_path, resume=first.folder).losses == []
+
+
 # ---- layouts ---------------------------------------------------------------------------------------------------------------
 def test_boxes_and_ranges_put_the_serial_tensor_together() -> None:
     """A fused qkv: of each third of the rows one half a rank; a flat range; one that another rank holds."""
@@ -282,9 +504,9 @@ def test_boxes_and_ranges_put_the_serial_tensor_together() -> None:
 def test_a_cut_of_a_cut_is_one_of_the_whole_or_refused() -> None:
     rows = Held("layer.weight", (8, 2), ((slice(0, 4),),))
     stage = Held("3.layer.weight", (8, 2), counts=False)
-    assert rows.within(stage) == Held("3.layer.weight", (8, 2), ((slice(0, 4),),), counts=False)
+    assert rows.after(stage) == Held("3.layer.weight", (8, 2), ((slice(0, 4),),), counts=False)
     with pytest.raises(Exception, match="two cuts divide it"):
-        rows.within(rows)
+        rows.after(rows)
 
 
 def test_an_uncut_model_is_a_layout_too() -> None:

@@ -73,7 +73,8 @@ class Summed(nn.Module):
 
     traced: whether the divisor of the loss's mean is read off its graph; False: it cannot be, and samples are the weight; None:
     as it comes (before the first step).  known: whether the last weight was more than the number of samples;
-    doubtful: of its weight, what may be that of nothing (`clamp(min=1)` of the number of labels where there is none);
+    doubtful: of its weight, what may be that of nothing (`clamp(min=1)` of the number of labels where there is none);  doubts:
+    their sum, until somebody begins anew;
     linear: gradients grow as the loss does (as far as it was seen);  dtype: of the last loss.
     """
 
@@ -83,7 +84,7 @@ class Summed(nn.Module):
         self._loss = (loss,)                    # in a tuple: a loss that is a module is not part of the model
         self.traced: bool | None = None
         self.known = True
-        self.doubtful = 0.0
+        self.doubtful = self.doubts = 0.0
         self.linear = True
         self.dtype = torch.float32
 
@@ -122,6 +123,8 @@ class Summed(nn.Module):
             weight = self._weight(value, target, max(samples, 1))
             total = (value if value.dtype in WIDE else value.to(torch.promote_types(value.dtype, torch.float32))) * weight
         if weight and samples:
+            if self.doubtful:
+                self.doubts += self.doubtful
             return total, weight
         if isinstance(value, tuple) and samples and total != 0 and total.isfinite():
             return total, 0.0           # a sum that counts without a weight of its own

@@ -124,6 +124,10 @@ class Strategy(Family, abstract=True):
         """Ranks of a resolved strategy."""
         return prod(axis.size for axis in self.axes) + self.servers
 
+    def serves(self, rank: int) -> bool:
+        """Is a rank of a resolved strategy a server? They are the last ones."""
+        return rank >= self.size - self.servers
+
     @property
     def exact(self) -> bool:
         """Is it the same training as serial?"""

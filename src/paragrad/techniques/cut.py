@@ -1,15 +1,19 @@
-"""The cut: from the serial model to what each rank holds of it. One for every axis that divides the model, or its domain."""
+"""The cut: from the serial model to what each rank holds of it. One for every axis that divides the model, or its domain.
+
+A technique's module has a function `share(strategy, model, example, axis) -> Share`, a strategy of a user's own a method
+`share(model, example, axis)`: this rank's share of a model, which may be changed; example: inputs of some samples. It is
+collective over the axis, and raises StepFailed with the module where it cannot be divided.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from torch import nn
 
+from paragrad.errors import StepFailed
 from paragrad.techniques.layout import Held
-from paragrad.world.world import World
 
 
 @dataclass(frozen=True)
@@ -31,19 +35,12 @@ class Share:
         return cls(model, {name: Held(name, tuple(tensor.shape))
                            for name, tensor in [*model.named_parameters(), *model.named_buffers()]})
 
-    def within(self, outer: Share) -> Share:
-        """Of a part that an outer cut left, as a part of the serial model."""
-        draws = self.draws if outer.draws is None else outer.draws if self.draws is None else tuple(
-            outer.draws[call] for call in self.draws)
-        held = {name: each.within(outer.held[each.name]) for name, each in self.held.items()}
-        return Share(self.model, held, self.gives and outer.gives, draws)
-
-
-class Cut(Protocol):
-    """How a technique divides a model: `share` of its module, or of a strategy of a user's own (`techniques/table.py`)."""
-
-    def __call__(self, model: nn.Module, example: Any, axis: World) -> Share:
-        """This rank's share of a model, which may be changed. example: inputs of some samples. Collective over the axis.
-
-        Raises StepFailed with the module where it cannot be divided.
-        """
+    def after(self, before: Share) -> Share:
+        """Of what an earlier cut left, as a share of the serial model."""
+        draws = self.draws if before.draws is None else before.draws if self.draws is None else tuple(
+            before.draws[call] for call in self.draws)
+        if strange := [name for name, each in self.held.items() if each.name not in before.held]:
+            raise StepFailed(f"a cut says that {strange[0]} holds of {self.held[strange[0]].name}, which the model does not "
+                             "have")
+        held = {name: each.after(before.held[each.name]) for name, each in self.held.items()}
+        return Share(self.model, held, self.gives and before.gives, draws)

@@ -52,7 +52,7 @@ class Exchange(ABC):
 
     What differs is replaced, at least `finish` and `counted`. Collective: all ranks make it together. Set in every
     step: `stop`, this rank was asked to stop;  before `finish`, `doubt`: of its weight, what may be that of nothing
-    (`Summed.doubtful`). To be read: `sent`, bytes by kind in this step;  `largest`: bytes it keeps in memory;  `sharing`: ranks
+    (`Summed.doubts`). To be read: `sent`, bytes by kind in this step;  `largest`: bytes it keeps in memory;  `sharing`: ranks
     that hold the parameters together.
     """
     sharing = 1
@@ -90,8 +90,8 @@ class Exchange(ABC):
 
     def average(self, weight: float) -> None:
         """The one division by the global weight."""
-        gradients = [parameter.grad for parameter in self.every if parameter.grad is not None]
-        torch._foreach_div_(gradients, weight)
+        if gradients := [parameter.grad for parameter in self.every if parameter.grad is not None]:     # of some parts, none
+            torch._foreach_div_(gradients, weight)
 
     def averaged(self) -> dict[str, Tensor | None]:
         """The mean gradient of every parameter, between `average` and `update`. Collective."""
@@ -104,8 +104,12 @@ class Exchange(ABC):
         self.optimizer.step()
 
     def serve(self) -> None:
-        """Of a rank that is a server: until the workers' exchanges are closed. It has no steps, and no batches."""
+        """Of a rank that is a server: until the workers dismiss it. It has no steps, and no batches."""
         raise StepFailed(f"{type(self).__name__} has no servers; give it a method serve(self)")
+
+    def dismiss(self) -> None:      # noqa: B027         # most have no servers
+        """Of a worker, when the run has come to its end: let the servers go. Collective of all workers; not after a failure,
+        where some no longer come."""
 
     # ---- what others look at -------------------------------------------------------------------------------------------
     def evaluating(self) -> contextlib.AbstractContextManager[Any]:

@@ -7,6 +7,7 @@ the gradients of what several ranks own, and who tells the loss.
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from paragrad.errors import StepFailed
+from paragrad.planner.price import computed_bytes
 from paragrad.world.world import World
 
 Box = tuple[slice, ...]                     # start to stop along the first dimensions of a tensor; the others whole
@@ -56,12 +58,28 @@ class Held:
             for place, each in zip(places, part.split([place.shape[self.dim] for place in places], self.dim), strict=True):
                 place.copy_(each)
 
-    def within(self, outer: Held) -> Held:
-        """The same in terms of the model that an outer cut was given, where this one cut what that one left."""
-        if self.where is not None and outer.where is not None:
-            raise StepFailed("two cuts divide it; leave one of them out", tensor=outer.name)
-        cut = self if outer.where is None else outer
-        return Held(outer.name, outer.shape, cut.where, cut.dim, self.counts and outer.counts, self.owners + outer.owners)
+    def after(self, before: Held) -> Held:
+        """The same in terms of the serial model, where this is a part of what an earlier cut left of it."""
+        if self.where is not None and before.where is not None:
+            raise StepFailed("two cuts divide it; leave one of them out", tensor=before.name)
+        cut = self if before.where is None else before
+        return Held(before.name, before.shape, cut.where, cut.dim, self.counts and before.counts, self.owners + before.owners)
+
+    def overlaps(self, other: Held) -> bool:
+        """Do two parts of one tensor have an element in common?"""
+        if self.where is None or other.where is None:
+            return True
+        if isinstance(self.where, range) and isinstance(other.where, range):
+            return max(self.where.start, other.where.start) < min(self.where.stop, other.where.stop)
+        if isinstance(self.where, range) or isinstance(other.where, range):
+            raise StepFailed("one rank holds a range of it and another one boxes; hold it alike everywhere", tensor=self.name)
+        return any(all(max(a.start or 0, b.start or 0) < min(_stop(a, size), _stop(b, size))
+                       for a, b, size in zip(one, two, self.shape, strict=False))
+                   for one in self.where for two in other.where)
+
+
+def _stop(part: slice, size: int) -> int:
+    return size if part.stop is None else min(int(part.stop), size)
 
 
 def together(parts: Iterable[tuple[Held, Tensor | None]]) -> dict[str, Tensor | None]:
@@ -72,7 +90,11 @@ def together(parts: Iterable[tuple[Held, Tensor | None]]) -> dict[str, Tensor | 
         if part is not None:
             if serial is None:
                 serial = found[held.name] = torch.zeros(held.shape, dtype=part.dtype, device=part.device)
-            held.put(part, serial)
+            try:
+                held.put(part, serial)
+            except RuntimeError as error:
+                raise StepFailed(f"a part of it has the shape {tuple(part.shape)} now, and had another one when the model was "
+                                 "cut", tensor=held.name) from error
     return found
 
 
@@ -92,15 +114,15 @@ def state_together(parts: Iterable[tuple[Held, dict[str, Any]]]) -> State:
     return found
 
 
-def hold(optimizer: torch.optim.Optimizer, held: Mapping[Tensor, Sequence[tuple[Held, Tensor]]]) -> None:
-    """Let an optimizer hold parts, and their part of the state, instead of parameters: {parameter: [(which, the part)]}."""
+def hand_over(optimizer: torch.optim.Optimizer, held: Mapping[Tensor, Sequence[tuple[Held, Tensor]]]) -> None:
+    """Give an optimizer parts, and their part of the state, in place of parameters: {parameter: [(which, the part)]}."""
     before, optimizer.state = optimizer.state, type(optimizer.state)(dict)
     for group in optimizer.param_groups:
         pairs = [(parameter, *each) for parameter in group["params"] for each in held.get(parameter, ())]
         for parameter, which, part in pairs:
             if parameter in before:
-                optimizer.state[part] = {what: which.of(value) if isinstance(value, Tensor) and value.dim() else value
-                                         for what, value in before[parameter].items()}
+                optimizer.state[part] = {what: which.of(value) if isinstance(value, Tensor) and value.dim() else
+                                         copy.deepcopy(value) for what, value in before[parameter].items()}
         group["params"] = [part for *_, part in pairs]
 
 
@@ -108,16 +130,13 @@ class Layout:
     """What this rank holds of a model, by local name.
 
     world: the ranks that hold one replica together;  serial: the names of the serial model's tensors;  gives: the output and
-    the loss are on this rank. An uncut model is a layout in a world of one.
+    the loss are on this rank. An uncut model is a layout too, of no parts. To be read: `sent`, bytes of its own messages.
     """
 
     def __init__(self, world: World | None = None, held: Mapping[str, Held] | None = None, serial: Sequence[str] = (),
                  gives: bool = True) -> None:
         self.world, self.held, self.serial, self.gives = world or World(), dict(held or {}), list(serial), gives
-
-    @property
-    def cut(self) -> bool:
-        return self.world.size > 1
+        self.cut, self.sent = held is not None, 0
 
     def whole(self, tensors: Mapping[str, Tensor | None], everywhere: bool = True) -> dict[str, Tensor | None]:
         """The serial tensors of which these are the local ones, on every rank, or on the first alone. Collective."""
@@ -146,7 +165,7 @@ class Layout:
             if tensor is not None and self.held[name].counts:
                 wide = torch.promote_types(tensor.dtype, torch.float32)
                 squares[self.held[name].name] += float(torch.linalg.vector_norm(tensor, dtype=wide)) ** 2
-        sums = self.world.all_reduced(torch.tensor([*squares.values()], dtype=torch.float64)).sqrt()
+        sums = self._all_reduced(torch.tensor([*squares.values()], dtype=torch.float64)).sqrt()
         return dict(zip(squares, sums.tolist(), strict=True))
 
     def clip(self, parameters: Mapping[str, Tensor], most: float) -> None:
@@ -159,22 +178,54 @@ class Layout:
         nn.utils.clip_grads_with_norm_(parameters.values(), most, total)
 
     def sum_owned(self, parameters: Mapping[str, Tensor]) -> None:
-        """Gradients of what several ranks own become their sum. Collective."""
-        for name, held in sorted(self.held.items(), key=lambda item: item[1].name):     # all owners in one order
-            for world in held.owners:
-                parameter = parameters[name]
-                there = parameter.grad is not None
-                mine = parameter.grad if there else torch.zeros_like(parameter)
-                told = world.all_reduced(torch.cat([mine.reshape(-1), mine.new_tensor([float(there)])]))
-                if there or told[-1].real > 0:
-                    parameter.grad = told[:-1].view_as(parameter)
+        """Gradients of what several ranks own become their sum; a part without one is zero where another part of the same
+        serial tensor has one, as in serial. Collective."""
+        if not self.cut:
+            return
+        there = dict.fromkeys(self.serial, 0.0)
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                there[self.held[name].name] = 1.0
+        used = dict(zip(there, self._all_reduced(torch.tensor([*there.values()]), "MAX").tolist(), strict=True))
+        for name, parameter in sorted(parameters.items(), key=lambda item: self.held[item[0]].name):    # as all owners do
+            if not used[self.held[name].name]:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            for world in self.held[name].owners:
+                parameter.grad = self._all_reduced(parameter.grad, among=world)
+
+    def unequal(self, tensors: Mapping[str, Tensor | None], world: World | None = None) -> tuple[int, int, str] | None:
+        """The first two ranks that hold the same part of a serial tensor with other bits, and its name; None. Collective.
+
+        world: of all replicas, otherwise of this one.
+        """
+        world, mine = world or self.world, {}
+        for name, tensor in tensors.items():
+            held = self.held.get(name)
+            bits = b"" if tensor is None else tensor.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy().tobytes()
+            mine[held.name if held else name, str((held.where, held.dim)) if held else ""] = hashlib.sha256(bits).digest()
+        first: dict[tuple[str, str], tuple[int, bytes]] = {}
+        found = None
+        for rank, theirs in enumerate(world.collected(mine)):
+            for key, digest in theirs.items():
+                holder, seen = first.setdefault(key, (rank, digest))
+                found = (holder, rank, key[0]) if found is None and seen != digest else found
+        return world.agreed(found)          # type: ignore[no-any-return]
 
     def told(self, numbers: Sequence[float]) -> list[list[float]]:
         """The numbers of all ranks that hold this replica, first of those that have the loss. Collective."""
         if not self.cut:
             return [list(numbers)]
-        every = [each.tolist() for each in self.world.gathered(torch.tensor([not self.gives, *numbers], dtype=torch.float64))]
+        mine = torch.tensor([not self.gives, *numbers], dtype=torch.float64)
+        self.sent += computed_bytes("all_gather", mine.nbytes, self.world.size)
+        every = [each.tolist() for each in self.world.gathered(mine)]
         return [each[1:] for each in sorted(every, key=lambda each: each[0])]
+
+    def _all_reduced(self, tensor: Tensor, operation: str = "SUM", among: World | None = None) -> Tensor:
+        world = among or self.world
+        self.sent += computed_bytes("all_reduce", tensor.nbytes, world.size)
+        return world.all_reduced(tensor, operation)
 
 
 def _sent(value: Any) -> Any:
@@ -192,12 +243,12 @@ def hollow(model: nn.Module) -> nn.Module:
 
 def filled(model: nn.Module, tensors: Mapping[str, Tensor | None]) -> nn.Module:
     """A hollow model with values: those under a tensor's first name are under its others too."""
-    filled = copy.deepcopy(model)
+    whole = copy.deepcopy(model)
     first: dict[int, str] = {}
     values = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
         value = tensors.get(first.setdefault(id(tensor), name))
         if value is not None:
             values[name] = value
-    filled.load_state_dict(values, strict=False, assign=True)
-    return filled
+    whole.load_state_dict(values, strict=False, assign=True)
+    return whole

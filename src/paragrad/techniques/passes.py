@@ -20,14 +20,10 @@ from paragrad.world.world import World
 
 
 class Sums(NamedTuple):
-    """This rank's own sums over its micro-batches.
-
-    scale: what gradients were multiplied by already;  doubt: of the weight, what may be that of nothing (`Summed.doubtful`).
-    """
+    """This rank's own sums over its micro-batches. scale: what gradients were multiplied by already."""
     loss: float = 0.0
     weight: float = 0.0
     scale: float = 1.0
-    doubt: float = 0.0
 
 
 class Within(Protocol):
@@ -76,7 +72,7 @@ class OneByOne(Passes):
         own = Sums()
         for number, (micro, inputs, target) in enumerate(micros):
             more = self._forward_backward(micro, inputs, target, number, count)
-            own = Sums(own.loss + more.loss, own.weight + more.weight, more.scale, own.doubt + more.doubt) if number else more
+            own = Sums(own.loss + more.loss, own.weight + more.weight, more.scale)
         return own
 
     def _forward_backward(self, micro: Micro, inputs: Any, target: Any, number: int, count: int) -> Sums:
@@ -95,4 +91,4 @@ class OneByOne(Passes):
             scale = 1.0 / weight if alone and weight and not summed.linear else 1.0
             with within.log.span(f"B{number}", "compute"):
                 total.backward(None if scale == 1.0 else total.new_tensor(scale))
-        return Sums(value, weight, scale, summed.doubtful if weight else 0.0)
+        return Sums(value, weight, scale)

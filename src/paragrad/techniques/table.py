@@ -28,9 +28,14 @@ def ours(strategy: Strategy) -> bool:
     return strategy.name in TECHNIQUES
 
 
+def bringing(strategy: Strategy, what: str) -> list[Strategy]:
+    """The factors of a strategy that bring an exchange, a share of the model, or passes."""
+    return [factor for factor in factors_of(strategy) if _part(factor, what)]
+
+
 def cuts(strategy: Strategy) -> bool:
     """Does it divide the model?"""
-    return any(_part(factor, "share") for factor in factors_of(strategy))
+    return bool(bringing(strategy, "share"))
 
 
 def share_of(strategy: Strategy, model: nn.Module, example: Any, world: World) -> Share:
@@ -44,28 +49,26 @@ def share_of(strategy: Strategy, model: nn.Module, example: Any, world: World) -
             found = made(share.model, example, world.along([axis.name for axis in factor.axes if axis.divides != "samples"]))
             if not isinstance(found, Share):
                 raise StepFailed(f"the share of {factor.name} is a {type(found).__name__}; return a paragrad.Share")
-            share = found.within(share)
+            share = found.after(share)
     return share
 
 
 def exchange_of(strategy: Strategy, replica: Replica, world: World, log: Log, how: How) -> Exchange:
     """The exchange of a resolved strategy: of a product, that of the factor that has one, along its axes; one replica has none.
     Collective. One of a user's own has a method: exchange(replica, world, log, how)."""
-    factors = factors_of(strategy)
-    exchanging = next((factor for factor in factors if _part(factor, "exchange")), None)
-    if exchanging is None:
+    if not (bring := bringing(strategy, "exchange")):           # one at most (admission)
         return Alone(replica)
-    along = world if len(factors) == 1 else world.along([axis.name for axis in exchanging.axes])
-    found = _part(exchanging, "exchange")(replica, along, log, how)
+    along = world if strategy in bring else world.along([axis.name for axis in bring[0].axes])
+    found = _part(bring[0], "exchange")(replica, along, log, how)
     if not isinstance(found, Exchange):
-        raise StepFailed(f"the exchange of {exchanging.name} is a {type(found).__name__}; return a paragrad.Exchange")
+        raise StepFailed(f"the exchange of {bring[0].name} is a {type(found).__name__}; return a paragrad.Exchange")
     return found
 
 
 def passes_of(strategy: Strategy, within: Within, exchange: Exchange) -> Passes:
     """Its passes; one worker's where it brings none. One of a user's own may have a method: passes(within, exchange)."""
-    made = next((made for factor in factors_of(strategy) if (made := _part(factor, "passes"))), None)
-    found = made(within, exchange) if made else OneByOne(within, exchange)
+    bring = bringing(strategy, "passes")
+    found = _part(bring[0], "passes")(within, exchange) if bring else OneByOne(within, exchange)
     if not isinstance(found, Passes):
         raise StepFailed(f"the passes of {strategy} are a {type(found).__name__}; return paragrad.Passes")
     return found

@@ -19,7 +19,7 @@ from paragrad.players.proof import GOALS, check
 from paragrad.schedules.sabotage import sabotaged
 from paragrad.strategies.strategy import Here, Promise, Strategy, factors_of
 from paragrad.strategies.table import refuse_unbuilt, resolve, strategy
-from paragrad.techniques.table import cuts, ours
+from paragrad.techniques.table import bringing, cuts, ours
 from paragrad.training import checkpoint
 from paragrad.training.door import Findings, examined, uncut
 from paragrad.training.first_step.causes import by_layout
@@ -131,7 +131,8 @@ def ready(asked: Strategy, here: Here) -> Strategy:
     for factor in _own(asked):
         for name, repair in (("workers", "give it the field `workers: int = option(Integer())`"),
                              ("promise", "give it a property `promise`, such as Promise(exact=False)"),
-                             ("exchange", "give it a method `exchange(self, replica, world, log, how)` that returns one")):
+                             ("exchange", "give it a method `exchange(self, replica, world, log, how)` that returns one, or "
+                                          "`share(self, model, example, axis)` where its axes divide the model")):
             if inspect.getattr_static(factor, name, None) is None and not (name == "exchange" and cuts(factor)):
                 raise Refused(f"{_called(factor)} has no {name}; {repair}")
     with asking(asked):
@@ -189,7 +190,7 @@ def _check_answers(asked: Strategy, found: Strategy) -> None:
 
 
 def _check_factors(found: Strategy) -> None:
-    """Of a product one factor divides samples at most, and the others cut the model. Raises Refused."""
+    """Of a product one factor at most divides samples, has an exchange, has passes. Raises Refused."""
     factors = factors_of(found)
     if len(factors) > 1 and (serving := [factor for factor in factors if factor.servers]):
         raise Refused(f"{found}: {serving[0]} has servers, which know no other axes; leave the other factors out")
@@ -197,9 +198,10 @@ def _check_factors(found: Strategy) -> None:
     if len(dividing) > 1:
         raise Refused(f"{found}: {' and '.join(map(str, dividing))} both divide the samples of a batch; at most one factor of "
                       "a product can")
-    if idle := [factor for factor in factors if len(factors) > 1 and factor not in dividing and not cuts(factor)]:
-        raise Refused(f"{found}: {idle[0]} divides the model and does not cut it; give it a method "
-                      "`share(self, model, example, axis)` that returns a paragrad.Share")
+    for what in ("exchange", "passes"):
+        if len(both := bringing(found, what)) > 1:
+            raise Refused(f"{found}: {' and '.join(map(str, both))} both bring {what} of their own; at most one factor of a "
+                          "product can")
 
 
 def threads_of(resolved: Strategy) -> int:

@@ -28,10 +28,10 @@ def evaluated(world: World, module: Summed, output: Callable[[Any], Any], layout
 
     output: of inputs, None where it is on other ranks.
 
-    Without gradients; with them if the first batch fails without, as a model does that takes some itself (forces), and where
-    the weight of a loss is read off its graph.
+    Without gradients; with them if the first batch fails without, as a model does that takes some itself (forces), where
+    the weight of a loss is read off its graph, and where the model is cut.
     """
-    total, weight, gradients = 0.0, 0.0, metric is None and module.by_graph
+    total, weight, gradients = 0.0, 0.0, (metric is None and module.by_graph) or layout.cut
     mine = evenly(len(samples), world.size)[world.rank]
     batches = [list(mine[start:start + BATCH]) for start in range(0, len(mine), BATCH)]
     for number, fetched in enumerate(loaded(samples, [(0, indices) for indices in batches], loaders)):
@@ -40,7 +40,7 @@ def evaluated(world: World, module: Summed, output: Callable[[Any], Any], layout
         try:
             more = _scored(module, output, metric, batch, len(batches[number]), gradients)
         except RuntimeError:
-            if kept is None:
+            if kept is None or layout.cut:              # the other ranks of a replica would not try again
                 raise
             gradients = True
             more = _scored(module, output, metric, kept, len(batches[number]), gradients)

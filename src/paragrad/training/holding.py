@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ from paragrad.techniques.draws import Draws
 from paragrad.techniques.layout import Held, Layout
 from paragrad.techniques.slices import FOREACH
 from paragrad.techniques.table import share_of
+from paragrad.techniques.untouched import same
 from paragrad.techniques.updating import ALL, ELEMENT, updates_by
 from paragrad.world.world import World
 
@@ -40,7 +42,7 @@ def placed(strategy: Strategy, world: World) -> World:
     workers = world.size - strategy.servers
     found = world.among([range(workers), range(workers, world.size)])
     assert found is not None
-    return found if world.rank >= workers else found.with_axes(*strategy.axes)
+    return found if strategy.serves(world.rank) else found.with_axes(*strategy.axes)
 
 
 def divided(strategy: Strategy, module: Summed, optimizer: torch.optim.Optimizer, draws: Draws, world: World, example: Any,
@@ -51,37 +53,36 @@ def divided(strategy: Strategy, module: Summed, optimizer: torch.optim.Optimizer
     Raises StepFailed where the parts do not make up the model, or where the optimizer cannot update parts.
     """
     kind = updates_by(optimizer, known=type(optimizer) in FOREACH)
-    parameters, hollow = dict(module.model.named_parameters()), layout.hollow(module.model)
-    serial = {**parameters, **dict(module.model.named_buffers())}
-    share = share_of(strategy, copy.deepcopy(module.model) if whole_too else module.model, example, world)
+    parameters = dict(module.model.named_parameters())
+    if hooked := [name for name, each in parameters.items() if each._backward_hooks or each._post_accumulate_grad_hooks]:
+        raise StepFailed(f"{strategy} cuts it, and it has a hook, which its parts would not have; hook the module",
+                         tensor=", ".join(hooked[:3]))
+    try:
+        hollow, model = layout.hollow(module.model), copy.deepcopy(module.model) if whole_too else module.model
+    except RuntimeError as error:
+        raise StepFailed(f"the model cannot be copied, as a cut wants it: {error}") from error
+    serial = {**parameters, **{name: buffer.clone() for name, buffer in module.model.named_buffers()}}
+    share = share_of(strategy, model, example, world)
+    if draws.others and share.draws is not None:
+        raise StepFailed(f"the model draws from {', '.join(draws.others)}, and in parts its calls are others; draw by torch, "
+                         f"or in the dataset, or train without {strategy}")
     own = Layout(world.along([axis.name for axis in world.axes if axis.divides != "samples"]), share.held, list(serial),
                  share.gives)
     _check(strategy, own, share, serial, optimizer, kind)
     held: dict[Tensor, list[tuple[Held, Tensor]]] = {parameter: [] for parameter in parameters.values()}
     for name, parameter in share.model.named_parameters():
         held[parameters[share.held[name].name]].append((share.held[name], parameter))
-    layout.hold(optimizer, held)
+    layout.hand_over(optimizer, held)
     return Holding(module.around(share.model), own, hollow, replace(draws, serial=share.draws))
 
 
 def _check(strategy: Strategy, own: Layout, share: Share, serial: Mapping[str, Tensor], optimizer: torch.optim.Optimizer,
            kind: str) -> None:
     """Every local tensor is a part of a serial one, every element counts once, and the optimizer updates parts. Collective."""
-    counted, wrong = dict.fromkeys(serial, 0), None
-    for name, tensor in [*share.model.named_parameters(), *share.model.named_buffers()]:
-        held = share.held.get(name)
-        if held is None or held.name not in serial:
-            wrong = wrong or f"{name} is held as {held and held.name}, which the model does not have"
-        elif serial[held.name].shape != held.shape or held.of(serial[held.name]).shape != tensor.shape:
-            wrong = wrong or (f"{name} has the shape {tuple(tensor.shape)}, and what it says to hold of {held.name}, whole "
-                              f"{tuple(serial[held.name].shape)}, has another")
-        elif held.counts:
-            counted[held.name] += tensor.numel()
-    sums = own.world.all_reduced(torch.tensor([*counted.values()], dtype=torch.float64)).tolist()
-    for (name, tensor), found in zip(serial.items(), sums, strict=True):
-        if found != tensor.numel():
-            wrong = wrong or f"of the {tensor.numel()} elements of {name} {found:.0f} count"
-    if told := own.world.agreed(next(filter(None, own.world.collected(wrong)), None)):
+    every = own.world.collected((_wrong(share, serial), [replace(held, owners=()) for held in share.held.values()]))
+    told = own.world.agreed(next(filter(None, (wrong for wrong, _ in every)), None) or (
+        _uncounted([held for _, helds in every for held in helds if held.counts], serial) if every else None))
+    if told:
         raise StepFailed(f"{strategy} cuts the model wrongly: {told}; every element of every parameter and buffer is to be "
                          "held, and to count on one rank of a replica")
     parts = own.world.all_reduced(torch.tensor(float(any(held.where is not None for held in share.held.values()))), "MAX")
@@ -89,3 +90,33 @@ def _check(strategy: Strategy, own: Layout, share: Share, serial: Mapping[str, T
         raise StepFailed(f"{type(optimizer).__name__} wants {'all parameters' if kind == ALL else 'whole tensors'} together "
                          f"(tried on a small copy), and {strategy} cuts them; use one that updates element by element, such as "
                          "Adam")
+
+
+def _wrong(share: Share, serial: Mapping[str, Tensor]) -> str | None:
+    """What a local tensor is not, of what it says."""
+    for name, tensor in [*share.model.named_parameters(), *share.model.named_buffers()]:
+        if (held := share.held.get(name)) is None:
+            return f"{name} is held, and of which tensor it is a part is not said"
+        whole = serial[held.name]
+        if whole.shape != held.shape or held.of(whole).shape != tensor.shape:
+            return (f"{name} has the shape {tuple(tensor.shape)}, and what it says to hold of {held.name}, whole "
+                    f"{tuple(whole.shape)}, has another")
+        if not same(held.of(whole), tensor.detach()):
+            return f"{name} has other values than what it says to hold of {held.name}"
+        if tensor.requires_grad != whole.requires_grad:
+            return f"{name} is {'trained' if tensor.requires_grad else 'frozen'}, and {held.name} of the model is not"
+        if held.owners and not isinstance(tensor, nn.Parameter):
+            return f"{name} has owners and is a buffer, which has no gradient"
+    return None
+
+
+def _uncounted(counting: list[Held], serial: Mapping[str, Tensor]) -> str | None:
+    """A tensor of which an element counts nowhere, or twice."""
+    for name, tensor in serial.items():
+        parts = [held for held in counting if held.name == name]
+        found = sum(held.of(tensor).numel() for held in parts)
+        if found != tensor.numel():
+            return f"of the {tensor.numel()} elements of {name} {found} count"
+        if any(one.overlaps(other) for one, other in itertools.combinations(parts, 2) if tensor.numel()):
+            return f"of {name} some elements count twice, and others not at all"
+    return None

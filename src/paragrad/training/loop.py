@@ -15,6 +15,7 @@ from paragrad.record.record import Recorder
 from paragrad.record.tensorboard import events
 from paragrad.training import checkpoint
 from paragrad.training.admission import Admitted
+from paragrad.training.first_step.start import dismiss, serve
 from paragrad.training.tensor_files import save_weights
 from paragrad.training.trainer import Trainer
 from paragrad.world.world import World
@@ -32,8 +33,11 @@ def train_rank(world: World, checked: Admitted, folder: Path, origin: float, rep
             training = Training(trainer, checked, folder, record, report or (lambda told: None), show)
             status = training.run()
             log_memory(trainer)
-            if status == "finished" and not trainer.serves:
-                save_trained(trainer, folder / "model.safetensors")
+            if not trainer.serves:
+                if status == "finished":
+                    save_trained(trainer, folder / "model.safetensors")
+                dismiss(trainer)
+            status = world.agreed(status)               # a server hears how it ended
         finally:
             trainer.close()
     return status
@@ -70,7 +74,7 @@ class Training:
         if self.checked.saved is not None:
             self.load(self.checked.saved)
         if self.trainer.serves:
-            self.trainer.serve()
+            serve(self.trainer)
             return self.status
         if self.checked.saved is not None:
             first, start = divmod(self.trainer.steps, self.per_epoch)
@@ -152,7 +156,8 @@ def log_memory(trainer: Trainer) -> None:
     trainer.log.memory(
         parameters=_bytes(trainer.parameters.values()) // (exchange.sharing if exchange else 1), optimizer=_bytes(state),
         gradients=_bytes(each for each in trainer.parameters.values() if each.requires_grad),
-        activations=trainer.activations, exchange=exchange.largest if exchange else 0)
+        exchange=exchange.largest if exchange else 0,
+        **({} if trainer.layout.cut else {"activations": trainer.activations}))         # of a part nobody looked
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -43,7 +43,7 @@ from paragrad.training.checkpoint import Snapshot
 from paragrad.training.evaluation import Metric, evaluated, evaluating
 from paragrad.training.feed import Feed
 from paragrad.training.first_step.proof import Proof
-from paragrad.training.first_step.start import before, certain, prove, wire
+from paragrad.training.first_step.start import before, certain, prove
 from paragrad.training.holding import Holding, placed
 from paragrad.training.settings import Settings
 from paragrad.world.generators import seed_everything
@@ -80,7 +80,7 @@ class Trainer:
                  how: How | None = None, like: Strategy | None = None, reverse: bool = False, examined: bool = False,
                  unchecked: bool = False, seen: Probe | None = None) -> None:
         self.everyone, self.world = world, placed(strategy, world)
-        self.serves = world.rank >= world.size - strategy.servers       # this rank is a server: it has no steps
+        self.serves = strategy.serves(world.rank)       # this rank is a server: it has no steps
         self.model, self.optimizer, self.strategy = model, optimizer, strategy
         self.seed, self.scheduler, self.clip_norm, self.autocast, self.collate = seed, scheduler, clip_norm, autocast, collate
         self.log, self.how, self.reverse = Log(record), how or How(), reverse
@@ -97,7 +97,7 @@ class Trainer:
         self.module = Summed(model, loss)
         self.everything = list(self.module.parameters())
         self.layout = Layout()                      # what of the model this rank holds, from the cut on
-        self.hollow = model                         # the whole model then, without values
+        self.hollow = model                         # the whole model, which then has no values
         self.exchange: Exchange | None = None
         self.passes: Passes | None = None
         self.feed = Feed(self.log, world.device, self.dtype)
@@ -108,7 +108,7 @@ class Trainer:
         self.draws, self.alike = Draws(), Alike(seed, world.device)
         self.proof: Proof | None = None             # of the step under way, that it is one worker's
         self.kept: Before | None = None             # what it began with
-        self.rehearsing = False
+        self.rehearsing, self.cast = False, False   # the passes, were they under autocast?
         self.batch_norm = BatchNorm(self.replicated, model, self._count_batch_norm, own=strategy.batch_norm == "share")
         seed_everything(seed + 1 + world.rank)              # what is drawn from here on differs by rank
 
@@ -155,13 +155,6 @@ class Trainer:
             yield from self.feed.give(samples, [batch_of(order, epoch, whole, self.division, self.replicas, self.reverse)
                                                 for _, whole in group], loaders)
 
-    def serve(self) -> None:
-        """Of a server: until the workers are done. Collective with their first step."""
-        try:
-            wire(self, False, None).serve()
-        except Exception as error:
-            raise self._failed(error) from error
-
     # ---- the step ------------------------------------------------------------------------------------------------------
     def step(self, inputs: Any, target: Any = None) -> Result:
         """Forward, backward, exchange, update on what `batches` gave last. Raises StepFailed with step and tensor."""
@@ -172,8 +165,10 @@ class Trainer:
             own = self.gradients_of(batch, inputs, target)
             own, result, rate = self._update(batch, inputs, target, own)
         except Exception as error:
-            raise self._failed(error) from error
+            raise self.failed(error) from error
         assert self.exchange is not None
+        if self.layout.cut:
+            self.exchange.count("parts", self.layout.sent, computed=True)
         loss, order = ([own.loss, own.weight], batch.recorded) if self.leads else ([0.0, 0.0], [0, 0])
         self.log.step(self.steps, self.feed.began, epoch=batch.epoch, loss=loss, order=order, sent=dict(self.exchange.sent),
                       lr=rate)
@@ -188,9 +183,13 @@ class Trainer:
         for parameter in self.everything:               # also those that the optimizer does not hold
             parameter.grad = None
         self.exchange.begin()
+        self.layout.sent = 0
         self.exchange.stop = self.world.stop.is_set()
+        self.module.doubts, self.cast = 0.0, False
         own = sums_of(self.passes, batch.parts(inputs, target), len(batch.micros))
-        self.exchange.doubt = own.doubt
+        if self.autocast is not None and not self.rehearsing and not self.cast:
+            raise StepFailed(f"the passes of {self.strategy} leave autocast out; make every forward within.casting()")
+        self.exchange.doubt = self.module.doubts
         self.exchange.finish(own.weight, own.loss)
         self.layout.sum_owned(self.parameters)
         return own
@@ -232,6 +231,7 @@ class Trainer:
         return keyed(self.draws, self.seed, self.steps, micro.places[:len(micro.positions)], strict=self.splits)
 
     def casting(self) -> contextlib.AbstractContextManager[Any]:
+        self.cast = True
         if self.autocast is None or self.rehearsing:
             return contextlib.nullcontext()
         return torch.autocast(self.world.device.type, self.autocast)
@@ -272,19 +272,19 @@ class Trainer:
 
     def whole(self) -> nn.Module:
         """The model, put together on rank 0 where it is cut. Collective."""
-        if not self.layout.cut:
-            return self.model
+        if not self.layout.cut or self.replicated.rank:
+            return self.hollow
         tensors = self.layout.whole({**self.parameters, **dict(self.model.named_buffers())}, everywhere=False)
         return filled(self.hollow, tensors) if self.world.rank == 0 else self.hollow
 
-    def held(self) -> dict[str, Tensor]:
-        """What this rank holds: parameters, and buffers unless the strategy lets them differ by rank."""
+    def local(self) -> dict[str, Tensor]:
+        """What is on this rank: parameters, and buffers unless the strategy lets them differ by rank."""
         buffers = dict(self.model.named_buffers()) if self.strategy.promise.buffers_equal else {}
         return {**{name: parameter.detach() for name, parameter in self.parameters.items()}, **buffers}
 
     def state(self) -> dict[str, Tensor]:
         """The same of the whole model."""
-        return {name: tensor for name, tensor in self.layout.whole(self.held()).items() if tensor is not None}
+        return {name: tensor for name, tensor in self.layout.whole(self.local()).items() if tensor is not None}
 
     def save(self, folder: str | Path, identity: dict[str, Any] | None = None) -> None:
         """Write a checkpoint of this step below a folder, and keep the one before it. Collective."""
@@ -307,7 +307,7 @@ class Trainer:
         checkpoint.load(saved, self.snapshot(), str(self.world.device))
         self.steps = saved.step
 
-    def _failed(self, error: Exception) -> StepFailed:
+    def failed(self, error: Exception) -> StepFailed:
         self.log.failed(self.steps)
         return StepFailed.of(error, self.steps)
 

@@ -9,7 +9,6 @@ must be equal to the bit, or that is the difference.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +23,7 @@ from paragrad.errors import StepFailed
 from paragrad.jobs.job import Job, opened
 from paragrad.report.certificate import BOUND, Difference
 from paragrad.strategies.strategy import Strategy
+from paragrad.training.first_step.start import dismiss, serve
 from paragrad.training.settings import Settings
 from paragrad.training.trainer import Trainer
 from paragrad.verbs.differing import FLOOR, Apart, Tensors, apart, differences, each_apart, most
@@ -90,20 +90,21 @@ def _lockstep(world: World, job: Job, strategy: Strategy, settings: Settings, tr
         comparison = Comparison(trainer, Reference(world.device, job, strategy, train, places, twin=same))
     try:
         if trainer.serves:
-            trainer.serve()
+            serve(trainer)
             return
         for fetched in trainer.batches_at(train, job.order(len(train)), places, settings.loaders):
             trainer.step(*parted(fetched))
             if comparison is not None and comparison.reference.serial.steps == 0:
                 _check_apart(comparison.reference)
             if same:
-                check_replicas(trainer.world, trainer)
+                check_replicas(trainer)
             made = trainer.gradients(), trainer.state()             # of a cut model by all ranks together
             if comparison is not None:
                 comparison.gradients, comparison.state = made
                 comparison.reference.step()
                 yield comparison
             trainer.world.barrier()             # shared gradients are looked at until here
+        dismiss(trainer)
     finally:
         trainer.close()
 
@@ -212,21 +213,9 @@ class Comparison:
         return {name: state[name][mask] for name, mask in self.masks.items() if mask.any()}
 
 
-def check_replicas(world: World, trainer: Trainer) -> None:
+def check_replicas(trainer: Trainer) -> None:
     """All ranks that hold the same hold the same bits, or StepFailed names the first tensor that differs. Collective."""
-    mine = {}
-    for name, tensor in trainer.held().items():
-        held = trainer.layout.held.get(name)
-        digest = hashlib.sha256(tensor.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy().tobytes()).digest()
-        mine[held.name if held else name, str((held.where, held.dim)) if held else ""] = digest
-    first: dict[tuple[str, str], tuple[int, bytes]] = {}
-    unequal = None
-    for rank, theirs in enumerate(world.collected(mine)):
-        for key, digest in theirs.items():
-            holder, seen = first.setdefault(key, (rank, digest))
-            if seen != digest and unequal is None:
-                unequal = holder, rank, key[0]
-    if unequal := world.agreed(unequal):
-        holder, rank, tensor = unequal
-        raise StepFailed(f"the replicas of rank {holder} and rank {rank} are not equal bit for bit",
+    if unequal := trainer.layout.unequal(trainer.local(), trainer.world):
+        first, other, tensor = unequal
+        raise StepFailed(f"the replicas of rank {first} and rank {other} are not equal bit for bit",
                          step=trainer.steps - 1, tensor=tensor, differs=True)

@@ -80,8 +80,6 @@ class Queued(Exchange):
         super().__init__(replica)
         self.queue = BucketQueue(sabotaged(algorithm, how.sabotage), world, log.now, self._played, self._picked, how.machine)
         self.world, self.overlap, self.log = world, how.overlap, log
-        log.choice("overlap", "on" if how.overlap else "off", "gradients are exchanged while backward runs" if how.overlap else
-                   "asked for: exchange after backward")
 
     def _played(self, bucket: Bucket, start: float, traffic: Traffic) -> None:
         name = f"reduce {bucket.number}"
@@ -104,6 +102,8 @@ class AllReduceExchange(Queued):
 
     def __init__(self, replica: Replica, world: World, log: Log, how: How, algorithm: Any) -> None:
         super().__init__(replica, world, log, how, algorithm)
+        log.choice("overlap", "on" if how.overlap else "off", "gradients are exchanged while backward runs" if how.overlap else
+                   "asked for: exchange after backward")
         module, self.some_unused = replica.module, replica.some_unused
         self.counting = Counted(module)
         self.module = Wrapped(                          # its own messages stay out of the queue's group

@@ -29,6 +29,8 @@ class OwnBuckets(Queued):
 
     def __init__(self, replica: Replica, world: World, log: Log, how: How, algorithm: Any) -> None:
         super().__init__(replica, world, log, how, algorithm)
+        log.choice("overlap", "on" if how.overlap else "off", "of gradients that the passes say are final before their end"
+                   if how.overlap else "asked for: exchange after backward")
         self.trained = [parameter for parameter in self.every if parameter.requires_grad]
         self.buckets = list(_buckets(self.trained[::-1]))
         self.final: set[nn.Parameter] = set()           # whose gradient is, in this step

@@ -26,7 +26,7 @@ from paragrad.errors import StepFailed
 from paragrad.record.log import Log
 from paragrad.techniques.data_parallel.host_memory import HostMemory
 from paragrad.techniques.exchange import Exchange, Replica
-from paragrad.techniques.layout import Held, State, hold, state_together
+from paragrad.techniques.layout import Held, State, hand_over, state_together
 from paragrad.techniques.slices import FOREACH, Stretch, slices, updated
 from paragrad.techniques.updating import ALL, ELEMENT, KINDS, has_modes, in_eval_mode, set_mode, updates_by
 from paragrad.world.backends.shm.region import aligned
@@ -68,7 +68,7 @@ class SharedMemory(Exchange):
             held: dict[Tensor, list[tuple[Held, Tensor]]] = {parameter: [] for parameter in self.parameters}
             for (stretch, place, _), which in zip(self.own, self.held, strict=True):
                 held[self.parameters[stretch.index]].append((which, place))
-            hold(optimizer, held)
+            hand_over(optimizer, held)
         self.used = [False] * len(self.parameters)          # in this step, by this rank
         self.anyone = bytes(len(self.parameters))           # in the last step, by any rank
         self.hooks = [parameter.register_post_accumulate_grad_hook(self._mover(index))

@@ -17,6 +17,8 @@ from paragrad.jobs.loss import Summed, loss_in
 from paragrad.jobs.precision import move
 from paragrad.strategies.shares import micro_batches
 from paragrad.techniques.batch_norm import BatchNorm
+from paragrad.techniques.draws import Draws
+from paragrad.techniques.table import cuts
 from paragrad.techniques.untouched import Before, set_values, untouched
 from paragrad.training.additive import Excerpt
 from paragrad.training.batches import Batch
@@ -32,11 +34,12 @@ if TYPE_CHECKING:
 class Beside:
     """One worker's step on the global batch of the step under way, on the trainer's model, which is put back.
 
-    module: whole, as it is before any cut;  batch(order): its parts, the samples of each in that order;  buffers: as they are
-    before the step;  kept: what else the forward changes, so.
+    module, draws: of the whole model, as they are before any cut;  batch(order): its parts, the samples of each in that order;
+    buffers: as they are before the step;  kept: what else the forward changes, so.
     """
     trainer: Trainer
     module: Summed
+    draws: Draws
     batch: Callable[[Order], list[Excerpt]]
     loss_alone: bool
     buffers: dict[str, torch.Tensor]
@@ -49,7 +52,7 @@ class Beside:
             self._as_before()
             if moved:
                 move(self.module.model, torch.Generator().manual_seed(trainer.seed))
-            return made_alone(self.module, parts, trainer.draws, trainer.seed, trainer.steps, self.loss_alone)
+            return made_alone(self.module, parts, self.draws, trainer.seed, trainer.steps, self.loss_alone)
 
     def _as_before(self) -> None:
         """The model as it was before the step: the strategy's own may have been made since."""
@@ -70,7 +73,7 @@ class Beside:
             self._as_before()
             model = copy.deepcopy(self.module.model)
             with BatchNorm(trainer.world, model, lambda payload: None, samples=trainer.batch_norm.samples).looking():
-                return precise(model, self.module, self.batch(list), trainer.draws, trainer.seed, trainer.steps,
+                return precise(model, self.module, self.batch(list), self.draws, trainer.seed, trainer.steps,
                                loss_in(self.module.loss, trainer.world.device, torch.float64), self.loss_alone)
 
 
@@ -90,7 +93,7 @@ def proof(trainer: Trainer, batch: Batch, inputs: Any, target: Any, as_loaded: b
     if not because and world.rank < 2:
         try:
             parts = functools.partial(_loaded, trainer, batch) if given is None else functools.partial(_joined, trainer, given)
-            beside = Beside(trainer, trainer.module, parts, loss_alone,
+            beside = Beside(trainer, trainer.module, trainer.draws, parts, loss_alone,
                             {name: buffer.clone() for name, buffer in trainer.model.named_buffers()}, [])
             made = beside.made(list if world.rank == 0 else ORDERS[0])
             beside.kept.append(Before(trainer.module, made.moved))
@@ -161,9 +164,10 @@ def _room(trainer: Trainer, batch: Batch) -> tuple[int, str]:
     samples, left = len(batch.indices), memory_left()
     if left is None or trainer.world.rank > 1:
         return samples, ""
-    left //= min(2, trainer.world.size)
+    divides = cuts(trainer.strategy)                # then every rank has a copy to cut, and gathers what is compared
+    left //= trainer.world.size if divides else min(2, trainer.world.size)
     each = max(1, trainer.activations // max(1, len(batch.micros[0].positions)))
-    model = 2 * sum(parameter.numel() * parameter.element_size() for parameter in trainer.parameters.values())
+    model = (4 if divides else 2) * sum(parameter.nbytes for parameter in trainer.parameters.values())
     return (max(0, min(samples, (left - model) // each)),
             f"{samples} samples want about {(model + samples * each) >> 20} MiB on one rank, and {left >> 20} MiB are left")
 

@@ -125,9 +125,10 @@ class Proof:
         mine, twin = self._gaps(ours), None if self.twin is None else self._gaps(self.twin)
         keys = list(mine)
         rounding = {key: twin[key].value if twin and key in twin and twin[key].believed else 0.0 for key in keys}
-        told = torch.tensor([[mine[key].value, rounding[key]] for key in keys], dtype=torch.float64)
+        told = torch.tensor([[mine[key].value, rounding[key], mine[key].floor] for key in keys], dtype=torch.float64)
+        # the largest floor: who has no loss does not know its type
         worst = self.world.all_reduced(told.nan_to_num(nan=math.inf), "MAX").tolist()
-        doubtful = [key for key, (value, twins) in zip(keys, worst, strict=True) if value > max(mine[key].floor, 1.5 * twins)]
+        doubtful = [key for key, (value, twins, floor) in zip(keys, worst, strict=True) if value > max(floor, 1.5 * twins)]
         return self._judged(ours, doubtful) if doubtful else []
 
     def _twins(self, numbers: Iterable[int], better: Made | None = None) -> Iterator[dict[Key, Gap]]:

@@ -78,13 +78,13 @@ def _prepare(trainer: Trainer, batch: Batch, inputs: Any, target: Any, as_loaded
         of = f"its first {len(few.indices)} samples, for which there is room on one rank,"
     if wiring:
         wiring()
-    trainer.kept = Before(trainer.module, trainer.proof.serial.moved if trainer.proof else ())
+    trainer.kept = Before(trainer.module, trainer.proof.serial.moved if trainer.proof and not trainer.layout.cut else ())
     if trainer.proof is None:
         trainer.log.choice("loss again" if loss_alone else "first step", "not checked", because)
         if trainer.log.recorder is None:            # a loop of one's own
             warnings.warn(f"step {trainer.steps} is not compared with one worker's: {because}", stacklevel=2)
         return
-    if trainer.precision != torch.float64:
+    if trainer.precision != torch.float64 and not trainer.strategy.servers:         # which have no step to make again
         trainer.proof.double = functools.partial(_in_double, trainer, module, trainer.kept, *proved)
     if trainer.autocast is not None or proved[0] is not batch:
         rehearse(trainer, *proved, of)
@@ -129,6 +129,9 @@ def wire(trainer: Trainer, some_unused: bool, example: Any) -> Exchange:
     """Cut the model, where the trainer's strategy does; make its exchange, and its passes. Collective."""
     check_alike(trainer.world, trainer.strategy)
     if cuts(trainer.strategy):
+        if trainer.batch_norm.inside:
+            raise StepFailed("the model has batch norms inside of samples or weights, which are known by the number of their "
+                             f"call, and in parts calls have others; train it without {trainer.strategy}")
         trainer.hold(divided(trainer.strategy, trainer.module, trainer.optimizer, trainer.draws, trainer.world, example,
                              whole_too=trainer.proof is not None))          # which may ask one worker again
     replica = Replica(trainer.module, trainer.optimizer, trainer.clip_norm, some_unused, trainer.layout)
@@ -136,6 +139,20 @@ def wire(trainer: Trainer, some_unused: bool, example: Any) -> Exchange:
     trainer.exchange = exchange_of(trainer.strategy, replica, world, trainer.log, trainer.how)
     trainer.passes = passes_of(trainer.strategy, trainer, trainer.exchange)
     return trainer.exchange
+
+
+def serve(trainer: Trainer) -> None:
+    """Of a server: until the workers dismiss it. Collective with their first step."""
+    try:
+        wire(trainer, False, None).serve()
+    except Exception as error:
+        raise trainer.failed(error) from error
+
+
+def dismiss(trainer: Trainer) -> None:
+    """Of a worker, at the end of a run: let the servers go, which wait for a first step where there was none. Collective."""
+    if trainer.strategy.servers:
+        (trainer.exchange or wire(trainer, False, None)).dismiss()
 
 
 def check_alike(world: World, strategy: Strategy) -> None:
@@ -280,6 +297,10 @@ def compared(trainer: Trainer, loss: float, weight: float) -> list[Miss]:
             raise StepFailed("a forward changes it, besides gradients and buffers, and a cut model does not carry that from "
                              "part to part; train it with data(n)", tensor=", ".join(carried[:3]))
         moved, state = {}, {}
-    layout, buffers = trainer.layout, {name: buffer.detach() for name, buffer in trainer.model.named_buffers()}
-    made = Made(loss, weight, layout.whole(trainer.exchange.averaged()), layout.whole(buffers), frozenset(), moved, state)
+    layout, gradients = trainer.layout, trainer.exchange.averaged()
+    buffers = {name: buffer.detach() for name, buffer in trainer.model.named_buffers()}
+    if layout.cut and (unequal := layout.unequal({**gradients, **buffers})):
+        raise StepFailed("before the first update ranks {} and {} hold copies of it with other gradients, or another buffer; "
+                         "nothing was updated".format(*unequal), tensor=unequal[2], differs=True)
+    made = Made(loss, weight, layout.whole(gradients), layout.whole(buffers), frozenset(), moved, state)
     return proof.missed(made, trainer.module.dtype)
