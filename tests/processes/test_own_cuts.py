@@ -59,7 +59,7 @@ def test_it_is_the_same_training(chosen: pg.Strategy, tmp_path: Path) -> None:
     assert {line["name"] for line in run.of("event")} == {"checked"}
 
 
-@pytest.mark.parametrize("chosen", [Stages(2), pg.Data(2) * Stages(2)], ids=str)
+@pytest.mark.parametrize("chosen", [pytest.param(Stages(2), marks=pytest.mark.table), pg.Data(2) * Stages(2)], ids=str)
 def test_buffers_and_batch_norm_of_parts(chosen: pg.Strategy, tmp_path: Path) -> None:
     normed = make_job("normed", normed_cnn, IMAGES, test=IMAGES)
     assert pg.verify(normed, chosen, runs=tmp_path).same
@@ -74,7 +74,7 @@ def tied() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("chosen", [Stages(3), pg.Data(2) * Stages(2)], ids=str)
+@pytest.mark.parametrize("chosen", [Stages(3), pytest.param(pg.Data(2) * Stages(2), marks=pytest.mark.table)], ids=str)
 def test_a_weight_of_two_stages_has_one_gradient(chosen: pg.Strategy, tmp_path: Path) -> None:
     both = make_job("tied", tied, VECTORS, clip_norm=0.1, optimizer=adamw)
     assert pg.verify(both, chosen, runs=tmp_path).same
@@ -84,10 +84,12 @@ def test_a_weight_of_two_stages_has_one_gradient(chosen: pg.Strategy, tmp_path: 
     assert len(pg.train(both.replace(epochs=3), "serial", runs=tmp_path, resume=run.folder).losses) == 3
 
 
-def test_what_one_saved_another_goes_on_with(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ways", [
+    (Columns(2), Stages(2)),
+    pytest.param((pg.Data(2) * Columns(2), Stages(2), Columns(3), "data(2)", Central(2), "serial"), marks=pytest.mark.table)])
+def test_what_one_saved_another_goes_on_with(ways: tuple[Any, ...], tmp_path: Path) -> None:
     """Checkpoints are serial's: values, and Adam's state by elements, from parts and into parts."""
     whole = pg.train(job, "serial", runs=tmp_path)
-    ways = (pg.Data(2) * Columns(2), Stages(2), Columns(3), "data(2)", Central(2), "serial")
     for first, second in zip(ways, (*ways[1:], ways[0]), strict=True):
         half = pg.train(job.replace(epochs=1), first, runs=tmp_path, save=1)
         run = pg.train(job, second, runs=tmp_path, resume=half.folder)
@@ -230,6 +232,83 @@ class Overlapping(Columns):
         return replace(share, held={**share.held, "0.weight": Held("0.weight", (16, 10), ((slice(0, 8),),))})
 
 
+class Giftless(Columns):
+    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        return replace(super().share(model, example, axis), gives=False)
+
+
+class Textual(Columns):
+    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        return pg.Share(model, {"0.weight": "all of it"})           # type: ignore[dict-item]
+
+
+class Unhappy(Columns):
+    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        raise KeyError("rows")
+
+
+class Further(Columns):
+    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        share = super().share(model, example, axis)
+        return replace(share, held={**share.held, "7.bias": replace(share.held["6.bias"], counts=False)})
+
+
+class Numbered(Stages):
+    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        return replace(super().share(model, example, axis), draws=(7,))
+
+
+class Generous(Stages):
+    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        return replace(super().share(model, example, axis), gives=True)
+
+
+class Early(Stages):
+    def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
+        return replace(super().share(model, example, axis), gives=axis.rank == 0)
+
+
+class Forgetful(Stages):
+    """Its passes take the first micro-batch alone."""
+
+    def passes(self, within: Any, exchange: pg.Exchange) -> Any:
+        made = super().passes(within, exchange)
+        every = made.gradients
+        made.gradients = lambda micros, count: every(itertools.islice(micros, 1), count)
+        return made
+
+
+class Mute(Stages):
+    def passes(self, within: Any, exchange: pg.Exchange) -> Any:
+        made = super().passes(within, exchange)
+        spoken = made.output
+        made.output = lambda inputs: _none(spoken(inputs))
+        return made
+
+
+def _none(value: Any) -> None:
+    """Whatever it was."""
+
+
+class Deserter(Served):
+    def serve(self) -> None:
+        """Leaves at once."""
+
+
+class Deserting(Central):
+    def exchange(self, replica: Any, world: World, log: Any, how: Any) -> pg.Exchange:
+        return Deserter(replica, world)
+
+
+class Keeper(Served):
+    dismiss = pg.Exchange.dismiss
+
+
+class Keeping(Central):
+    def exchange(self, replica: Any, world: World, log: Any, how: Any) -> pg.Exchange:
+        return Keeper(replica, world)
+
+
 class Thawed(Columns):
     def share(self, model: nn.Module, example: Any, axis: World) -> pg.Share:
         share = super().share(model, example, axis)
@@ -254,6 +333,17 @@ class Nothing(Columns):
     (Nameless(2), r"0\.weight is held, and of which tensor it is a part is not said"),
     (Misplaced(2), r"0\.weight has other values than what it says to hold of 0\.weight"),
     (Overlapping(2), r"of 0\.weight some elements count twice, and others not at all"),
+    (Giftless(2), "no rank gives the output and the loss"),
+    (Textual(2), r"a share is Share\(model, held\): an nn.Module, and a paragrad.Held for each"),
+    (Unhappy(2), r"share\(\) of unhappy\(2\) raised KeyError: 'rows'"),
+    (Further(2), r"7\.bias is said to be held, and the part has no such parameter or buffer"),
+    (Numbered(2), r"gives the random calls of a part the numbers \[7\], and the model's are 0 to 1"),
+    (Generous(2), r"of the ranks of one replica 2 say that they give the loss, and they are not those that have one"),
+    (Early(2), r"of the ranks of one replica 1 say that they give the loss"),
+    (Forgetful(2, micro=2), "leaves out some of the 2 micro-batches of this step; take all"),
+    (Mute(2), r"gives none in a test: output\(inputs\) of the passes is None there"),
+    (Deserting(2), r"serve\(\) of Deserter returned before the workers dismissed it"),
+    (Keeping(2), r"keeping\(2\) has servers, and its Keeper no dismiss; give it a method dismiss\(self\)"),
     (Thawed(2), r"0\.bias is frozen, and 0\.bias of the model is not"),
     (Elsewhere(2), r"0\.bias holds of 0\.bia, which the model does not have"),
     (Misshapen(2), r"0\.weight has the shape \(8, 10\), and what it says to hold of 0\.weight, whole \(16, 10\), has another"),
@@ -361,7 +451,8 @@ def test_a_part_without_a_gradient_is_updated_as_the_whole_is(tmp_path: Path) ->
     assert pg.verify(both, Parted(2), runs=tmp_path).same
 
 
-@pytest.mark.parametrize("chosen", [Columns(2), Stages(2), pg.Data(2) * Stages(2)], ids=str)
+@pytest.mark.parametrize("chosen", [Stages(2), *(pytest.param(each, marks=pytest.mark.table) for each in (
+    Columns(2), pg.Data(2) * Stages(2)))], ids=str)
 def test_autocast_and_more_stages_than_parameters(chosen: pg.Strategy, tmp_path: Path) -> None:
     run = pg.train(job.replace(dtype=torch.bfloat16), chosen, runs=tmp_path)
     assert {line["name"] for line in run.of("event")} == {"checked"}

@@ -37,6 +37,9 @@ class Share:
 
     def after(self, before: Share) -> Share:
         """Of what an earlier cut left, as a share of the serial model."""
+        if not isinstance(self.model, nn.Module) or not all(isinstance(each, Held) for each in self.held.values()):
+            raise StepFailed("a share is Share(model, held): an nn.Module, and a paragrad.Held for each of its parameters and "
+                             "buffers, by name")
         draws = self.draws if before.draws is None else before.draws if self.draws is None else tuple(
             before.draws[call] for call in self.draws)
         if strange := [name for name, each in self.held.items() if each.name not in before.held]:

@@ -108,8 +108,8 @@ class Keyed(Drawing):
         if self.draws.serial is None:
             return call
         if call >= len(self.draws.serial):
-            raise StepFailed(f"{name} draws once more than this part of the model was seen to: which call of the whole model "
-                             "that is, is not known")
+            raise StepFailed(f"{name} draws once more than this part of the model is said to: which call of the whole model "
+                             "that is, is not known; name all of them, in their order, in Share(draws=)")
         return self.draws.serial[call]
 
     def _place(self, name: str, shape: tuple[int, ...], call: int) -> tuple[int | None, int]:

@@ -130,13 +130,14 @@ class Layout:
     """What this rank holds of a model, by local name.
 
     world: the ranks that hold one replica together;  serial: the names of the serial model's tensors;  gives: the output and
-    the loss are on this rank. An uncut model is a layout too, of no parts. To be read: `sent`, bytes of its own messages.
+    the loss are on this rank. An uncut model is a layout too, of no parts. To be read: `sent`, bytes of its own messages;
+    `givers`: ranks of a replica that have the loss.
     """
 
     def __init__(self, world: World | None = None, held: Mapping[str, Held] | None = None, serial: Sequence[str] = (),
                  gives: bool = True) -> None:
         self.world, self.held, self.serial, self.gives = world or World(), dict(held or {}), list(serial), gives
-        self.cut, self.sent = held is not None, 0
+        self.cut, self.sent, self.givers = held is not None, 0, 1
 
     def whole(self, tensors: Mapping[str, Tensor | None], everywhere: bool = True) -> dict[str, Tensor | None]:
         """The serial tensors of which these are the local ones, on every rank, or on the first alone. Collective."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -54,12 +54,15 @@ class Passes(ABC):
         return called(self.within.module.model, inputs)
 
 
-def sums_of(passes: Passes, micros: Iterable[tuple[Micro, Any, Any]], count: int) -> Sums:
+def sums_of(passes: Passes, micros: Iterator[tuple[Micro, Any, Any]], count: int) -> Sums:
     """What passes, anybody's, make of a step."""
     own = passes.gradients(micros, count)
     if not isinstance(own, Sums):
         raise StepFailed(f"gradients() of {type(passes).__name__} gives a {type(own).__name__}; give paragrad.Sums(loss, "
                          "weight)")
+    if next(micros, None) is not None:
+        raise StepFailed(f"gradients() of {type(passes).__name__} leaves out some of the {count} micro-batches of this step; "
+                         "take all")
     if not math.isfinite(own.loss):
         raise StepFailed("the loss is not finite", tensor="loss")
     return own

@@ -46,7 +46,13 @@ def share_of(strategy: Strategy, model: nn.Module, example: Any, world: World) -
     share = Share.all_of(model)
     for factor in reversed(factors_of(strategy)):
         if made := _part(factor, "share"):
-            found = made(share.model, example, world.along([axis.name for axis in factor.axes if axis.divides != "samples"]))
+            axes = [axis.name for axis in factor.axes if axis.divides != "samples"]
+            try:
+                found = made(share.model, example, world.along(axes))
+            except Exception as error:
+                if ours(factor) or isinstance(error, StepFailed):
+                    raise
+                raise StepFailed(f"share() of {factor} raised {type(error).__name__}: {error}") from error
             if not isinstance(found, Share):
                 raise StepFailed(f"the share of {factor.name} is a {type(found).__name__}; return a paragrad.Share")
             share = found.after(share)
@@ -62,6 +68,10 @@ def exchange_of(strategy: Strategy, replica: Replica, world: World, log: Log, ho
     found = _part(bring[0], "exchange")(replica, along, log, how)
     if not isinstance(found, Exchange):
         raise StepFailed(f"the exchange of {bring[0].name} is a {type(found).__name__}; return a paragrad.Exchange")
+    if strategy.servers and (lacks := [name for name in ("serve", "dismiss")
+                                       if getattr(type(found), name) is getattr(Exchange, name)]):
+        raise StepFailed(f"{strategy} has servers, and its {type(found).__name__} no {' and no '.join(lacks)}; give it a "
+                         f"method {lacks[0]}(self)")
     return found
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paragrad.datasets.loading import Samples, brought, copied, loaded, parted
+from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed
 from paragrad.schedules.actions import evenly
 from paragrad.techniques.layout import Layout
@@ -47,6 +48,8 @@ def evaluated(world: World, module: Summed, output: Callable[[Any], Any], layout
         total, weight = total + more[0], weight + more[1]
     sums = world.all_reduced(torch.tensor([total, weight], dtype=torch.float64))
     total, weight = layout.told(sums.tolist())[0]
+    if layout.cut and not weight:
+        raise StepFailed("the rank that has the output gives none in a test: output(inputs) of the passes is None there")
     return {"value": total / weight if weight else math.nan, "weight": weight}
 
 

@@ -66,6 +66,9 @@ def divided(strategy: Strategy, module: Summed, optimizer: torch.optim.Optimizer
     if draws.others and share.draws is not None:
         raise StepFailed(f"the model draws from {', '.join(draws.others)}, and in parts its calls are others; draw by torch, "
                          f"or in the dataset, or train without {strategy}")
+    if share.draws is not None and not all(call in range(len(draws.calls)) for call in share.draws):
+        raise StepFailed(f"{strategy} gives the random calls of a part the numbers {list(share.draws)}, and the model's are "
+                         f"0 to {len(draws.calls) - 1}")
     own = Layout(world.along([axis.name for axis in world.axes if axis.divides != "samples"]), share.held, list(serial),
                  share.gives)
     _check(strategy, own, share, serial, optimizer, kind)
@@ -76,13 +79,24 @@ def divided(strategy: Strategy, module: Summed, optimizer: torch.optim.Optimizer
     return Holding(module.around(share.model), own, hollow, replace(draws, serial=share.draws))
 
 
+def check_given(weights: list[float], givers: int) -> None:
+    """Of the ranks of a replica, givers first: those that say so have the loss, and no others. Raises StepFailed."""
+    if any(weight != weights[0] for weight in weights[:givers]) or any(weights[givers:]):
+        raise StepFailed(f"of the ranks of one replica {givers} say that they give the loss, and they are not those that have "
+                         f"one (weights {weights}, those of givers first); mend Share(gives=)")
+
+
 def _check(strategy: Strategy, own: Layout, share: Share, serial: Mapping[str, Tensor], optimizer: torch.optim.Optimizer,
            kind: str) -> None:
     """Every local tensor is a part of a serial one, every element counts once, and the optimizer updates parts. Collective."""
+    own.givers = int(own.world.all_reduced(torch.tensor(float(share.gives))))
     every = own.world.collected((_wrong(share, serial), [replace(held, owners=()) for held in share.held.values()]))
-    told = own.world.agreed(next(filter(None, (wrong for wrong, _ in every)), None) or (
-        _uncounted([held for _, helds in every for held in helds if held.counts], serial) if every else None))
-    if told:
+    told = next(filter(None, (wrong for wrong, *_ in every)), None)
+    if every and not told:
+        told = _uncounted([held for *_, helds in every for held in helds if held.counts], serial)
+    if every and not told and not own.givers:
+        told = "no rank gives the output and the loss"
+    if told := own.world.agreed(told):
         raise StepFailed(f"{strategy} cuts the model wrongly: {told}; every element of every parameter and buffer is to be "
                          "held, and to count on one rank of a replica")
     parts = own.world.all_reduced(torch.tensor(float(any(held.where is not None for held in share.held.values()))), "MAX")
@@ -94,7 +108,10 @@ def _check(strategy: Strategy, own: Layout, share: Share, serial: Mapping[str, T
 
 def _wrong(share: Share, serial: Mapping[str, Tensor]) -> str | None:
     """What a local tensor is not, of what it says."""
-    for name, tensor in [*share.model.named_parameters(), *share.model.named_buffers()]:
+    local = {**dict(share.model.named_parameters()), **dict(share.model.named_buffers())}
+    if strange := [name for name in share.held if name not in local]:
+        return f"{strange[0]} is said to be held, and the part has no such parameter or buffer"
+    for name, tensor in local.items():
         if (held := share.held.get(name)) is None:
             return f"{name} is held, and of which tensor it is a part is not said"
         whole = serial[held.name]

@@ -44,7 +44,7 @@ from paragrad.training.evaluation import Metric, evaluated, evaluating
 from paragrad.training.feed import Feed
 from paragrad.training.first_step.proof import Proof
 from paragrad.training.first_step.start import before, certain, prove
-from paragrad.training.holding import Holding, placed
+from paragrad.training.holding import Holding, check_given, placed
 from paragrad.training.settings import Settings
 from paragrad.world.generators import seed_everything
 from paragrad.world.world import World
@@ -199,6 +199,7 @@ class Trainer:
         tells; of the wish to stop all hear. Collective."""
         assert self.exchange is not None
         told = self.layout.told([own.loss, own.weight, *counted(self.exchange)])
+        check_given([each[1] for each in told], self.layout.givers)
         loss, weight, *sums = told[0]
         sums[2] = max(each[4] for each in told)
         return own._replace(loss=loss, weight=weight), sums

@@ -38,7 +38,8 @@ def likely(trainer: Trainer, misses: list[Miss]) -> str:
     kinds = {miss.kind for miss in misses}
     if trainer.how.sabotage:
         return f"Cause: the planted bug {trainer.how.sabotage}"
-    if own := [factor.name for factor in factors_of(trainer.strategy) if not ours(factor)]:
+    own = [factor.name for factor in factors_of(trainer.strategy) if not ours(factor)]
+    if own and kinds != {"buffer"}:
         return OWN.format("cut" if trainer.layout.cut else "exchange", " and ".join(own))
     if kinds & {"parameter", "state"}:
         return PARAMETER if "parameter" in kinds else STATE

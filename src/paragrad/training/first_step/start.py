@@ -35,6 +35,7 @@ from paragrad.world.world import World
 if TYPE_CHECKING:
     from paragrad.training.trainer import Trainer
 
+DISMISSED = "paragrad: dismissed {}"         # in the store of a world with servers: how often the workers let that rank go
 WHERE_CUT = "the model is cut: no rank holds all of it any more"
 
 
@@ -144,7 +145,11 @@ def wire(trainer: Trainer, some_unused: bool, example: Any) -> Exchange:
 def serve(trainer: Trainer) -> None:
     """Of a server: until the workers dismiss it. Collective with their first step."""
     try:
-        wire(trainer, False, None).serve()
+        exchange = wire(trainer, False, None)
+        exchange.serve()
+        if trainer.everyone.store.add(DISMISSED.format(trainer.everyone.rank), -1) < 0:
+            raise StepFailed(f"serve() of {type(exchange).__name__} returned before the workers dismissed it; let it serve "
+                             "until dismiss() tells it to end")
     except Exception as error:
         raise trainer.failed(error) from error
 
@@ -152,6 +157,10 @@ def serve(trainer: Trainer) -> None:
 def dismiss(trainer: Trainer) -> None:
     """Of a worker, at the end of a run: let the servers go, which wait for a first step where there was none. Collective."""
     if trainer.strategy.servers:
+        if trainer.world.rank == 0:
+            for rank in range(trainer.world.size, trainer.everyone.size):
+                trainer.everyone.store.add(DISMISSED.format(rank), 1)
+        trainer.world.barrier()
         (trainer.exchange or wire(trainer, False, None)).dismiss()
 
 
