@@ -66,6 +66,7 @@ TRAINS = """
 """
 
 
+@pytest.mark.table
 def test_three_hosts_train_as_one_worker_does_and_our_all_reduces_sum_right(
         clusters: Clusters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float64; and every schedule over real links, exactly, with another vector on every rank."""

@@ -59,6 +59,7 @@ def test_compare_digits_as_json(tmp_path: Path) -> None:
     assert (Path(table["folder"]) / "01-serial" / "run.jsonl").exists()
 
 
+@pytest.mark.table
 def test_compare_in_a_pipe_is_one_line_a_row_and_a_failure_is_a_row(tmp_path: Path) -> None:
     """A strategy that fails while it runs does not stop the others; the exit code says that one did."""
     text = paragrad("compare", str(JOB_FILES / "fails_on_two.py"), "--strategies", "serial; data(2, reduce=tree); data(3)",
@@ -143,6 +144,7 @@ def test_dry_run_prints_shares_and_steps_and_starts_nothing(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.table
 def test_a_failing_run_shows_the_first_traceback_and_the_message_last(tmp_path: Path) -> None:
     done = command("paragrad", "train", str(JOB_FILES / "fails_on_two.py"), "--strategy", "data(2)", "--runs", str(tmp_path))
     assert done.returncode == 1

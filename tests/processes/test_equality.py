@@ -187,7 +187,8 @@ REPRODUCIBLE = ("star", "tree", "double_tree(segments=3", "butterfly", "halving"
                 "two_level(across=tree, group=2")
 
 
-@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.table)])
+@pytest.mark.table
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_reproducible_sums_are_bit_identical_whatever_the_algorithm(pool: Ranks, backend: str) -> None:
     """100 steps in float32 on four ranks; without `reproducible` a ring and a star differ."""
     job = make_job("mlp", mlp, VECTORS)

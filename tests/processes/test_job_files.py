@@ -178,6 +178,7 @@ pg.train(job, "data(2)")
 """
 
 
+@pytest.mark.table
 def test_a_training_at_the_top_level_is_refused_by_the_command_and_runs_as_a_script(tmp_path: Path) -> None:
     """`paragrad train script.py` trained at once, by the script's own call, and then again."""
     path = written(tmp_path, UNGUARDED)

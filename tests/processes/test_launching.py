@@ -151,7 +151,8 @@ SCRIPT = textwrap.dedent("""
 """)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, *(pytest.param(each, marks=pytest.mark.table) for each in (
+    signal.SIGTERM, signal.SIGINT))])
 def test_no_rank_and_no_server_outlives_its_launcher(tmp_path: Path, how: signal.Signals) -> None:
     """The signal goes to the launcher's process group, as Ctrl-C at a terminal does."""
     (tmp_path / "temporary").mkdir()
@@ -205,6 +206,7 @@ def test_a_backend_that_averages_instead_of_summing_is_found(two: Ranks) -> None
         two.run(broken_sum)
 
 
+@pytest.mark.table
 def test_a_rank_that_serves_many_runs_keeps_no_threads_or_sockets(pool: Ranks) -> None:
     """Every run left 9 threads and 21 descriptors in each rank: DDP holds its hook's state, which held DDP, so the process
     groups of a finished run lived on, and the whole equality table slowed down as it went."""

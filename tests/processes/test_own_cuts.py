@@ -40,8 +40,8 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 job = make_job("deep", deep, VECTORS, test=VECTORS, metric=pg.accuracy, clip_norm=0.5, optimizer=adamw)
-EVERY = (Columns(2), pg.Data(2, reduce=pg.Ring()) * Stages(2), Columns(2) * Stages(2), Central(2))
-TABLE = (Columns(3), Stages(3, micro=2), pg.Data(2) * Columns(2), Stages(2) * Columns(2), Stages(2),
+EVERY = (Columns(2), pg.Data(2, reduce=pg.Ring()) * Stages(2), Central(2))
+TABLE = (Columns(2) * Stages(2), Columns(3), Stages(3, micro=2), pg.Data(2) * Columns(2), Stages(2) * Columns(2), Stages(2),
          pg.Data(2, reduce=pg.Tree()) * Columns(2) * Stages(2), pg.Data(2, shares=(2, 1)) * Stages(2, micro=2))
 
 

@@ -269,6 +269,7 @@ def test_train_and_compare_from_python_c(tmp_path: Path) -> None:
     assert text.endswith("False\n")
 
 
+@pytest.mark.table
 def test_train_and_compare_from_a_notebook(tmp_path: Path) -> None:
     """Classes, functions and lambdas of notebook cells reach the ranks."""
     import nbformat

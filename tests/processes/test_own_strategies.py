@@ -181,6 +181,7 @@ def test_the_wish_to_stop_reaches_all_whatever_the_passes(pool: Ranks, chosen: p
     assert pool.run(asked_to_stop, chosen, size=chosen.workers) == [(False, True)] * chosen.workers
 
 
+@pytest.mark.table
 def test_a_strategy_of_two_axes_is_the_same_training(tmp_path: Path) -> None:
     """Shares are those of replicas, not of ranks: every sample counts once, batch norm and tests see each once, and the record
     has it of one rank alone."""
@@ -348,6 +349,7 @@ def test_ranks_with_other_programs_say_so(pool: Ranks) -> None:
         pool.run(fickle, size=2)
 
 
+@pytest.mark.table
 def test_a_file_that_is_run_and_imported_has_one_class(tmp_path: Path) -> None:
     """A job file that something imports under its own name was refused as two of one name."""
     (tmp_path / "rumour.py").write_text(OWN.read_text().replace("Gossip", "Hearsay").replace(
@@ -430,6 +432,7 @@ def test_two_of_one_name_are_refused() -> None:
 
 
 # ---- an all-reduce -------------------------------------------------------------------------------------------------------
+@pytest.mark.table
 def test_the_example_runs_as_its_page_says(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(OWN)], cwd=tmp_path, capture_output=True, text=True, timeout=110,
                           env={**os.environ, "COLUMNS": "200"})

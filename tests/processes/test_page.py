@@ -313,6 +313,7 @@ def test_every_column_is_explained(tmp_path: Path) -> None:
         assert f"<dt>{column}</dt>" in text
 
 
+@pytest.mark.table
 def test_a_long_comparison_stays_small_and_is_always_the_same(tmp_path: Path) -> None:
     """Ten strategies of 10,000 steps."""
     table = written(tmp_path, ["serial", *(f"data({workers}, reduce=ring)" for workers in range(2, 11))], steps=10_000,

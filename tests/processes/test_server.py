@@ -33,7 +33,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     processes.close()
 
 
-@pytest.fixture(scope="module", params=["fork", "spawn"])
+@pytest.fixture(scope="module", params=["fork", pytest.param("spawn", marks=pytest.mark.table)])
 def two(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """Two ranks of each kind of server."""
     server = ServerProcess(request.param)

@@ -284,7 +284,7 @@ def absent(world: World) -> None:
     threading.Event().wait(20.0)                # of rank 2, which is busy with something else; the launcher ends it
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.table), "shm"])
 def test_who_is_missing_is_shown_as_silent_beside_the_others(pool: Ranks, backend: str) -> None:
     """Rank 3 waits for rank 2, 0 for 3, 1 for 0: whoever is late first, all say where they stand."""
     with pytest.raises(RankFailed) as caught:
@@ -334,6 +334,7 @@ DIES = """
 """
 
 
+@pytest.mark.table
 def test_a_dead_rank_is_shown_as_silent_under_plain_ddp(tmp_path: Path) -> None:
     """A process group of the user's, over a file. Nobody waits for the dead rank until the limit, of 300 s."""
     script = tmp_path / "dies.py"

@@ -156,8 +156,8 @@ def log_memory(trainer: Trainer) -> None:
     trainer.log.memory(
         parameters=_bytes(trainer.parameters.values()) // (exchange.sharing if exchange else 1), optimizer=_bytes(state),
         gradients=_bytes(each for each in trainer.parameters.values() if each.requires_grad),
-        exchange=exchange.largest if exchange else 0,
-        **({} if trainer.layout.cut else {"activations": trainer.activations}))         # of a part nobody looked
+        **({} if trainer.layout.cut else {"activations": trainer.activations}),         # of a part nobody looked
+        exchange=exchange.largest if exchange else 0)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
