@@ -100,8 +100,8 @@ def prove(schedule: Schedule, size: int, length: int | Mapping[Slot, int] | None
     found.check(goal.after(schedule, size))
     _the_same_again(schedule, size, actions)
     return Proven(size, sum(found.lengths.values()), found.messages, max(found.sent), found.scratch,
-                 grouped=_free_of_deadlock(schedule, size, "grouped"),
-                 rendezvous=_free_of_deadlock(schedule, size, "rendezvous"))
+                  grouped=_free_of_deadlock(schedule, size, "grouped"),
+                  rendezvous=_free_of_deadlock(schedule, size, "rendezvous"))
 
 
 def _the_same_again(schedule: Schedule, size: int, actions: list[list[Action]]) -> None:

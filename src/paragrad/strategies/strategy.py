@@ -251,7 +251,6 @@ class Product(Strategy, abstract=True):
             yield from asked.picked(found, here)
 
     def refuse(self, facts: Facts, asked: Strategy, unchecked: bool = False) -> None:
-        super().refuse(facts, asked, unchecked)
         for factor in self.factors:
             factor.refuse(facts, asked, unchecked)
 

@@ -87,7 +87,7 @@ def examined(job: Job, data: Path | None = None) -> Findings:
         _check_test(job, model.eval(), test)
     shapes = {name: list(value.shape) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     facts = Findings(len(train), len(test) if test is not None else 0, sum(map(Tensor.numel, trainable)),
-                  job.order(len(train)), shapes, _beginning(job, optimizer, scheduler), probe, whole_batch, whole_loss, lazy)
+                     job.order(len(train)), shapes, _beginning(job, optimizer, scheduler), probe, whole_batch, whole_loss, lazy)
     _check_step(job, optimizer)
     return facts
 

@@ -62,13 +62,9 @@ class SharedMemory(Exchange):
         self.cut, self.updates = kind == ELEMENT, kind != ALL or world.rank == 0
         self.own = [(stretch, self._stretch(self.parameters, stretch), self._stretch(self.mean, stretch))
                     for stretch in self.stretches[world.rank]]
-        self.held = [Held(self.names[stretch.index], tuple(self.parameters[stretch.index].shape),
-                          range(stretch.start, stretch.stop) if self.cut else None) for stretch, *_ in self.own]
         if self.cut:
-            held: dict[Tensor, list[tuple[Held, Tensor]]] = {parameter: [] for parameter in self.parameters}
-            for (stretch, place, _), which in zip(self.own, self.held, strict=True):
-                held[self.parameters[stretch.index]].append((which, place))
-            hand_over(optimizer, held)
+            hand_over(optimizer, {self.parameters[stretch.index]: [(self._held(stretch), place)]
+                                  for stretch, place, _ in self.own})
         self.used = [False] * len(self.parameters)          # in this step, by this rank
         self.anyone = bytes(len(self.parameters))           # in the last step, by any rank
         self.hooks = [parameter.register_post_accumulate_grad_hook(self._mover(index))
@@ -88,6 +84,10 @@ class SharedMemory(Exchange):
         """A flat stretch where the optimizer updates by element, otherwise the tensor itself."""
         tensor: Tensor = tensors[stretch.index]
         return tensor.detach().view(-1)[stretch.start:stretch.stop] if self.cut else tensor
+
+    def _held(self, stretch: Stretch) -> Held:
+        return Held(self.names[stretch.index], tuple(self.parameters[stretch.index].shape),
+                    range(stretch.start, stretch.stop) if self.cut else None)
 
     def _blocks(self) -> Iterator[tuple[torch.dtype, int, int]]:
         """(type, start, stop in bytes of the row): this rank's slice, in stretches that stay in the cache until divided."""
@@ -223,11 +223,10 @@ class SharedMemory(Exchange):
 
     def state(self) -> State:
         """Empty on the other ranks."""
-        mine = [(held, self.optimizer.state.get(place, {})) for held, (_, place, _) in zip(self.held, self.own, strict=True)]
+        mine = [(self._held(stretch), self.optimizer.state.get(place, {})) for stretch, place, _ in self.own]
         return state_together(each for parts in self.world.collected(mine) for each in parts)
 
     def close(self) -> None:
         for hook in self.hooks:
             hook.remove()
         self.memory.forget()
-
