@@ -15,6 +15,7 @@ for name in list(os.environ):
     if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") or name.startswith(
             ("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "SLURM_")):
         os.environ.pop(name)
+os.environ.pop("PYTHONUNBUFFERED", None)                # with it the lines that two ranks print at once are not whole
 
 
 @pytest.fixture(scope="session")

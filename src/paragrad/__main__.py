@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import sys
 
 from paragrad.errors import Refused
@@ -9,17 +11,28 @@ from paragrad.world.launched import launched
 from paragrad.world.signals import leaving_at_once
 
 STARTING = ("train", "compare", "verify")       # the verbs that start ranks
-ASKING = ("--help", "--dry-run")                # and what keeps them from it
+ASKING = ("--help", "-h", "--dry-run")                # and what keeps them from it
 
 
 def main() -> None:
     """Run the command line; exits with its code."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        print("paragrad: the working directory was removed; change to one that is there", file=sys.stderr)
+        sys.exit(2)
     with leaving_at_once():
         if starts_ranks(sys.argv[1:]):
             from paragrad.world.launching import processes
             processes.server()
         from paragrad.verbs.cli import main as run
+        if uses_torch(sys.argv[1:]):            # a verb imports what it needs: Ctrl-C amid torch would be a traceback
+            importlib.import_module(f"paragrad.verbs.{sys.argv[1]}")
     run()
+
+
+def uses_torch(words: list[str]) -> bool:
+    return bool(words) and words[0] in (*STARTING, "work") and not any(word in ("--help", "-h") for word in words)
 
 
 def starts_ranks(words: list[str]) -> bool:

@@ -1,13 +1,28 @@
-"""The two ways paragrad says no: at the door, before any rank starts; and while ranks run."""
+"""The ways paragrad says no: at the door, before any rank starts; while ranks run; and when it is told to stop."""
 
 from __future__ import annotations
 
+import os
+import sysconfig
+import traceback
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+FOLDERS = (Path(__file__).parent, *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
+LIBRARIES = (*(f"{folder}{os.sep}" for folder in FOLDERS), "<")         # frames there are no user's; "<": of no file
 
 
 class Refused(ValueError):
     """Bad input, found before any rank started. The message holds the repair. The command exits with 2."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C in a run or a comparison. folder: where what was done until then is. The command exits with 130."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(f"what was done until then is in {folder}")
+        self.folder = folder
 
 
 class RankFailed(RuntimeError):
@@ -54,6 +69,25 @@ class StepFailed(RuntimeError):
     @classmethod
     def of(cls, error: BaseException, step: int | None = None) -> StepFailed:
         """Any error, with what it knows; one that is no StepFailed is told with its kind. step: the one under way, if known."""
-        message = str(error) if isinstance(error, cls) else f"{type(error).__name__}: {error}"
+        message = str(error) if isinstance(error, cls) else told(error)
         return cls(message, step=getattr(error, "step", None) if step is None else step,
                    tensor=getattr(error, "tensor", None), differs=getattr(error, "differs", False))
+
+
+def told(error: BaseException) -> str:
+    """An error of somebody's code in a line: its kind, what it says, and where, by the last line that is no library's."""
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(LIBRARIES)]
+    where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    if isinstance(error, SyntaxError) and error.filename:
+        where = ""                          # it says so itself
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def traced(error: BaseException) -> str:
+    """The traceback of what first went wrong, from the first line of somebody's code on; whole where there is none."""
+    while error.__cause__ is not None and error.__cause__.__traceback__ is not None:
+        error = error.__cause__
+    found = traceback.TracebackException.from_exception(error)
+    first = next((place for place, frame in enumerate(found.stack) if not frame.filename.startswith(LIBRARIES)), 0)
+    found.stack = traceback.StackSummary.from_list(found.stack[first:])
+    return "".join(found.format(chain=first == 0))

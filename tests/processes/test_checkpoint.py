@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from equality import JOBS, VECTORS, mlp, resolved, stepped
 from equality import job as make_job
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import paragrad as pg
 from paragrad.datasets.loading import parted
@@ -29,8 +34,9 @@ from paragrad.strategies.serial import Serial
 from paragrad.strategies.strategy import Strategy
 from paragrad.training import checkpoint
 from paragrad.training.admission import admitted
-from paragrad.training.checkpoint import FILES, newest
 from paragrad.training.door import examined
+from paragrad.training.identity import SINCE
+from paragrad.training.saved import FILES, SUMS, Saved, digest_of, folders, newest, step_of
 from paragrad.training.settings import Settings
 from paragrad.training.trainer import Trainer
 from paragrad.verbs.lockstep import differences
@@ -55,7 +61,7 @@ RESUMED = {**{name: in64(JOBS[name]) for name in (
         list(parameters))))}
 
 
-def steps_from(world: World, job: Job, chosen: Strategy, saved: checkpoint.Saved | None, first: int, count: int,
+def steps_from(world: World, job: Job, chosen: Strategy, saved: Saved | None, first: int, count: int,
                folder: Path | None = None) -> dict[str, Tensor]:
     """The state after steps first..first+count, from a checkpoint or from the start; saved below folder, if there is one."""
     trainer = Trainer.of_job(world, job, chosen)
@@ -259,12 +265,25 @@ def harm(path: Path, damage: str) -> None:
         path.write_bytes(content[:-7] if damage == "cut" else content[:-1] + bytes([content[-1] ^ 1]))
 
 
+class InForward(nn.Sequential):
+    """As mlp by its repr, but for its name, which is told to be the same; its forward is another."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+    def _get_name(self) -> str:
+        return "Sequential"
+
+
 def wider() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 17), nn.Tanh(), nn.Linear(17, 4))
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"model": wider}, r"saved with shape of 0\.weight \[16, 10\], and job mlp has \[17, 10\]"),
+    ({"model": wider}, r"saved with model \(0\): Linear\(in_features=10, out_features=16, .*, and job mlp has \(0\): Linear\("),
     ({"batch": 13}, "saved with batch 12, and job mlp has 13; give --batch 12"),
     ({"seed": 6}, "saved with seed 5, and job mlp has 6; give --seed 5"),
     ({"optimizer": lambda parameters: torch.optim.Adam(parameters)}, "saved with optimizer SGD, and job mlp has Adam"),
@@ -273,13 +292,94 @@ def wider() -> nn.Module:
     ({"clip_norm": 1.0}, "saved with clip_norm None, and job mlp has 1.0"),
     ({"epochs": 0}, "has 3 steps behind it, and job mlp wants 0; give more --epochs"),
     ({"dtype": torch.float64}, "saved with dtype float32"),
-    ({"name": "other"}, "resume it as it was")], ids=str)
+    ({"name": "other"}, "resume it as it was"),
+    ({"model": lambda: nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 4))},
+     r"saved with model \(1\): Tanh\(\), and job mlp has \(1\): ReLU\(\); resume it as it was"),
+    ({"model": lambda: InForward()}, r"whose loss before training was \d.*: other data, other transforms, or another forward"),
+    ({"loss": functools.partial(nn.functional.cross_entropy, label_smoothing=0.1)},
+     "saved with loss cross_entropy, and job mlp has cross_entropy, label_smoothing=0.1"),
+    ({"train": TensorDataset(VECTORS.tensors[0] + 0.1, VECTORS.tensors[1])}, "whose loss before training was"),
+    ({"model": lambda: nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4), nn.Dropout(0.1))},
+     r"saved with model nothing more, and job mlp has \(3\): Dropout")], ids=str)
 def test_another_job_is_refused(pool: Ranks, tmp_path: Path, changes: dict[str, object], message: str) -> None:
     parent = trained(pool, tmp_path / "run", JOBS["mlp"].replace(epochs=1), "serial", save=3).folder
     with pytest.raises(pg.Refused, match=message):
         admitted(JOBS["mlp"].replace(**changes), "serial", Settings(resume=parent))
     with pytest.raises(pg.Refused, match="holds no checkpoint; give the folder of a run that was saved"):
         admitted(JOBS["mlp"], "serial", Settings(resume=tmp_path))
+
+
+def edited(folder: Path, change: Callable[[dict[str, Any]], object] = lambda state: None,
+           tensors: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None, name: str = "model.safetensors") -> None:
+    """A checkpoint that somebody changed, its sums made anew."""
+    state = json.loads((folder / "state.json").read_text())
+    if tensors is not None:
+        save_file(tensors(load_file(folder / name)), folder / name)
+    change(state)
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / SUMS).write_text("".join(f"{digest_of(folder / each)}  {each}\n" for each in FILES))
+
+
+def in_float32(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.float() for name, tensor in tensors.items()}
+
+
+EDITS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "step -5": (lambda folder: edited(folder, lambda state: state.update(step=-5)), "state.json is of step -5"),
+    "half a step": (lambda folder: edited(folder, lambda state: state.update(step=2.5)), "state.json has 2.5 as step"),
+    "another step": (lambda folder: edited(folder, lambda state: state.update(step=1)), "state.json is of step 1"),
+    "no step": (lambda folder: edited(folder, lambda state: state.pop("step")), "KeyError: 'step'"),
+    "a list": (lambda folder: (folder / "state.json").write_text("[]"), "state.json does not match"),
+    "groups": (lambda folder: edited(folder, lambda state: state["optimizer"].update(groups=3)), "has 3 as optimizer's groups"),
+    "no lr": (lambda folder: edited(folder, lambda state: state["optimizer"]["groups"][0].pop("lr")),
+              "has no lr of group 0 of the optimizer"),
+    "lr of letters": (lambda folder: edited(folder, lambda state: state["optimizer"]["groups"][0].update(lr="high")),
+                      "has 'high' as lr of group 0 of the optimizer, which is a number"),
+    "float32": (lambda folder: edited(folder, tensors=in_float32), "model.safetensors holds other tensors than were saved"),
+    "state in part": (lambda folder: edited(folder, tensors=lambda own: dict(list(own.items())[1:]),
+                                            name="optimizer.safetensors"), "optimizer.safetensors holds other tensors"),
+    "no state": (lambda folder: edited(folder, tensors=lambda own: {}, name="optimizer.safetensors"),
+                 "optimizer.safetensors holds other tensors"),
+    "strange": (lambda folder: edited(folder, lambda state: (
+        state.pop("tensors"), state["optimizer"]["scalars"].update(nobody={"step": 3}))), "KeyError: 'nobody'"),
+    "a fifo": (lambda folder: ((folder / SUMS).unlink(), os.mkfifo(folder / SUMS)), "SHA256SUMS is missing")}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edited_checkpoint_is_refused_in_one_sentence(tmp_path: Path, name: str) -> None:
+    """Its sums made anew: twelve raw errors, five taken in silence, and a FIFO that was waited for."""
+    job = JOBS["mlp, adam, clipped, scheduled"].replace(dtype=torch.float64)
+    steps_from(World(), job, Serial(threads=1), None, 0, 3, tmp_path)
+    edit, message = EDITS[name]
+    edit(tmp_path / "checkpoint-00000003")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(pg.Refused, match=re.escape(message)):
+            checkpoint.found(tmp_path, job, examined(job))
+
+
+def test_steps_beyond_eight_digits(tmp_path: Path) -> None:
+    """Folders were sorted as text: step 100,000,000 was taken for an earlier one than 99,999,999, and saving failed."""
+    trainer = Trainer.of_job(World(), JOBS["mlp"], Serial(threads=1))
+    for step in (99_999_999, 100_000_000, 100_000_001):
+        trainer.steps = step
+        trainer.save(tmp_path, {})
+    trainer.close()
+    assert newest(tmp_path).step == 100_000_001
+    assert [step_of(folder) for folder in folders(tmp_path)] == [100_000_001, 100_000_000]
+
+
+def test_what_earlier_versions_saved_goes_on(tmp_path: Path) -> None:
+    """They knew neither model, loss nor tensors."""
+    job = JOBS["mlp"]
+    steps_from(World(), job, Serial(threads=1), None, 0, 3, tmp_path)
+
+    def as_before(state: dict[str, Any]) -> None:
+        del state["tensors"]
+        for name in SINCE:
+            del state["identity"][name]
+    edited(tmp_path / "checkpoint-00000003", as_before)
+    assert checkpoint.found(tmp_path, job, examined(job)).step == 3
 
 
 STOPPED = """
@@ -344,8 +444,7 @@ def test_sigterm_saves_and_exits_0_and_the_run_goes_on(tmp_path: Path) -> None:
 def test_how_to_go_on_is_said_as_it_was_typed(typed: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`go on with --resume RUN` left out --strategy, --epochs and all else, so what it said to type was another training."""
     monkeypatch.setattr("shutil.which", lambda name: None)
-    stopped = SimpleNamespace(folder=Path("runs/new"), header={"settings": {"data": "there"}})      # PARAGRAD_DATA=there
-    assert listing.again(shlex.split(typed), stopped) == expected               # type: ignore[arg-type]
+    assert listing.again(shlex.split(typed), Path("runs/new"), "there") == expected         # PARAGRAD_DATA=there
 
 
 def test_how_the_program_was_called(monkeypatch: pytest.MonkeyPatch) -> None:

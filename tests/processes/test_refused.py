@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 TABLE = re.findall(r"^\| `(.+)` \| (.+) \|$", (ROOT / "docs" / "refused.md").read_text(), re.MULTILINE)
 
 
+@pytest.mark.filterwarnings("ignore:there is no data folder")            # said before a job that reads it refuses
 @pytest.mark.parametrize(("command", "message"), TABLE, ids=[command for command, _ in TABLE])
 def test_refused(command: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(ROOT / "tests" / "job_files")

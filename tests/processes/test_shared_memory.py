@@ -23,7 +23,7 @@ from paragrad.techniques.data_parallel.shared_memory import SharedMemory
 from paragrad.techniques.slices import FOREACH, FUSED, slices
 from paragrad.techniques.updating import Alike, set_mode, updates_by
 from paragrad.training.admission import admitted, backend_of
-from paragrad.training.checkpoint import newest
+from paragrad.training.saved import newest
 from paragrad.training.settings import Settings
 from paragrad.training.trainer import Trainer
 from paragrad.verbs.lockstep import difference

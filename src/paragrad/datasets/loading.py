@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from paragrad.errors import Refused, StepFailed
+from paragrad.errors import Refused, StepFailed, told
+from paragrad.world.bound import bounded
 from paragrad.world.generators import generator_states, generators_kept, seed_generators
 
 Dataset = Any           # map-style: __len__ and __getitem__(index) -> (input, target) or {name: value}
@@ -53,6 +54,7 @@ class Samples:
     dataset: Dataset
     seed: int = 0
     collate: Collate | None = None
+    patience: float = 300.0                     # seconds that a sample may take
 
     def __post_init__(self) -> None:
         refuse_loader(self.dataset, "the dataset")
@@ -74,7 +76,8 @@ class Samples:
             places = torch.from_numpy(numpy.array(indices))     # torch.tensor of a list, and indexing by one, take far longer
             return tuple(tensor.index_select(0, places) for tensor in dataset.tensors)
         if self.collate is None and getattr(dataset, "whole_batches", False):
-            return dataset[indices]
+            with bounded(self.patience * len(indices), f"samples {indices[0]}, ... of the dataset were not there"):
+                return dataset[indices]
         with generators_kept():
             drawn = self.drawn(epoch, indices)
             if self.collate is None:
@@ -90,9 +93,18 @@ class Samples:
         found = []
         for index in indices:
             seed_generators(f"sample {self.seed} {epoch} {index}")
-            found.append(self.dataset[index])
+            with bounded(self.patience, f"sample {index} of the dataset was not there"):
+                found.append(self._sample(index))
         seed_generators(f"collate {self.seed} {epoch} {indices[0]}")
         return found
+
+    def _sample(self, index: int) -> Any:
+        try:
+            return self.dataset[index]
+        except StepFailed:
+            raise
+        except Exception as error:
+            raise StepFailed(f"sample {index} of the dataset raised {told(error)}") from error
 
 
 def why_whole(samples: Samples, batch: int) -> str | None:
@@ -143,8 +155,29 @@ def loaded(samples: Samples, keys: list[Any], loaders: int = 0) -> Iterator[Any]
     if loaders == 0:
         return (samples[key] for key in keys)
     own = torch.Generator()         # DataLoader draws a seed; not from the generator that the model may use
-    return iter(DataLoader(samples, batch_size=None, sampler=keys, num_workers=loaders, collate_fn=_as_it_is,   # type: ignore
-                           generator=own))
+    return map(_or_raised, DataLoader(Sent(samples), batch_size=None, sampler=keys, num_workers=loaders,    # type: ignore
+                                      collate_fn=_as_it_is, generator=own))
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Samples for a process that loads: what fails there is sent as it is, which DataLoader would wrap in two tracebacks."""
+    samples: Samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, key: Any) -> Any:
+        try:
+            return self.samples[key]
+        except StepFailed as error:
+            return error
+
+
+def _or_raised(batch: Any) -> Any:
+    if isinstance(batch, StepFailed):
+        raise batch
+    return batch
 
 
 def _as_it_is(batch: Any) -> Any:

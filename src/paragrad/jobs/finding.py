@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from paragrad.errors import Refused
+from paragrad.errors import Refused, told
 from paragrad.jobs.digits import digits
 from paragrad.jobs.job import Job
 from paragrad.jobs.mnist import mnist_cnn, mnist_mlp
@@ -102,7 +102,7 @@ def _guarded(where: str, function: Callable[[], Any]) -> Any:
     except Refused:
         raise
     except Exception as error:
-        raise Refused(f"{where} raised {type(error).__name__}: {error}") from error
+        raise Refused(f"{where} raised {told(error)}") from error
 
 
 def _literal(text: str) -> Any:

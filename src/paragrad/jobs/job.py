@@ -108,5 +108,5 @@ def accuracy(output: Tensor, target: Tensor) -> tuple[float, int]:
 
 def opened(dataset: Dataset | Callable[[Path | None], Dataset], data: Path | None) -> Dataset:
     """The dataset itself, or what its function makes of the data folder."""
-    is_dataset = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    is_dataset = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, type)
     return dataset if is_dataset else dataset(data)

@@ -18,7 +18,7 @@ from paragrad.errors import Refused
 from paragrad.notation.grammar import Call, parse_call
 
 WORDS = ("name", "built", "members")            # what a choice has beside its options
-MEANT = {"gpu": "cuda", "ddp": "data"}          # what people say elsewhere, too far from our word to be found as a slip
+MEANT = {"gpu": "cuda"}          # what people say elsewhere, too far from our word to be found as a slip
 
 
 # ---- what a field takes ------------------------------------------------------------------------------------------
@@ -250,9 +250,10 @@ def _resolved(call: Call, kinds: Iterable[Kind], where: str) -> object:
 
 def build(call: Call, classes: dict[str, type[Choice]], where: str, words: Iterable[str] = (),
           elsewhere: Mapping[str, str] | None = None) -> Choice:
-    """The choice that a call names, or Refused with the nearest name. elsewhere: names that stand in other places, and how."""
-    if elsewhere and call.name in elsewhere:
-        raise Refused(f"{where}: no name {call.name!r}; did you mean {elsewhere[call.name]}?")
+    """The choice that a call names, or Refused with the nearest name. elsewhere: what to say of names
+    that stand in other places, or that people know from elsewhere."""
+    if elsewhere and call.name not in classes and call.name.lower() in elsewhere:
+        raise Refused(f"{where}: no name {call.name!r}; {elsewhere[call.name.lower()]}")
     if call.name not in classes:
         raise Refused(f"{where}: " + unknown("name", call.name, [*classes, *words]))
     cls = classes[call.name]

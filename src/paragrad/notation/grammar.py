@@ -62,11 +62,13 @@ class Reader:
             self.refuse(f"expected {sign!r} here")
 
     def listed(self, rule: Any, until: str) -> tuple[Any, ...]:
-        """rule { "," rule } until a closing sign; may be empty."""
+        """rule { "," rule } [ "," ] until a closing sign; may be empty."""
         items: list[Any] = []
         while not self.taken(until):
             if items:
                 self.expect(",")
+                if self.taken(until):
+                    break
             items.append(rule())
         return tuple(items)
 

@@ -49,6 +49,8 @@ def simulate(strategy: Strategy, size: int, machine: Machine, *, link: str | Non
     """
     resolved, plan = plan_of(strategy, "simulate", per_link)
     workers, schedule = plan.size, plan.schedule
+    if size < element:
+        raise Refused(f"--bytes {size} is less than one number, which has {element} bytes; give more")
     check(schedule, workers, plan.what)
     for rank, factor in slow:
         if not 0 <= rank < workers or factor < 1:

@@ -6,6 +6,7 @@ import json
 import warnings
 from bisect import bisect_right
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,25 @@ ASSUMED = Machine({"network": Link(alpha=20e-6, beta=1 / 2e9)}, gamma=1 / 8e9, c
                   measured="assumed: 20 us a message, 2 GB/s, 8 GB/s added")
 
 
+def _check(machine: Machine) -> None:
+    """Raises ValueError where something is no measured quantity."""
+    if not machine.links:
+        raise ValueError("no link")
+    named = [("gamma", machine.gamma), ("cores", machine.cores), ("memory", machine.memory or 0.0),
+             ("matmul", machine.matmul or 0.0), ("hosts", machine.hosts or 1)]
+    named += [(f"error of {name}", error) for name, error in (machine.errors or {}).items()]
+    for of, link in machine.links.items():
+        named += [(f"{name} of {of}", getattr(link, name)) for name in ("alpha", "beta", "latency", "overhead", "work")]
+        named += [(f"a point of {of}", number) for point in link.points for number in point]
+        if len(link.points) == 1 or sorted({size for size, _ in link.points}) != [size for size, _ in link.points]:
+            raise ValueError(f"the points of {of} are not at two or more sizes, in order")
+    for name, value in named:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
+            raise ValueError(f"{name} is {value!r}")
+    if machine.cores < 1 or not isinstance(machine.cores, int) or not isinstance(machine.measured, str):
+        raise ValueError(f"measured {machine.measured!r} on {machine.cores!r} cores")
+
+
 def machine_of(path: Path | None, cores: int) -> Machine:
     """The machine of a file, or the assumed one; a warning where the file is of another number of cores."""
     if path is None:
@@ -120,7 +140,8 @@ def read_machine(path: Path, cores: int) -> tuple[Machine, str | None]:
         links = {name: replace(Link(**link), points=tuple((int(size), float(seconds)) for size, seconds in link["points"]))
                  for name, link in found.pop("links").items()}
         machine = Machine(links=links, **found)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        _check(machine)
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
         raise Refused(f"{path} lacks or misnames something ({error}); {again}") from None
     warning = None
     if machine.cores != cores:

@@ -11,9 +11,11 @@
 | choice     | what, bytes, picked, because                                                                              |
 | memory     | parameters, gradients, optimizer, activations, exchange, resident (bytes)                                 |
 | event      | name, numbers                                                                                             |
-| end        | status (finished, failed, stopped, interrupted), seconds, error {rank, step, tensor, message} or null    |
+| end        | status (finished, failed, stopped, interrupted), seconds, error {rank, step, tensor, message} or null;    |
+|            | of a comparison: error a text or null                                                                    |
 | difference | baseline, run, value, tensor                                                                              |
-| comparison | rows [[run, by seed], by strategy], until, seeds, command (the first line of compare.jsonl)               |
+| comparison | rows [[run, by seed], by strategy], strategies, until, seeds, command, baselines [run], identity (what must  |
+|            | be equal to go on with it): the first line of compare.jsonl                                              |
 | distance   | baseline, run, values (of the parameters, after every step, in the job's own type)                        |
 
 `start` counts seconds from the run's beginning on the host's monotonic clock. `sent` is the payload handed to the wire;
@@ -27,7 +29,9 @@ died.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -52,6 +56,7 @@ class Recorder:
 
     def __init__(self, path: Path, origin: float | None = None) -> None:
         self.origin = time.monotonic() if origin is None else origin
+        cut_torn(path)
         self.file = path.open("a", encoding="utf-8")
 
     def __enter__(self) -> Recorder:
@@ -59,7 +64,8 @@ class Recorder:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        self.file.close()
+        with contextlib.suppress(OSError):          # a full disk was told of when it was written to
+            self.file.close()
 
     def now(self) -> float:
         """Seconds since the run began."""
@@ -72,6 +78,12 @@ class Recorder:
         """Lines that are encoded already, in one go."""
         self.file.write("\n".join(lines) + "\n")
         self.file.flush()
+
+
+def cut_torn(path: Path) -> None:
+    """Cut off a last line that its writer could not end (a full disk, a kill): what is appended behind it could not be read."""
+    if path.is_file() and (written := path.read_bytes()) and not written.endswith(b"\n"):
+        os.truncate(path, written.rfind(b"\n") + 1)
 
 
 def new_folder(parent: Path, name: str) -> Path:
@@ -93,7 +105,7 @@ def new_folder(parent: Path, name: str) -> Path:
 
 def lines_of(path: Path, without: str | None = None) -> Iterator[Line]:
     """The lines of a file, but for those of one kind; a last one that was cut off by the end of its process is left out."""
-    if path.exists():
+    if path.is_file():                          # a FIFO would be waited for
         for line in path.read_text(encoding="utf-8").splitlines():
             if without and line.startswith(f'{{"kind":"{without}"'):
                 continue
@@ -131,6 +143,10 @@ class Record:
         self.ranks: list[list[Line]] = [list(lines_of(path, None if spans else "span")) for path in files]
         self.difference: Line | None = next((line for line in own if line["kind"] == "difference"), None)
         self.choices = [line for line in own if line["kind"] == "choice"]
+
+    @property
+    def finished(self) -> bool:
+        return self.end is not None and self.end["status"] == "finished"
 
     def of(self, kind: str, rank: int = 0) -> list[Line]:
         return [line for line in self.ranks[rank] if line["kind"] == kind] if rank < len(self.ranks) else []

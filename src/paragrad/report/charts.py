@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import math
 import re
 import warnings
@@ -175,8 +176,12 @@ def sample(name: str, seen: Style) -> str:
 @contextmanager
 def drawing(name: str, width: float, height: float) -> Iterator[Figure]:
     """An empty figure, under matplotlib's own defaults whatever the user's are; `name` makes its ids, always the same."""
+    logger = logging.getLogger("matplotlib")
+    level = logger.level
+    logger.setLevel(logging.ERROR)              # importing it warns where the home cannot be written to
     import matplotlib
     from matplotlib.figure import Figure
+    logger.setLevel(level)
     with matplotlib.rc_context(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")      # of matplotlib's font; the browser draws text in its own
         matplotlib.rcdefaults()

@@ -12,24 +12,29 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from paragrad.jobs.job import accuracy
 from paragrad.players.draw import draw as drawn
 from paragrad.players.proof import check
+from paragrad.record.record import Record
 from paragrad.report.certificate import Certificate
 from paragrad.report.drawing import write_space_time
 from paragrad.report.printing import print_facts, print_rows
 from paragrad.report.run import Run
-from paragrad.report.table import COMPUTED, held, sent
+from paragrad.report.table import COMPUTED, Table, held, sent, show
 from paragrad.strategies.shares import Division, micro_batches
 from paragrad.strategies.strategy import Strategy
 from paragrad.strategies.table import algorithms, known, plan_of
 from paragrad.training.admission import Admitted
+from paragrad.training.saved import folders, step_of
 
 
 def run(finished: Run, as_json: bool, typed: Sequence[str] = ("paragrad", "train", "JOB")) -> None:
     """The summary of one run. typed: the command that made it, program first, as sys.argv has it."""
     header, difference = finished.header, finished.difference
-    stopped = {"stopped": f"at step {finished.resumable}", "go on with": again(typed, finished)} if finished.stopped else {}
+    stopped = {"stopped": f"at step {finished.resumable}", "go on with": again(
+        typed, finished.folder, finished.header["settings"].get("data"))} if finished.stopped else {}
     facts = {"strategy": header["strategy"], "resolved": header["resolved"], "test": finished.test,
              "loss": finished.losses[-1] if finished.losses else None, "seconds per step": finished.seconds_per_step,
              "sent per step": finished.sent_per_step, "memory": finished.memory, "audit": asdict(finished.audit),
@@ -57,8 +62,25 @@ def _labelled(finished: Run, facts: Mapping[str, Any]) -> dict[str, Any]:
     return {named.get(name, name): texts.get(name, value) for name, value in facts.items()}
 
 
-def again(typed: Sequence[str], stopped: Run) -> str:
-    """The command that goes on where a run stopped: all that was typed, and --resume with the run's folder."""
+def comparison(found: Table, as_json: bool, typed: Sequence[str], data: str | None) -> None:
+    """The table of a comparison, and how to finish it where it ended early."""
+    if found.records and as_json:
+        print(json.dumps(found.as_json(), indent=1))
+    elif found.records:
+        show(found, Console())
+    if found.ended["status"] != "finished" and found.missing:
+        print(f"finish it with: {again(typed, found.folder, data)}", file=sys.stderr)
+
+
+def interrupted(folder: Path, typed: Sequence[str]) -> None:
+    """How to go on with a run that was saved before Ctrl-C."""
+    if saved := folders(folder):
+        data = Record(folder, spans=False).header.get("settings", {}).get("data")
+        print(f"saved at step {step_of(saved[0])}; go on with: {again(typed, folder, data)}", file=sys.stderr)
+
+
+def again(typed: Sequence[str], folder: Path, data: str | None) -> str:
+    """The command that goes on where a run or a comparison stopped: all that was typed, and --resume with its folder."""
     program, *words = typed
     rest, kept = iter(words), []
     for word in rest:
@@ -66,10 +88,9 @@ def again(typed: Sequence[str], stopped: Run) -> str:
             next(rest, None)
         elif not word.startswith("--resume="):
             kept.append(word)
-    data = stopped.header["settings"].get("data")
     if data and not any(word.split("=")[0] == "--data" for word in kept):
         kept += ["--data", data]                # from the environment, which the next shell may not have
-    return shlex.join([*called_as(program), *kept, "--resume", str(stopped.folder)])
+    return shlex.join([*called_as(program), *kept, "--resume", str(folder)])
 
 
 def called_as(program: str) -> list[str]:

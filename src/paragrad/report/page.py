@@ -42,7 +42,7 @@ def rendered(table: Results) -> str:
         notes=notes(table), sections=Sections(table, styles).all(), breakable=breakable,
         rows=[TableRow(place, row, cells(table, row)) for place, row in enumerate(table.rows)],
         samples=[Markup(charts.sample(f"style-{place}", each)) for place, each in enumerate(styles)],
-        definitions=definitions(table), ran=[ran(table, row) for row in table.rows], facts=facts(table),
+        definitions=definitions(table), ran=[ran(table, row) for row in table.rows if row.resolved], facts=facts(table),
         repeat=table.asked["command"] or call(table), typed=table.asked["command"] is not None)
 
 

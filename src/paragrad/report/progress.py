@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 EVERY = 5.0             # seconds between plain lines
 
@@ -17,7 +17,8 @@ class Shown:
     def __init__(self, console: Console) -> None:
         self.console = console
         self.bars = Progress(TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
-                             TextColumn("{task.fields[value]}"), TimeElapsedColumn(), console=console)
+                             TextColumn("{task.fields[value]}"), TimeElapsedColumn(), TimeRemainingColumn(compact=True),
+                             console=console)
 
     def __enter__(self) -> Shown:
         if self.console.is_terminal:

@@ -59,12 +59,28 @@ class Results:
 
     @cached_property
     def records(self) -> dict[str, Record]:
-        """Every run of the comparison, by the name of its folder."""
-        return {path.name: Record(path, spans=False) for path in sorted(self.folder.iterdir()) if path.is_dir()}
+        """Every run of the comparison that began, by the name of its folder."""
+        found = {path.name: Record(path, spans=False) for path in sorted(self.folder.iterdir()) if path.is_dir()}
+        return {name: record for name, record in found.items() if record.header}
 
     @cached_property
     def rows(self) -> list[Row]:
-        return [_row(self, runs) for runs in self.asked["rows"]]
+        names = self.asked.get("strategies", [""] * len(self.asked["rows"]))
+        return [_row(self, name, runs) for name, runs in zip(names, self.asked["rows"], strict=True)]
+
+    @cached_property
+    def ended(self) -> Line:
+        """How the comparison ended, the last time: {"status": finished, stopped, interrupted, failed or died, "error": why}."""
+        return {"status": "died" if "strategies" in self.asked else "finished", "error": None,
+                **({line["kind"]: line for line in lines_of(self.folder / "compare.jsonl")}.get("end") or {})}
+
+    @property
+    def missing(self) -> list[str]:
+        """The strategies of the rows that are not done, and the runs for speed."""
+        for_speed = [name for name in self.asked.get("baselines", [])
+                     if name not in self.records or not self.records[name].finished]
+        return [row.strategy for row in self.rows if row.failure
+                or (row.difference is None and not row.reference and row.strategy != TWIN)] + for_speed
 
     @property
     def header(self) -> Line:
@@ -100,8 +116,10 @@ class Results:
                 "machine": self.machine, "rows": [asdict(row) for row in self.rows]}
 
 
-def _row(results: Results, names: list[str]) -> Row:
+def _row(results: Results, strategy: str, names: list[str]) -> Row:
     records = [results.records[name] for name in names if name in results.records]
+    if not records:
+        return Row(strategy, "", failure="not run", runs=tuple(names))
     header = records[0].header
     named: dict[str, Any] = {"strategy": TWIN if header["reverse"] else header["strategy"], "resolved": header["resolved"],
                              "seeds": len(names), "runs": tuple(names),
@@ -112,10 +130,13 @@ def _row(results: Results, names: list[str]) -> Row:
         if end["status"] != "finished":
             error = end["error"]
             return Row(**named, failure=str(RankFailed(**error)) if error else end["status"])
+    if len(records) < len(names):
+        return Row(**named, failure=f"{len(records)} of {len(names)} seeds were run")
     tests = [record.test for record in records if record.test is not None]
     seconds = median([record.seconds_per_step for record in records if record.seconds_per_step] or [0.0]) or None
     all_threads, one_thread = _serial_seconds(results, int(results.machine["cores"])), _serial_seconds(results, 1)
-    difference, failure = results.lines("difference").get(names[0], {}), results.lines("event").get(names[0], {})
+    difference = results.lines("difference").get(names[0], {})
+    failure = {} if names[0] in results.lines("distance") else results.lines("event").get(names[0], {})
     return Row(**named, test=fmean(tests) if tests else None, spread=stdev(tests) if len(tests) > 1 else None,
                seconds_per_step=seconds, speed_up=all_threads / seconds if all_threads and seconds else None,
                speed_up_one_thread=one_thread / seconds if one_thread and seconds else None,

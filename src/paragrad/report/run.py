@@ -11,6 +11,7 @@ from paragrad.jobs.job import Job
 from paragrad.record.record import Record
 from paragrad.strategies.strategy import Strategy
 from paragrad.strategies.table import strategy
+from paragrad.training.saved import folders, step_of
 from paragrad.training.tensor_files import load_weights
 
 
@@ -52,8 +53,8 @@ class Run(Record):
     @property
     def resumable(self) -> int | None:
         """The step of its newest checkpoint."""
-        found = sorted(path.name for path in self.folder.glob("checkpoint-*") if not path.suffix)
-        return int(found[-1].removeprefix("checkpoint-")) if found else None
+        found = folders(self.folder)
+        return step_of(found[0]) if found else None
 
     def model(self) -> nn.Module:
         """The trained model, a plain module with its serial names."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from html import escape
 from statistics import fmean
 from typing import Any
 
@@ -30,6 +31,13 @@ class Table(Results):
 
     def __str__(self) -> str:
         return plain(self)
+
+    def _repr_html_(self) -> str:
+        """As a notebook shows it."""
+        rows = [[f"<th>{escape(each)}</th>" for each in columns_of(self)],
+                *([f"<td>{escape(each)}</td>" for each in _without_message(cells(self, row))] for row in self.rows)]
+        notes = "<br>".join(map(escape, [*_failures(self), *_below(self)]))
+        return "<table>" + "".join(f"<tr>{''.join(row)}</tr>" for row in rows) + f"</table><p>{notes}</p>"
 
 
 def columns_of(table: Results) -> list[str]:
@@ -99,13 +107,13 @@ def _without_message(texts: list[str]) -> list[str]:
 
 
 def _failures(table: Results) -> list[str]:
-    return [f"{row.strategy} failed: {row.failure}" for row in table.rows if row.failure]
+    return [f"{row.strategy} failed: {row.failure}" for row in table.rows if row.failure and row.resolved]
 
 
 def cells(table: Results, row: Row) -> list[str]:
     """A row as text."""
     if row.seconds_per_step is None:
-        return [row.strategy, f"failed: {row.failure}", *[""] * (len(columns_of(table)) - 2)]
+        return [row.strategy, f"failed: {row.failure}" if row.resolved else "not run", *[""] * (len(columns_of(table)) - 2)]
     difference = "reference" if row.reference else "-" if row.difference is None else f"{row.difference:.1e}"
     return [row.strategy, _test(row), *(_goal(row) if table.until else []), f"{1e3 * row.seconds_per_step:.2f}",
             _times(row.speed_up), _times(row.speed_up_one_thread), sent(row.sent),
@@ -152,7 +160,11 @@ def _times(ratio: float | None) -> str:
 def notes(table: Results) -> list[str]:
     """The lines under the table."""
     machine = table.machine
-    lines = [f"machine: {machine['cores']} cores, {machine['cpu']}, torch {machine['torch']}, Python {machine['python']}",
+    ended = table.ended["status"], table.ended["error"]
+    lines = [] if ended[0] == "finished" or not table.missing else [
+        f"the comparison {'was ' if ended[0] != 'died' and ended[0] != 'failed' else ''}{ended[0]}"
+        + (f" ({ended[1]})" if ended[1] else "") + f"; not done: {'; '.join(table.missing)}"]
+    lines += [f"machine: {machine['cores']} cores, {machine['cpu']}, torch {machine['torch']}, Python {machine['python']}",
              f"speed-up: over serial with all {machine['cores']} threads; difference: from serial in float64 over 20 steps; "
              "parameters: digest of the final ones"]
     load = machine.get("load")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Self
 
@@ -32,7 +32,7 @@ class Data(Strategy):
     reduce: Choice | str = option(One(Native, AllReduce), Word("auto"), default="auto")
     state: str = option(Word("replicated", "shared_memory", "fully_sharded", "auto"), default="auto",
                         later=("fully_sharded",))
-    shares: tuple[int, ...] | str = option(Integers(0), Word("equal", "auto"), default="equal", later=("auto",))
+    shares: Sequence[int] | str = option(Integers(0), Word("equal", "auto"), default="equal", later=("auto",))
     micro: int = option(Integer(), default=1)
     compress: Choice | None = option(One(*COMPRESSORS), Word("none"), default=None)
     batch_norm: str = option(Word("whole", "share"), default="whole")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 from paragrad.errors import Refused
 from paragrad.notation.choices import Family, Several, option
 from paragrad.schedules.actions import Collective
-from paragrad.strategies.shares import Division
+from paragrad.strategies.shares import Division, divide
 from paragrad.world.axes import Axis
 
 
@@ -161,6 +161,9 @@ class Strategy(Family, abstract=True):
         unchecked: go on with what is known to be another training."""
         division = self.division
         self.refuse_few(facts.full, asked)
+        if division.micro > (most := max(divide(facts.full, division.shares))):
+            raise Refused(f"{asked} cuts shares into {division.micro} micro-batches, and the largest of a full batch has "
+                          f"{most} sample(s); give micro of at most {most}, or a larger batch")
         if division.micro > 1 and facts.uncut:
             raise Refused(f"job {facts.job}: {facts.uncut}")
         if self.exact and not unchecked and division != Division():

@@ -16,6 +16,18 @@ STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (
     Serial, Data, Tensor, Spatial, Branch, Place, Pipeline, Server, Local, Federated)}         # ours
 
 
+# what people call things elsewhere, in lower case -> what they are here
+ELSEWHERE = {
+    **dict.fromkeys(("ddp", "distributeddataparallel", "distributed_data_parallel", "dp", "dataparallel", "horovod"),
+                    "here it is data(2), for 2 workers"),
+    **dict.fromkeys(("fsdp", "fsdp2", "fullyshardeddataparallel", "fully_shard", "zero", "zero1", "zero2", "zero3",
+                     "zeroredundancyoptimizer"),
+                    "here it is data(2, state=shared_memory), on one host; over several, state=fully_sharded, not built yet"),
+    **dict.fromkeys(("tp", "megatron", "tensor_parallel"), "here it is tensor(2), not built yet"),
+    **dict.fromkeys(("pp", "gpipe", "pipe"), "here it is pipeline(2), not built yet"),
+    **dict.fromkeys(("diloco", "local_sgd", "fedavg"), "here it is local(2) or federated(2), not built yet")}
+
+
 def known() -> dict[str, type[Strategy]]:
     """Ours and the user's own, by name."""
     return Strategy.members                     # type: ignore[return-value]
@@ -28,7 +40,8 @@ def algorithms() -> dict[str, type[Choice]]:
 
 def strategies(text: str) -> tuple[Strategy, ...]:
     """Read `strategy; strategy; ...`."""
-    elsewhere = {name: f"data(2, reduce={name})" for name in algorithms()}      # all-reduces are no strategies of their own
+    reduced = {name: f"did you mean data(2, reduce={name})?" for name in algorithms()}      # no strategies of their own
+    elsewhere = {**ELSEWHERE, **reduced}
     read: list[Strategy] = []
     for product in parse_products(text):
         factors = tuple(build(call, dict(known()), "strategy", elsewhere=elsewhere) for call in product)

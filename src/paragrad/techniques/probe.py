@@ -78,6 +78,21 @@ def probed(module: Summed, inputs: Any, target: Any, samples: int, norm: BatchNo
     return Probe(some_unused, sum(kept.values()) // max(samples, 1), module.known, norm.computed, coarsest, linear, draws)
 
 
+def kept_for_backward(module: Summed, inputs: Any, target: Any, samples: int) -> int:
+    """Bytes that backward keeps of a batch besides parameters; 0 where nobody can look (torch.func takes no hooks)."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.update(_storage(tensor))
+        return tensor
+
+    with contextlib.suppress(RuntimeError), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        module(*copied((inputs, target)), samples)
+    for parameter in module.parameters():
+        kept.update(dict.fromkeys(_storage(parameter), 0))
+    return sum(kept.values())
+
+
 # ---- what is not linear in a gradient: hooks and autograd functions that clip it, or divide it by its norm -------------------
 @contextlib.contextmanager
 def _hooks_noted() -> Iterator[list[Tensor]]:

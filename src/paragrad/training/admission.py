@@ -23,12 +23,15 @@ from paragrad.techniques.table import bringing, cuts, ours
 from paragrad.training import checkpoint
 from paragrad.training.door import Findings, examined, uncut
 from paragrad.training.first_step.causes import by_layout
+from paragrad.training.room import refuse_crowded
+from paragrad.training.saved import Saved
 from paragrad.training.settings import Settings
 from paragrad.world.axes import grid
 from paragrad.world.backends.shm.region import unavailable
 from paragrad.world.joining import check_interfaces, launched_size, ranks_here
 from paragrad.world.launched import cores
 from paragrad.world.launching import Ranks, files
+from paragrad.world.world import TIMEOUT
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Admitted:
     facts: Findings
     here: Here
     backend: str                                    # what carries the ranks' messages
-    saved: checkpoint.Saved | None = None           # what to go on from
+    saved: Saved | None = None           # what to go on from
     tried: str | None = None                        # what a trial saw (`trial.py`)
 
     @property
@@ -64,8 +67,9 @@ class Admitted:
     def on(self, ranks: Ranks, function: Callable[..., Any], *arguments: Any,
            on_report: Callable[[int, Any], None] | None = None) -> list[Any]:
         """function(world, *arguments) on as many ranks as the strategy wants: the answers of all. Raises RankFailed."""
+        asked = {"timeout": self.settings.timeout} if self.settings.timeout != TIMEOUT else {}
         return ranks.run(function, *arguments, size=self.size, threads=self.threads, backend=self.backend,
-                         device=self.settings.device, on_report=on_report)
+                         device=self.settings.device, on_report=on_report, **asked)
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,7 @@ def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, 
     job = facts.ready(job)
     with asking(asked):
         resolved.refuse(Asked(job, facts, settings.folder), asked, settings.unchecked)
+    refuse_crowded(job, asked, resolved, facts, settings.folder, settings.device)
     check_plans(asked, resolved, settings)
     saved = checkpoint.found(Path(settings.resume), job, facts) if settings.resume else None
     return Admitted(job, asked, resolved, settings, facts, here, backend_of(settings, resolved.size), saved)

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from paragrad.datasets.loading import (
     why_whole,
 )
 from paragrad.datasets.order import Order
-from paragrad.errors import Refused, StepFailed
+from paragrad.errors import Refused, StepFailed, told
 from paragrad.jobs.job import CPU, DTYPES, Job, opened
 from paragrad.jobs.loss import Summed, misshapen
 from paragrad.jobs.precision import in_precision
@@ -39,6 +40,7 @@ from paragrad.techniques.probe import Probe, probed
 from paragrad.techniques.untouched import restored
 from paragrad.training.additive import ASKED, Excerpt, parts_of, wrong_with
 from paragrad.training.evaluation import without_gradients
+from paragrad.training.identity import beginning, loss_before
 from paragrad.training.lazy import Initialised, lazy_names
 from paragrad.world.generators import generator_states, generators_kept
 from paragrad.world.world import World
@@ -58,6 +60,7 @@ class Findings:
     probe: Probe                        # what a look at the model showed
     whole_batch: str | None = None      # why collate must be given whole batches
     whole_loss: str | None = None       # why the loss of a batch is not that of its parts
+    first_loss: float | None = None     # of samples from all over the dataset, in eval mode, before training; None: it has none
     lazy: Any = None                    # inputs that give lazy modules their shapes, where the model has some
 
     def ready(self, job: Job) -> Job:
@@ -83,11 +86,13 @@ def examined(job: Job, data: Path | None = None) -> Findings:
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, scheduler = _check_optimizer(job, model)
     probe, whole_batch, whole_loss = _check_loss(job, model, train)
+    first_loss = loss_before(job, model, train)
     if test is not None:
         _check_test(job, model.eval(), test)
     shapes = {name: list(value.shape) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     facts = Findings(len(train), len(test) if test is not None else 0, sum(map(Tensor.numel, trainable)),
-                     job.order(len(train)), shapes, _beginning(job, optimizer, scheduler), probe, whole_batch, whole_loss, lazy)
+                     job.order(len(train)), shapes, beginning(job, model, optimizer, scheduler), probe, whole_batch, whole_loss,
+                     first_loss, lazy)
     _check_step(job, optimizer)
     return facts
 
@@ -106,18 +111,6 @@ def uncut(job: Job, data: Path | None = None) -> str | None:
     return None
 
 
-def _beginning(job: Job, optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {"optimizer": type(optimizer).__name__, "clip_norm": job.clip_norm,
-                             "scheduler": type(scheduler).__name__ if scheduler else None}
-    for number, group in enumerate(optimizer.param_groups):
-        found[f"parameters in group {number}"] = len(group["params"])
-        found.update({f"{name} of group {number}": str(value) for name, value in group.items() if name != "params"})
-    if scheduler:
-        found.update({f"{name} of the scheduler": str(value) for name, value in scheduler.state_dict().items()
-                      if not callable(value)})
-    return found
-
-
 def _check_fields(job: Job) -> None:
     for name, least in (("batch", 1), ("epochs", 0)):
         value = getattr(job, name)
@@ -125,8 +118,8 @@ def _check_fields(job: Job) -> None:
             raise Refused(f"job {job.name}: {name} must be a whole number from {least}, got {value!r}")
     if not isinstance(job.seed, int):
         raise Refused(f"job {job.name}: seed must be a whole number, got {job.seed!r}")
-    if not isinstance(job.name, str) or not job.name or "/" in job.name:
-        raise Refused(f"job name {job.name!r}: give a text without /, of which folders can be named")
+    if not isinstance(job.name, str) or not job.name.isprintable() or not job.name or "/" in job.name or len(job.name) > 100:
+        raise Refused(f"job name {job.name!r}: give a text of at most 100 characters without /, of which folders can be named")
     for name in ("model", "loss", "optimizer"):
         if not callable(getattr(job, name)):
             raise Refused(f"job {job.name}: {name} must be a function, because every rank builds its own; "
@@ -164,7 +157,7 @@ def _called(job: Job, name: str, function: Callable[[], Any]) -> Any:
     except StepFailed as error:
         raise Refused(f"job {job.name}: {error}") from error
     except Exception as error:
-        raise Refused(f"job {job.name}: {name} raised {type(error).__name__}: {error}") from error
+        raise Refused(f"job {job.name}: {name} raised {told(error)}") from error
 
 
 def _check_optimizer(job: Job, model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
@@ -175,6 +168,11 @@ def _check_optimizer(job: Job, model: nn.Module) -> tuple[torch.optim.Optimizer,
     wrong = unfit(model, optimizer, scheduler)
     if wrong:
         raise Refused(f"job {job.name}: {wrong}")
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    left = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter not in held]
+    if left:
+        warnings.warn(f"job {job.name}: the optimizer leaves out {len(left)} trainable parameter(s), which stay as they are: "
+                      f"{', '.join(left[:3])}{', ...' if len(left) > 3 else ''}", stacklevel=2)
     return optimizer, scheduler
 
 
@@ -202,6 +200,11 @@ def unfit(model: nn.Module, optimizer: Any, scheduler: Any = None) -> str | None
         return WANTS_CLOSURE.format(type(optimizer).__name__)
     if isinstance(optimizer, torch.optim.SparseAdam):
         return "SparseAdam takes sparse gradients alone, which are not exchanged; use Adam"
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if strange := set(held) - set(model.parameters()):
+        return f"the optimizer holds {len(strange)} parameter(s) that are not the model's; build it from model.parameters()"
+    if len(held) > len(set(held)):
+        return f"the optimizer holds {len(held) - len(set(held))} parameter(s) twice; give each once"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "the optimizer has differentiable=True, with which no parameter can be updated in place; leave it out"
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):

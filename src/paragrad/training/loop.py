@@ -16,6 +16,7 @@ from paragrad.record.tensorboard import events
 from paragrad.training import checkpoint
 from paragrad.training.admission import Admitted
 from paragrad.training.first_step.start import dismiss, serve
+from paragrad.training.saved import Saved
 from paragrad.training.tensor_files import save_weights
 from paragrad.training.trainer import Trainer
 from paragrad.world.world import World
@@ -118,7 +119,7 @@ class Training:
             self.show(self.trainer.steps, **{f"test {job.metric_name}": test["value"]})
         return bool(goal and test and goal.reached(test["value"]))
 
-    def ended(self, epoch: int, saved: checkpoint.Saved) -> bool:
+    def ended(self, epoch: int, saved: Saved) -> bool:
         """Going on from the last step of an epoch: its test, unless the run that was saved made it; True where the goal is
         reached."""
         line = self.trainer.world.agreed(saved.tested(epoch))
@@ -133,7 +134,7 @@ class Training:
             self.told = self.record.now()
             self.report({"epoch": epoch, "step": self.trainer.steps, "steps": self.steps, "loss": loss})
 
-    def load(self, saved: checkpoint.Saved) -> None:
+    def load(self, saved: Saved) -> None:
         """Go on from a checkpoint, the same on every rank (hosts may have looked at folders of their own)."""
         if self.trainer.world.agreed(saved.sums) != saved.sums:
             raise StepFailed(f"this rank found another checkpoint in {saved.folder} than rank 0; put the run where all hosts "

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import warnings
+from dataclasses import dataclass, fields
+from math import inf
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,6 +19,7 @@ from paragrad.record import tensorboard
 from paragrad.schedules.sabotage import SABOTAGES
 from paragrad.techniques.exchange import How
 from paragrad.world.launched import cores
+from paragrad.world.world import TIMEOUT
 
 DEVICES = ("cpu", "cuda")
 BACKENDS = ("auto", "shm", "gloo", "nccl")
@@ -42,6 +47,7 @@ class Settings:
     tensorboard: write event files too;  machine: a machine file, from which `auto` picks an all-reduce;
     sabotage: a planted bug in the exchange;  unproved: do not prove the schedule at the door;
     unchecked: do not compare the first step with one worker's, and go on with what is known to be another training;
+    timeout: seconds that a rank waits for another;
     reverse: every batch back to front (the rounding twin of serial);  limit: stop after so many steps.
     """
     data: str | Path | None = None
@@ -57,6 +63,7 @@ class Settings:
     sabotage: str | None = None
     unproved: bool = False
     unchecked: bool = False
+    timeout: float = TIMEOUT
     reverse: bool = False
     limit: int | None = None
 
@@ -88,6 +95,7 @@ class Settings:
 
     def check(self, job: Job | None = None) -> None:
         """Refuse what no rank should see (and what does not fit the job). Raises Refused."""
+        self._check_kinds()
         for name, known in (("device", DEVICES), ("backend", BACKENDS), ("sabotage", SABOTAGES)):
             value = getattr(self, name)
             if value is not None and value not in known:
@@ -96,6 +104,10 @@ class Settings:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 raise Refused(f"{name} must be a whole number from {least}, got {value!r}")
+        if isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float) or not 0 < self.timeout < inf:
+            raise Refused(f"timeout must be seconds above 0, got {self.timeout!r}")
+        if self.folder is not None and not os.path.isdir(self.folder):
+            warnings.warn(f"there is no data folder {self.folder} (--data, PARAGRAD_DATA)", stacklevel=2)    # a job may make it
         if self.device == "cuda" and not torch.cuda.is_available():
             raise Refused("device cuda: torch sees no CUDA device here; leave out --device, or run where a GPU is")
         if self.backend == "nccl" and self.device != "cuda":
@@ -107,6 +119,17 @@ class Settings:
         if job is not None:
             self._check_until(job)
 
+    def _check_kinds(self) -> None:
+        for name in ("data", "resume", "machine"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str | Path) and str(value).isprintable()):
+                raise Refused(f"{name} must be a path, got {value!r}")
+        for name in ("overlap", "tensorboard", "unproved", "unchecked", "reverse"):
+            if not isinstance(getattr(self, name), bool):
+                raise Refused(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if not isinstance(self.until, str | Until | None):
+            raise Refused(f"until must be a text such as 'accuracy=97.5', got {self.until!r}")
+
     def _check_until(self, job: Job) -> None:
         goal = self.goal
         if goal is None:
@@ -116,3 +139,12 @@ class Settings:
         if goal.metric != job.metric_name:
             raise Refused(f"--until {goal}: job {job.name} measures {job.metric_name}; "
                           f"write {job.metric_name}={goal.value:g}")
+
+
+def settings_of(given: dict[str, Any]) -> Settings:
+    """Settings by their names. Raises Refused with the nearest one."""
+    known = [each.name for each in fields(Settings)]
+    for name in given:
+        if name not in known:
+            raise Refused(unknown("setting", name, known))
+    return Settings(**given)

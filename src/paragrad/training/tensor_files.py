@@ -7,7 +7,9 @@ They know no complex128, which a complex model in float64 holds. Such a tensor i
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,8 @@ PAIRS = "complex128 as pairs of float64"        # in the metadata: the names, as
 def save_weights(model: nn.Module, path: Path) -> None:
     """A model's parameters and buffers; what has several names is saved once."""
     state = model.state_dict()
-    save_model(_Saved(model), str(path), _noted(state))         # type: ignore[arg-type]
+    with _as_any_file(path):
+        save_model(_Saved(model), str(path), _noted(state))         # type: ignore[arg-type]
 
 
 def load_weights(model: nn.Module, path: Path, device: str = "cpu") -> None:
@@ -31,11 +34,28 @@ def load_weights(model: nn.Module, path: Path, device: str = "cpu") -> None:
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    save_file({name: _as_pairs(tensor) for name, tensor in tensors.items()}, str(path), _noted(tensors))
+    with _as_any_file(path):
+        save_file({name: _as_pairs(tensor) for name, tensor in tensors.items()}, str(path), _noted(tensors))
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
     return _as_saved(load_file(str(path)), _pairs_in(path))
+
+
+def contents(path: Path) -> dict[str, list[Any]]:
+    """What a file holds: name -> [type, *shape]."""
+    with safe_open(str(path), "pt") as file:
+        found = {name: file.get_slice(name) for name in file.keys()}            # noqa: SIM118
+        return {name: [part.get_dtype(), *part.get_shape()] for name, part in found.items()}
+
+
+@contextmanager
+def _as_any_file(path: Path) -> Iterator[None]:
+    """Around writing one: it gets the mode that any new file has here (umask); safetensors' own is for its owner alone."""
+    path.touch()
+    mode = path.stat().st_mode
+    yield
+    path.chmod(stat.S_IMODE(mode))
 
 
 class _Saved:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from paragrad.datasets.loading import Collate, Dataset, Samples, called, refuse_loader, whole_where_needed
 from paragrad.datasets.order import Order
 from paragrad.errors import Refused, StepFailed
+from paragrad.jobs.described import described
 from paragrad.jobs.job import Job
 from paragrad.jobs.loss import Loss, Summed
 from paragrad.jobs.precision import shared_type
@@ -45,8 +46,10 @@ from paragrad.training.feed import Feed
 from paragrad.training.first_step.proof import Proof
 from paragrad.training.first_step.start import before, certain, prove
 from paragrad.training.holding import Holding, check_given, placed
+from paragrad.training.saved import Saved, newest_of_all
 from paragrad.training.settings import Settings
 from paragrad.world.generators import seed_everything
+from paragrad.world.waiting import Watch
 from paragrad.world.world import World
 
 
@@ -66,12 +69,11 @@ class Trainer:
 
     scheduler, clip_norm, collate: as in Job;  autocast: the type that forward and loss are computed in, or None;  dtype: what
     inputs are brought to, otherwise what the model's real parameters share;
-    record: where steps and spans go, or None;  how: exchanges go;
-    like: compute what one worker must to be compared with that strategy (the union of all ranks' parts, micro-batch by
-    micro-batch);  reverse: each micro-batch in reverse order (the rounding twin);
-    examined: the loss was looked at, at the door; otherwise it is before the first step;
-    unchecked: do not compare the first step with one worker's, and go on where draws depend on the layout;
-    seen: what a look at the model showed at the door.
+    record: where steps and spans go, or None;  how: exchanges go;  like: compute what one worker must to be compared with that
+    strategy (the union of all ranks' parts, micro-batch by micro-batch);  reverse: each micro-batch in reverse order (the
+    rounding twin);  examined: the loss was looked at, at the door; otherwise it is before the first step;  unchecked: do not
+    compare the first step with one worker's, and go on where draws depend on the layout;  seen: what a look at the model
+    showed at the door.
     """
 
     def __init__(self, world: World, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, strategy: Strategy, *,
@@ -91,24 +93,23 @@ class Trainer:
         self.leads = self.world.leads("samples")        # of the ranks with one share, the one that records it
         self.splits = strategy.exact and not like and not unchecked and (world.size > 1 or self.division.micro > 1)
         self.parameters = dict(model.named_parameters())
-        self.precision = max((parameter.dtype for parameter in model.parameters() if parameter.requires_grad),
+        self.precision = max((each.dtype for each in model.parameters() if each.requires_grad),
                              key=lambda dtype: torch.finfo(dtype).eps)         # the coarsest
         self.dtype = dtype or shared_type(model)
-        self.module = Summed(model, loss)
+        self.module, self.known_by = Summed(model, loss), {} if examined else {"model": described(model)}      # own loops
         self.everything = list(self.module.parameters())
         self.layout = Layout()                      # what of the model this rank holds, from the cut on
         self.hollow = model                         # the whole model, which then has no values
         self.exchange: Exchange | None = None
         self.passes: Passes | None = None
-        self.feed = Feed(self.log, world.device, self.dtype)
-        self.steps = 0
-        self.taken = 0                              # steps of this trainer, which may have begun with a later one
+        self.feed, self.watch = Feed(self.log, world.device, self.dtype), Watch(self.world)
+        self.steps = self.taken = 0                 # taken: by this trainer, which may have begun with a later step
         self.activations = 0
         self.coarsest = 0.0                         # eps of the coarsest numbers that backward keeps
         self.draws, self.alike = Draws(), Alike(seed, world.device)
         self.proof: Proof | None = None             # of the step under way, that it is one worker's
         self.kept: Before | None = None             # what it began with
-        self.rehearsing, self.cast = False, False   # the passes, were they under autocast?
+        self.rehearsing = self.cast = False         # cast: the passes were under autocast
         self.batch_norm = BatchNorm(self.replicated, model, self._count_batch_norm, own=strategy.batch_norm == "share")
         seed_everything(seed + 1 + world.rank)              # what is drawn from here on differs by rank
 
@@ -149,7 +150,7 @@ class Trainer:
     def batches_at(self, dataset: Dataset, order: Order, places: Iterable[tuple[int, range]],
                    loaders: int = 0) -> Iterator[Any]:
         """The same for chosen (epoch, positions of a global batch); places of one epoch follow each other."""
-        samples = Samples(dataset, self.seed, self.collate)
+        samples = Samples(dataset, self.seed, self.collate, self.world.timeout)
         samples = samples if self.examined or not self.splits else whole_where_needed(samples, order.batch)
         for epoch, group in itertools.groupby(places, key=lambda place: place[0]):
             yield from self.feed.give(samples, [batch_of(order, epoch, whole, self.division, self.replicas, self.reverse)
@@ -161,9 +162,10 @@ class Trainer:
         try:
             batch = self.feed.taken(inputs, target)
             target = inputs if target is None else target
-            before(self, batch, inputs, target)
-            own = self.gradients_of(batch, inputs, target)
-            own, result, rate = self._update(batch, inputs, target, own)
+            with self.watch.over(self.steps):
+                before(self, batch, inputs, target)
+                own = self.gradients_of(batch, inputs, target)
+                own, result, rate = self._update(batch, inputs, target, own)
         except Exception as error:
             raise self.failed(error) from error
         assert self.exchange is not None
@@ -172,8 +174,7 @@ class Trainer:
         loss, order = ([own.loss, own.weight], batch.recorded) if self.leads else ([0.0, 0.0], [0, 0])
         self.log.step(self.steps, self.feed.began, epoch=batch.epoch, loss=loss, order=order, sent=dict(self.exchange.sent),
                       lr=rate)
-        self.steps += 1
-        self.taken += 1
+        self.steps, self.taken = self.steps + 1, self.taken + 1
         return result
 
     def gradients_of(self, batch: Batch, inputs: Any, target: Any) -> Sums:
@@ -244,7 +245,7 @@ class Trainer:
 
     def evaluation(self, dataset: Dataset, metric: Metric | None = None, loaders: int = 0) -> dict[str, float]:
         """The same with the weight it stands on: {"value", "weight"}."""
-        samples = Samples(dataset, self.seed, self.collate)
+        samples = Samples(dataset, self.seed, self.collate, self.world.timeout)
         output = self.passes.output if self.passes else functools.partial(called, self.model)
         with self.for_evaluation(), evaluating(self.model), self.casting():
             return evaluated(self.replicated, self.module, output, self.layout, samples, metric, self.dtype, loaders)
@@ -269,7 +270,7 @@ class Trainer:
         shapes = {name: list(tensor.shape) for name, tensor in self.hollow.state_dict().items() if isinstance(tensor, Tensor)}
         return Snapshot(self.steps, str(self.strategy), self.whole(), self.optimizer, self.scheduler,
                         self.layout.state(self.exchange.state()) if self.exchange else {},
-                        identity or {"seed": self.seed, **checkpoint.shapes_of(shapes)})
+                        identity or {"seed": self.seed, **self.known_by, **checkpoint.shapes_of(shapes)})
 
     def whole(self) -> nn.Module:
         """The model, put together on rank 0 where it is cut. Collective."""
@@ -290,18 +291,17 @@ class Trainer:
     def save(self, folder: str | Path, identity: dict[str, Any] | None = None) -> None:
         """Write a checkpoint of this step below a folder, and keep the one before it. Collective."""
         snapshot = self.snapshot(identity)
+        self.world.barrier()                    # of a step that every rank's record holds
         if self.world.rank == 0:
             checkpoint.save(snapshot, Path(folder))
         self.world.barrier()
 
     def load(self, folder: str | Path) -> None:
         """Go on from the newest whole checkpoint below a folder, saved under any strategy: `trainer.steps` steps were made.
+        Collective: rank 0 chooses, and every rank reads that one. Raises Refused."""
+        self.restore(newest_of_all(self.world, Path(folder)))
 
-        Collective: rank 0 chooses, and every rank reads that one. Raises Refused.
-        """
-        self.restore(checkpoint.newest_of_all(self.world, Path(folder)))
-
-    def restore(self, saved: checkpoint.Saved) -> None:
+    def restore(self, saved: Saved) -> None:
         """Go on from a checkpoint, before the first step. Raises Refused."""
         if self.exchange is not None:
             raise Refused(f"{saved.folder} is loaded before the first step; this training has made {self.taken}")
@@ -314,6 +314,7 @@ class Trainer:
 
     def close(self) -> None:
         """Let go of the exchange; the model is a plain one again."""
-        self.log.failed(self.steps)             # what was loaded, or failed to, and that no step took
+        self.watch.close()
+        self.log.failed(self.steps)             # spans that no step took
         if self.exchange is not None:
             self.exchange.close()

@@ -5,20 +5,21 @@ A verb imports what only it needs: torch takes two seconds, in which `simulate` 
 
 from __future__ import annotations
 
-import json
+import codecs
+import io
 import os
 import shlex
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from paragrad.errors import RankFailed, Refused
+from paragrad.errors import Interrupted, RankFailed, Refused
 from paragrad.planner.simulation import read_bytes, read_slow
 from paragrad.planner.simulation import simulate as simulated
 from paragrad.players.machine import machine_of
@@ -26,7 +27,9 @@ from paragrad.report import simulation
 from paragrad.report.progress import Shown
 from paragrad.schedules.sabotage import SABOTAGES
 from paragrad.strategies.table import strategy as read_strategy
-from paragrad.world.launched import cores
+from paragrad.version import __version__
+from paragrad.world.launched import cores, launched
+from paragrad.world.signals import ending_as_interrupted
 
 if TYPE_CHECKING:
     from paragrad.jobs.job import Job
@@ -34,15 +37,15 @@ if TYPE_CHECKING:
 DIGITS = "serial; data(2); data(2, reduce=native); data(2, reduce=ring); data(2, reduce=ring_async); data(2, reduce=tree); " \
          "data(2, reduce=butterfly)"
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-                  help="Train one plain PyTorch model on many workers, and see that it was the same training.")
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False,
+                  context_settings={"help_option_names": ["-h", "--help"]})
 
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="a built-in job, path/file.py[:name], or module:name")]
 Strategy = Annotated[str, typer.Option(help="such as 'data(2, reduce=ring)'")]
 Runs = Annotated[Path, typer.Option(help="folder for the record of runs")]
 Data = Annotated[Path | None, typer.Option(envvar="PARAGRAD_DATA", help="folder of data, for jobs that read files")]
 Device = Annotated[str, typer.Option(help="cpu or cuda")]
-Backend = Annotated[str, typer.Option(help="auto, gloo or nccl")]
+Backend = Annotated[str, typer.Option(help="auto, shm, gloo or nccl")]
 Loaders = Annotated[int, typer.Option(help="processes per rank that load samples ahead")]
 Until = Annotated[str | None, typer.Option(metavar="METRIC=VALUE", help="stop after the epoch that reaches it: accuracy=97.5")]
 Batch = Annotated[int | None, typer.Option(help="global batch size, instead of the job's")]
@@ -56,6 +59,18 @@ Unproved = Annotated[bool, typer.Option("--unproved", help="do not prove the sch
 Json = Annotated[bool, typer.Option("--json", help="print JSON instead of text")]
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"paragrad {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_version,
+                                                  help="print the version and exit")] = False) -> None:
+    """Train one plain PyTorch model on many workers, and see that it was the same training."""
+
+
 @app.command()
 def train(job: JobName, strategy: Strategy = "serial",
           dry_run: Annotated[bool, typer.Option("--dry-run", help="print shares, steps and resolved choices")] = False,
@@ -64,6 +79,7 @@ def train(job: JobName, strategy: Strategy = "serial",
           save: Annotated[int | None, typer.Option(metavar="STEPS", help="a checkpoint every so many steps")] = None,
           resume: Annotated[Path | None, typer.Option(
               metavar="RUN", help="go on from a run's last checkpoint, or from RUN/checkpoint-N")] = None,
+          timeout: Annotated[float, typer.Option(metavar="SECONDS", help="that a rank waits for another")] = 300.0,
           tensorboard: Annotated[bool, typer.Option("--tensorboard", help="write event files into the run's folder")] = False,
           until: Until = None, runs: Runs = Path("runs"), data: Data = None, device: Device = "cpu", backend: Backend = "auto",
           machine: Machine = None, loaders: Loaders = 0, batch: Batch = None, epochs: Epochs = None, seed: Seed = None,
@@ -80,14 +96,16 @@ def train(job: JobName, strategy: Strategy = "serial",
         settings: dict[str, Any] = {
             "data": data, "device": device, "backend": backend, "overlap": overlap, "loaders": loaders, "save": save,
             "resume": resume, "until": until, "tensorboard": tensorboard, "sabotage": sabotage, "unproved": unproved,
-            "unchecked": unchecked,
-            "machine": machine}
+            "unchecked": unchecked, "machine": machine, "timeout": timeout}
         if dry_run:
             listing.dry_run(admitted(chosen, strategy, Settings(**settings)), as_json)
             raise typer.Exit
-        with Shown(Console(stderr=True)) as shown:
-            run = trained(chosen, strategy, runs=runs, check=check, progress=shown.run(strategy),
-                          **settings)
+        try:
+            with Shown(Console(stderr=True)) as shown:
+                run = trained(chosen, strategy, runs=runs, check=check, progress=shown.run(strategy), **settings)
+        except Interrupted as error:
+            listing.interrupted(error.folder, sys.argv)
+            raise
         if launched_rank() == 0:
             listing.run(run, as_json, sys.argv)
 
@@ -100,22 +118,27 @@ def compare(job: JobName, strategies: Annotated[str, typer.Option(help="separate
             backend: Backend = "auto", machine: Machine = None, loaders: Loaders = 0, batch: Batch = None,
             epochs: Epochs = None, seed: Seed = None, set_: Set = None, sabotage: Sabotage = None, unproved: Unproved = False,
             unchecked: Unchecked = False,
+            resume: Annotated[Path | None, typer.Option(metavar="FOLDER", help="finish a comparison that ended early")] = None,
             as_json: Json = False) -> None:
     """Train JOB under several strategies and print one table; page.html shows it with its charts."""
-    from paragrad.report import table
+    from paragrad.report import listing
+    from paragrad.report.table import Table
     from paragrad.verbs.compare import compare as compared
     with answering():
         chosen = _job(job, set_, batch, epochs, seed)
+        interrupted: Interrupted | None = None
         with Shown(Console(stderr=True)) as shown:
-            result = compared(chosen, strategies, runs=runs, seeds=seeds, twin=twin, until=until, data=data, device=device,
-                              backend=backend, machine=machine, loaders=loaders, sabotage=sabotage,
-                              unproved=unproved, unchecked=unchecked,
-                              progress=shown.run, command=shlex.join(["paragrad", *sys.argv[1:]]))
-        if as_json:
-            print(json.dumps(result.as_json(), indent=1))
-        else:
-            table.show(result, Console())
-        if result.failed:
+            try:
+                result = compared(chosen, strategies, runs=runs, seeds=seeds, twin=twin, until=until, data=data, device=device,
+                                  backend=backend, machine=machine, loaders=loaders, sabotage=sabotage,
+                                  unproved=unproved, unchecked=unchecked, resume=resume,
+                                  progress=shown.run, command=shlex.join(["paragrad", *sys.argv[1:]]))
+            except Interrupted as error:
+                interrupted, result = error, Table(error.folder)
+        listing.comparison(result, as_json, sys.argv, str(data) if data else None)
+        if interrupted:
+            raise interrupted
+        if result.failed and result.ended["status"] != "stopped":
             raise typer.Exit(1)
 
 
@@ -231,7 +254,10 @@ def answering() -> Iterator[None]:
     """Exit codes: 0 done (or stopped by SIGTERM, and saved), 1 a run failed, 2 refused, 130 stopped; the message last."""
     warnings.showwarning = lambda message, *_, **__: print(f"paragrad: {message}", file=sys.stderr)
     try:
-        yield
+        # a rank that was launched ends at once by SIGTERM: it may wait in C++ for others, where no handler is called
+        with ending_as_interrupted() if launched() is None else nullcontext():
+            yield
+            sys.stdout.flush()                  # a full disk is told of here, not as the interpreter ends
     except Refused as error:
         print(f"paragrad: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
@@ -243,7 +269,28 @@ def answering() -> Iterator[None]:
         raise typer.Exit(130) from None
     except BrokenPipeError:                     # the reader of a pipe has left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:                    # a full disk, a folder that is gone
+        print(f"paragrad: {error.filename or 'what it prints'}: {error.strerror or error}", file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:                         # Python would try it again, and say so in its own words
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
+
+
+SPELLED = {"\N{PLUS-MINUS SIGN}": "+-", "\N{MULTIPLICATION SIGN}": "x", "\N{HORIZONTAL ELLIPSIS}": "..."}
+
+
+def spelled(error: UnicodeError) -> tuple[str, int]:
+    """What stands for a sign that a terminal or a file cannot show."""
+    assert isinstance(error, UnicodeEncodeError)
+    return SPELLED.get(error.object[error.start], "?"), error.start + 1
 
 
 def main() -> None:
+    """Run the command. What its terminal cannot show is spelled out, and what is printed is really written."""
+    codecs.register_error("spelled", spelled)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="spelled")
     app()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+import fcntl
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from paragrad.errors import RankFailed, Refused
+from paragrad.errors import Interrupted, RankFailed, Refused
 from paragrad.jobs.job import Job
-from paragrad.record.record import Recorder, new_folder
+from paragrad.record.record import Line, Record, Recorder, lines_of, new_folder
 from paragrad.report.page import write_page
 from paragrad.report.results import TWIN
 from paragrad.report.table import Table
@@ -16,7 +21,9 @@ from paragrad.strategies.serial import Serial
 from paragrad.strategies.strategy import Strategy
 from paragrad.strategies.table import strategies
 from paragrad.training.admission import Admitted, admitted
-from paragrad.training.door import examined
+from paragrad.training.checkpoint import identity_of
+from paragrad.training.door import Findings, examined
+from paragrad.training.identity import refuse_another
 from paragrad.training.loop import Progress
 from paragrad.training.settings import Settings
 from paragrad.verbs.lockstep import distances
@@ -24,6 +31,7 @@ from paragrad.verbs.train import check_same, folder_name, run
 from paragrad.verbs.trial import tried
 from paragrad.world.joining import launched_size
 from paragrad.world.launching import Ranks
+from paragrad.world.signals import Request, asking_to_stop
 
 BASELINE_STEPS = 200            # of a serial run that is there for its speed alone
 DISTANCE_STEPS = 100            # over which the page draws the distance from serial
@@ -32,15 +40,19 @@ DISTANCE_STEPS = 100            # over which the page draws the distance from se
 def compare(job: Job, chosen: str | Iterable[str | Strategy], *, runs: str | Path = "runs", seeds: int = 1,
             twin: bool = False, data: str | Path | None = None, device: str = "cpu", backend: str = "auto",
             overlap: bool = True, loaders: int = 0, until: str | None = None, sabotage: str | None = None,
-            unproved: bool = False, unchecked: bool = False, machine: str | Path | None = None, command: str | None = None,
+            unproved: bool = False, unchecked: bool = False, machine: str | Path | None = None,
+            resume: str | Path | None = None, command: str | None = None,
             progress: Callable[[str], Progress | None] | None = None) -> Table:
     """Train a job under every strategy, check each against serial in float64 over 20 steps; one table, and one page.html.
 
     chosen: "serial; data(2)" or a list;  runs: the folder for the comparison's own folder;  seeds: trainings of each, with
     the job's seed and the following ones;  twin: also train serial with every batch back to front, to show what rounding
-    alone does;  command: what to type to repeat it;  progress(strategy) gives what is told of that run's progress;
+    alone does;  resume: the folder of such a comparison that ended early: what it has is kept, the rest is done;  command: what
+    to type to repeat it;  progress(strategy) gives what is told of that run's progress;
     the others as in `paragrad.training.settings.Settings`.
-    All strategies are checked at the door (Refused) before the first run; one that fails while it runs says so in its row.
+    All strategies are checked at the door (Refused) before the first run; one that fails while it runs says so in its row. On
+    SIGTERM, or where nothing can be written any more, the table has the rows that are done and names the others
+    (`table.ended`); Ctrl-C raises Interrupted, of whose folder `Table(folder)` is such a table.
     """
     if launched_size() is not None:
         raise Refused("compare starts its own ranks and cannot run under a launcher; call it with plain python")
@@ -52,28 +64,96 @@ def compare(job: Job, chosen: str | Iterable[str | Strategy], *, runs: str | Pat
     if not listed:
         raise Refused("compare needs at least one strategy")
     facts = examined(job, how.folder)
-    rows = [admitted(job, each, how, facts) for each in listed]
-    honest = replace(how, sabotage=None)
+    rows, baselines = rows_of(job, listed, how, twin, facts)
+    names = [[f"{place:02}-{folder_name(row.asked)}" + ("-twin" if row.settings.reverse else "")
+              + (f"-seed-{job.seed + more}" if seeds > 1 else "") for more in range(seeds)]
+             for place, row in enumerate(rows, start=1)]
+    asked: Line = {
+        "rows": names, "strategies": [shown(row) for row in rows], "until": str(how.goal) if how.goal else None, "seeds": seeds,
+        "command": command, "baselines": [for_speed(row) for row in baselines], "identity": identity(rows[0], how)}
+    folder = new_folder(Path(runs), f"{job.name}-compare") if resume is None else begun(Path(resume), asked, job)
+    with Recorder(folder / "compare.jsonl") as record, Ranks(max(each.size for each in rows)) as ranks:
+        alone(record, folder)
+        comparing = Comparing(ranks, folder, record, progress or (lambda name: None))
+        if resume is None:
+            record.write("comparison", **asked)
+        status, why = comparing.all(list(zip(rows, names, strict=True)), baselines)
+        with suppress(OSError):                 # a full disk has no room for it
+            record.write("end", status=status, seconds=round(record.now(), 6), error=why)
+    table = Table(folder)
+    with warned(folder / "page.html"):
+        if table.records:
+            write_page(table)
+    if status == "interrupted":
+        raise Interrupted(folder)
+    return table
+
+
+def rows_of(job: Job, listed: Sequence[str | Strategy], how: Settings, twin: bool,
+            facts: Findings) -> tuple[list[Admitted], list[Admitted]]:
+    """(rows, what else is trained for its speed): all checked at the door."""
+    rows, honest = [admitted(job, each, how, facts) for each in listed], replace(how, sabotage=None)
     if twin:
         rows.append(admitted(job, Serial(), replace(honest, reverse=True), facts))
     for_speed = {each.resolved: each for each in (admitted(job, each, replace(honest, limit=BASELINE_STEPS), facts)
                                                   for each in (Serial(), Serial(threads=1)))}
     timed = [row.resolved for row in rows if not row.settings.reverse]         # the twin's time is not plain serial's
-    baselines = [each for resolved, each in for_speed.items() if resolved not in timed]
-    folder = new_folder(Path(runs), f"{job.name}-compare")
-    with Recorder(folder / "compare.jsonl") as record, Ranks(max(each.size for each in rows)) as ranks:
-        comparing = Comparing(ranks, folder, record, progress or (lambda name: None))
-        names = [[f"{place:02}-{folder_name(row.asked)}" + ("-twin" if row.settings.reverse else "")
-                  + (f"-seed-{job.seed + more}" if seeds > 1 else "") for more in range(seeds)]
-                 for place, row in enumerate(rows, start=1)]
-        record.write("comparison", rows=names, until=str(how.goal) if how.goal else None, seeds=seeds, command=command)
-        for row, of_row in zip(rows, names, strict=True):
-            comparing.row(tried(ranks, row), of_row)
-        for row in baselines:
-            comparing.trained(row, f"baseline-{folder_name(row.resolved)}", f"{row.resolved}, for its speed")
-    table = Table(folder)
-    write_page(table)
-    return table
+    return rows, [each for resolved, each in for_speed.items() if resolved not in timed]
+
+
+def identity(row: Admitted, how: Settings) -> Line:
+    """What must be equal where a comparison goes on."""
+    job, facts = row.job, row.facts
+    return {**identity_of(job, facts), "epochs": job.epochs, "metric": job.metric_name, "test samples": facts.test_samples,
+            **{name: str(value) for name, value in vars(how).items() if name not in ("until", "data")}}
+
+
+def _named(value: Any) -> str:
+    return "; ".join(value) if isinstance(value, list) else str(value)
+
+
+def for_speed(row: Admitted) -> str:
+    """The folder of a run that is made for its speed."""
+    return f"baseline-{folder_name(row.resolved)}"
+
+
+def alone(record: Recorder, folder: Path) -> None:
+    """Refuse to go on with a comparison that is still running. The lock goes with the file."""
+    try:
+        fcntl.flock(record.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise Refused(f"{folder} is a comparison that is still running; let it end, or stop it") from None
+    except OSError:                             # a file system without locks
+        return
+
+
+@contextmanager
+def warned(path: Path) -> Iterator[None]:
+    """Around writing what a comparison can do without."""
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(f"{path} could not be written: {error.strerror or error}", stacklevel=3)
+
+
+def shown(row: Admitted) -> str:
+    return TWIN if row.settings.reverse else str(row.asked)
+
+
+def begun(folder: Path, asked: Line, job: Job) -> Path:
+    """A comparison's folder, if it is one of the same. Raises Refused."""
+    before = next((line for line in lines_of(folder / "compare.jsonl") if line["kind"] == "comparison"), None)
+    if before is None:
+        raise Refused(f"{folder} holds no comparison; give the folder that a comparison was written to, as it says at its end")
+    if "identity" not in before:
+        raise Refused(f"{folder} is a comparison of an earlier version, which cannot be gone on with; begin a new one")
+    refuse_another(folder, before["identity"], asked["identity"], f"job {job.name} has")
+    for what, name in (("strategies", "strategies"), ("--until", "until"), ("--seeds", "seeds")):
+        if before[name] != asked[name]:
+            raise Refused(f"{folder} is a comparison with {what} {_named(before[name])}, and here it is with "
+                          f"{_named(asked[name])}; go on with the same"
+                          + (f": {before['command']}" if before.get("command") else ""))
+    return folder
 
 
 @dataclass
@@ -83,28 +163,59 @@ class Comparing:
     folder: Path
     record: Recorder
     progress: Callable[[str], Progress | None]
-    started: bool = False
+    asked: Request = field(default_factory=Request)         # to stop
+
+    def all(self, rows: list[tuple[Admitted, list[str]]], baselines: list[Admitted]) -> tuple[str, str | None]:
+        """Every row that is not there yet: how that ended (finished, stopped, interrupted, failed), and why."""
+        def ask() -> None:
+            self.asked.set()
+            self.ranks.ask_to_stop()
+        try:
+            with asking_to_stop(ask):
+                for row, names in rows:
+                    if not self.asked.is_set():
+                        self.row(row, names)
+                for row in baselines:
+                    if not self.asked.is_set():
+                        self.trained(row, for_speed(row), f"{row.resolved}, for its speed")
+        except KeyboardInterrupt:
+            return "interrupted", None
+        except OSError as error:                            # of the record: nothing can be written any more
+            return "failed", f"{error.filename or self.folder}: {error.strerror or error}"
+        return ("stopped" if self.asked.is_set() else "finished"), None
 
     def row(self, row: Admitted, names: list[str]) -> None:
         """The trainings of one strategy, and its distances from serial; a failure is in the run's own record."""
-        shown = TWIN if row.settings.reverse else str(row.asked)
+        if not all(map(self.done, names)):
+            row = tried(self.ranks, row)
         for more, name in enumerate(names):
+            if self.asked.is_set():             # the trial before, or the seed before, did not hear it
+                return
             seeded = row.with_seed(row.job.seed + more)
-            told = f"{shown}, seed {seeded.job.seed}" if len(names) > 1 else shown
+            told = f"{shown(row)}, seed {seeded.job.seed}" if len(names) > 1 else shown(row)
             if not self.trained(seeded, name, told):
                 return
-        if row.settings.reverse or not row.resolved.reference:
+        if (row.settings.reverse or not row.resolved.reference) and not self.asked.is_set():
             self.checked(row, names[0])
 
+    def done(self, name: str) -> bool:
+        return Record(self.folder / name, spans=False).finished
+
     def trained(self, row: Admitted, name: str, shown: str) -> bool:
+        """Whether the run is there, finished; one that is there and is not, is made anew."""
+        if self.done(name):
+            return True
+        shutil.rmtree(self.folder / name, ignore_errors=True)
         (self.folder / name).mkdir()
         try:
-            run(self.ranks, row, self.folder / name, progress=self.progress(shown))
+            return not run(self.ranks, row, self.folder / name, progress=self.progress(shown)).stopped
         except RankFailed:
             return False
-        return True
 
     def checked(self, row: Admitted, name: str) -> None:
+        """The distances from serial, unless they are there."""
+        if any(line["kind"] == "distance" and line["run"] == name for line in lines_of(self.folder / "compare.jsonl")):
+            return
         try:
             if not row.settings.reverse:
                 check_same(self.ranks, row, name, self.record)

@@ -94,9 +94,4 @@ def _check(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, sched
                       "the model before, and build the optimizer then")
     if wrong := unfit(model, optimizer, scheduler):
         raise Refused(f"parallelize: {wrong}")
-    own = set(model.parameters())
-    strange = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter not in own]
-    if strange:
-        raise Refused(f"the optimizer holds {len(strange)} parameter(s) that are not the model's; "
-                      "build it from model.parameters()")
     settings.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from collections.abc import Iterator
@@ -10,14 +11,14 @@ from typing import Any
 
 import torch
 
-from paragrad.errors import RankFailed, StepFailed
+from paragrad.errors import Interrupted, RankFailed, StepFailed
 from paragrad.jobs.job import Job
 from paragrad.record.record import SCHEMA, Recorder, new_folder
 from paragrad.report.run import Run
 from paragrad.strategies.strategy import Strategy
 from paragrad.training.admission import Admitted, admitted, asking
 from paragrad.training.loop import Progress, train_rank
-from paragrad.training.settings import Settings
+from paragrad.training.settings import Settings, settings_of
 from paragrad.verbs.lockstep import difference
 from paragrad.verbs.trial import tried
 from paragrad.version import __version__
@@ -32,11 +33,11 @@ def train(job: Job, strategy: str | Strategy = "serial", *, runs: str | Path = "
     """Train a job under a strategy; returns when it is done.
 
     runs: the folder in which the run's own folder is made;  check: afterwards compare 20 steps with serial in float64
-    (`run.difference`);  settings: data, device, backend, overlap, loaders, save, resume, until, tensorboard, sabotage,
-    unproved, unchecked, as in `paragrad.training.settings.Settings`. On SIGTERM the run saves a checkpoint and ends
-    (`run.stopped`). Raises Refused (at the door) or RankFailed.
+    (`run.difference`);  settings: data, device, backend, overlap, loaders, save, resume, until, tensorboard, machine,
+    sabotage, unproved, unchecked, timeout, limit, as in `paragrad.training.settings.Settings`. On SIGTERM the run saves a
+    checkpoint and ends (`run.stopped`). Raises Refused (at the door), RankFailed, or Interrupted on Ctrl-C.
     """
-    checked = admitted(job, strategy, Settings(**settings))
+    checked = admitted(job, strategy, settings_of(settings))
     if launched_size() is not None:
         return _under_launcher(checked, Path(runs), check, progress)
     folder = new_folder(Path(runs), f"{job.name}-{folder_name(checked.asked)}")
@@ -72,8 +73,10 @@ def run(ranks: Ranks, checked: Admitted, folder: Path, *, progress: Progress | N
         except RankFailed as error:
             _write_end(record, "failed", error)
             raise
-        except BaseException:
+        except BaseException as error:
             _write_end(record, "interrupted")
+            if isinstance(error, KeyboardInterrupt):
+                raise Interrupted(folder) from None
             raise
         _write_end(record, statuses[0])
     return Run(checked.job, folder)
@@ -89,7 +92,7 @@ def _under_launcher(checked: Admitted, runs: Path, check: bool, progress: Progre
     """This process is a rank that a launcher started: join, let rank 0 make the folder and the run's own lines."""
     leads = launched_rank() == 0
     torch.set_num_threads(checked.threads)
-    with joined_from_environment(checked.backend, device=checked.settings.device) as world, \
+    with joined_from_environment(checked.backend, checked.settings.timeout, checked.settings.device) as world, \
             asking_to_stop(world.stop.set):
         folder = world.agreed(new_folder(runs, f"{checked.job.name}-{folder_name(checked.asked)}") if leads else None)
         with Recorder(folder / "run.jsonl") if leads else Recorder(Path("/dev/null")) as record:
@@ -112,7 +115,8 @@ def _write_header(record: Recorder, checked: Admitted, folder: Path) -> None:
     job, facts, settings = checked.job, checked.facts, checked.settings
     record.write(
         "run", schema=SCHEMA, id=folder.name, strategy=str(checked.asked), resolved=str(checked.resolved), seed=job.seed,
-        job={"name": job.name, "arguments": dict(job.arguments), "batch": job.batch, "epochs": job.epochs,
+        job={"name": job.name, "arguments": {name: _plainly(value) for name, value in job.arguments},
+             "batch": job.batch, "epochs": job.epochs,
              "metric": job.metric_name, "samples": facts.samples, "parameters": facts.parameters,
              "dtype": str(job.dtype).removeprefix("torch.")},
         workers=checked.size - checked.resolved.servers, servers=checked.resolved.servers,
@@ -124,6 +128,14 @@ def _write_header(record: Recorder, checked: Admitted, folder: Path) -> None:
                  "python": platform.python_version(), "paragrad": __version__})
     for what, picked, because in _choices(checked):
         record.write("choice", what=what, bytes=None, picked=picked, because=because)
+
+
+def _plainly(value: Any) -> Any:
+    """A value as JSON holds it, or as text."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError):
+        return str(value)
 
 
 def _choices(checked: Admitted) -> Iterator[tuple[str, str, str]]:

@@ -71,8 +71,7 @@ def digest(checked: Admitted) -> str:
     job, facts = checked.job.replace(dtype=torch.float64), checked.facts
     model = job.built_model()
     told = {"name": job.name, "arguments": dict(job.arguments), "batch": job.batch, "epochs": job.epochs, "seed": job.seed,
-            "samples": facts.samples, "dtype": str(checked.job.dtype), **facts.training, "model": repr(model),
-            "loss": repr(job.loss) if isinstance(job.loss, torch.nn.Module) else getattr(job.loss, "__qualname__", "")}
+            "samples": facts.samples, "dtype": str(checked.job.dtype), **facts.training}
     found = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode())
 
     def add(leaf: Any) -> Any:

@@ -6,7 +6,9 @@ import functools
 import gc
 import itertools
 import os
+import secrets
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,9 +20,11 @@ import torch.distributed as dist
 
 import paragrad.world.backends  # noqa: F401         # registers shm
 from paragrad.errors import RankFailed, Refused
-from paragrad.world.launched import Launched, address, launched, rendezvous_file
+from paragrad.world.launched import TORCHRUN, Launched, address, launch_name, launched, rendezvous_file
 from paragrad.world.signals import Request
 from paragrad.world.world import CPU, TIMEOUT, World
+
+LOOK_AGAIN = 0.02       # seconds after which a rank looks whether rank 0 has started anew
 
 _rendezvous_count = itertools.count()       # a process may join one world after another; each meets anew
 
@@ -136,18 +140,47 @@ def _grouped() -> bool:
 def _rendezvous(told: Launched, number: int, place: tuple[str, int] | Path, backend: str, timeout: float) -> None:
     """Make the default group of the launch: over a store that rank 0 listens at, or a file on this host."""
     where = str(place) if isinstance(place, Path) else ":".join(map(str, place))
+    repair = ("; torchrun says which of them it started, and why one ended" if told.by == TORCHRUN else
+              ", or set MASTER_ADDR and MASTER_PORT to the host of rank 0, as all can reach it, and a free port there")
     by_name = "" if told.on_one_host else (", and GLOO_SOCKET_IFNAME on each host to the interface that the others reach it by "
                                            f"(here it is {os.environ.get('GLOO_SOCKET_IFNAME') or 'not set'})")
     try:
         if isinstance(place, Path):
             store = dist.FileStore(where, told.size)
         else:
-            store = dist.PrefixStore(f"paragrad/{number}", _listening(*place, told.rank, told.size, timeout))
+            listening = _listening(*place, told.rank, told.size, timeout)
+            named = dist.PrefixStore(f"paragrad/{launch_name()}/{number}", listening)
+            store = of_this_start(named, told.rank, told.size, timeout)
         _initialize(told.rank, told.size, store, backend, timeout)
     except RuntimeError as error:
         raise RankFailed(f"the {told.size} ranks of {told.by} did not meet at {where} within {timeout:g} s; see that all of "
-                         "them run, or set MASTER_ADDR and MASTER_PORT to the host of rank 0, as all can reach it, and a free "
-                         f"port there{by_name}: {error}", rank=told.rank) from error
+                         f"them run{repair}{by_name}: {error}", rank=told.rank) from error
+
+
+def of_this_start(store: Any, rank: int, size: int, timeout: float) -> Any:
+    """The store with keys of this start of its ranks alone; an earlier start may have left its own there, whose addresses are
+    of processes that are gone: torchrun restarts ranks beside a store that stays. Collective. Raises RuntimeError.
+
+    Rank 0 names the start by a random number, the others answer with one of theirs. A rank that read the name of an earlier
+    start does not find its answer among those that were received, and looks again. (torchrun's count of restarts would not do:
+    each host counts its own, and only failures.)
+    """
+    mine = secrets.token_hex(8)
+    if rank == 0:
+        store.set("start", mine)
+        others = [f"answers/{mine}/{other}" for other in range(1, size)]
+        store.wait(others, timedelta(seconds=timeout))
+        store.set(f"received/{mine}", b" ".join(store.get(other) for other in others))
+        return dist.PrefixStore(mine, store)
+    until = time.monotonic() + timeout
+    while time.monotonic() < until:
+        if store.check(["start"]):
+            start = store.get("start").decode()
+            store.set(f"answers/{start}/{rank}", mine)
+            if store.check([f"received/{start}"]) and mine in store.get(f"received/{start}").decode().split():
+                return dist.PrefixStore(start, store)
+        time.sleep(LOOK_AGAIN)              # a wait in the store would log every time that it is in vain
+    raise RuntimeError("rank 0 was not seen to start")
 
 
 @functools.cache

@@ -69,7 +69,9 @@ def memory_left() -> int | None:
     for most, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
         with contextlib.suppress(OSError, ValueError):          # "max" is no limit
             group = Path("/sys/fs/cgroup")
-            found.append(int((group / most).read_text()) - int((group / used).read_text()))
+            stats = dict(line.split() for line in (group / used).with_name("memory.stat").read_text().splitlines())
+            files = sum(int(stats.get(name, 0)) for name in ("active_file", "inactive_file"))      # what it would let go
+            found.append(int((group / most).read_text()) - int((group / used).read_text()) + files)
     return min(found, default=None)
 
 
@@ -115,6 +117,11 @@ def address(told: Launched, environment: Mapping[str, str] = os.environ) -> tupl
     option = "-x {0}=..." if told.by == OPEN_MPI else "-genv {0} ..."
     raise Refused(f"{told.size} ranks of {told.by} are on several hosts and do not know where to meet; name the host of rank 0 "
                   f"and a free port there: mpirun {option.format('MASTER_ADDR')} {option.format('MASTER_PORT')}")
+
+
+def launch_name(environment: Mapping[str, str] = os.environ) -> str:
+    """What tells this launch from others at the same store: torchrun's name of the run."""
+    return environment.get("TORCHELASTIC_RUN_ID", "")
 
 
 def first_host(nodes: str) -> str:

@@ -1,4 +1,5 @@
-"""SIGTERM as a request: finish the step, save, end. Ctrl-C before there is anything to end."""
+"""SIGTERM, and SIGHUP of a terminal that closes, as a request: finish the step, save, end. Ctrl-C before there is anything to
+end."""
 
 from __future__ import annotations
 
@@ -28,15 +29,27 @@ class Request:
 
 @contextmanager
 def asking_to_stop(ask: Callable[[], None]) -> Iterator[None]:
-    """While active, SIGTERM calls `ask`. Only a main thread can listen to signals; on others this does nothing."""
+    """While active, SIGTERM calls `ask`, and SIGHUP too, unless it is ignored (nohup). Only a main thread can listen to
+    signals; on others this does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: ask())
+    before = {kind: signal.signal(kind, lambda *_: ask()) for kind in (signal.SIGTERM, signal.SIGHUP)
+              if kind != signal.SIGHUP or signal.getsignal(kind) != signal.SIG_IGN}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
+@contextmanager
+def ending_as_interrupted() -> Iterator[None]:
+    """While active, and where nobody asks to be told, SIGTERM and SIGHUP are KeyboardInterrupt: what was begun is closed."""
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+    with asking_to_stop(interrupt):
+        yield
 
 
 @contextmanager

@@ -15,12 +15,12 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from paragrad.errors import RankFailed
+from paragrad.world.launching.folders import locked_folder
 from paragrad.world.launching.messages import NUMBER, Setup
 
 START = 120.0           # seconds for the server to import torch, on a slow disk with everything else at work
@@ -57,14 +57,15 @@ class ServerProcess:
     def __init__(self, how: str | None = None) -> None:
         how = how or ("fork" if sys.platform == "linux" else "spawn")
         self.owner = os.getpid()
-        self.folder = Path(tempfile.mkdtemp(prefix="paragrad-"))
+        self.folder, self.lock = locked_folder()
         self.socket, theirs = socket.socketpair()
         with theirs:
             environment = {**_environment(), "PYTHONPATH": os.pathsep.join(_path()),
                            "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}            # should an import ask for GPUs: without CUDA itself
+            told = [str(theirs.fileno()), str(self.lock), str(self.folder), how]
             self.popen = subprocess.Popen(
-                [sys.executable, "-m", "paragrad.world.launching.server", str(theirs.fileno()), str(self.folder), how],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2, env=environment, process_group=0)
+                [sys.executable, "-m", "paragrad.world.launching.server", *told], pass_fds=[theirs.fileno(), self.lock],
+                stdin=subprocess.DEVNULL, stdout=2, env=environment, process_group=0)
 
     def start(self, stacks: list[Path]) -> list[Process]:
         """Processes that wait for tasks, one for each of the files to write their stacks into. Raises RankFailed."""
@@ -91,6 +92,7 @@ class ServerProcess:
     def close(self) -> None:
         """End the server, and with it every rank that came from it."""
         self.socket.close()
+        os.close(self.lock)
         if os.getpid() == self.owner:                   # not in a child that the user forked
             self.popen.kill()
             self.popen.wait()

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import multiprocessing
 import os
 import queue
 import signal
 import sys
 import threading
 import time
-import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
 import torch
 
-from paragrad.errors import RankFailed, StepFailed
+from paragrad.errors import RankFailed, StepFailed, traced
 from paragrad.world.joining import joined
 from paragrad.world.launching import files
 from paragrad.world.launching.messages import Failure, Setup, Stop, Task
@@ -53,6 +53,8 @@ def _take_over(setup: Setup) -> None:
     for name in os.environ.keys() - setup.environment.keys():
         del os.environ[name]
     os.environ.update(setup.environment)
+    own: Any = multiprocessing.current_process()        # its loaders' sockets go where the launcher clears, however this ends:
+    own._config["tempdir"] = str(setup.stacks.parent)   # Python's own folder (pymp-...) is left behind by a kill
     sys.path[:] = setup.path
     sys.argv[:] = [""]
     os.chdir(setup.folder)
@@ -96,7 +98,7 @@ def _answer(task: Task, launcher: Connection, stop: Request) -> tuple[str, Any]:
 def _failure(task: Task, error: BaseException) -> Failure:
     told = StepFailed.of(error)
     failed = RankFailed(str(told), rank=task.rank, step=told.step, tensor=told.tensor, differs=told.differs,
-                        traceback="".join(traceback.format_exception(error)))
+                        traceback=traced(error))
     return Failure(failed, time.monotonic())
 
 

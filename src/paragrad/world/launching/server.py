@@ -1,10 +1,11 @@
 """The server of ranks: a process that has imported what ranks need and forks them, 10 ms each.
 
-Started by `processes.py` as `python -m paragrad.world.launching.server FD FOLDER fork|spawn`. One byte on the socket FD asks
-for a rank and brings three descriptors: the rank's socket, a socket for what is told of it (its pid, at its end its exit
-code), and the launcher's standard error. Before a fork this process has run no operation of torch, has asked nothing of CUDA
-and has one thread: a child would get the locks and the pools of others without their threads, and hang. When its launcher is
-gone it ends its ranks and removes the launcher's FOLDER; when it is killed, the system kills its ranks (PR_SET_PDEATHSIG).
+Started by `processes.py` as `python -m paragrad.world.launching.server FD LOCK FOLDER fork|spawn`; by the descriptor LOCK,
+which its ranks inherit, FOLDER is known to be in use (`folders.py`). One byte on the socket FD asks for a rank and brings three
+descriptors: the rank's socket, a socket for what is told of it (its pid, at its end its exit code), and the launcher's standard
+error. Before a fork this process has run no operation of torch, has asked nothing of CUDA and has one thread: a child would get
+the locks and the pools of others without their threads, and hang. When its launcher is gone it ends its ranks and removes the
+launcher's FOLDER; when it is killed, the system kills its ranks (PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     """Serve until the launcher is gone. In each forked child: be a rank."""
-    launcher, folder, how = socket.socket(fileno=int(sys.argv[1])), sys.argv[2], sys.argv[3]
+    launcher, lock, folder, how = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     launcher.set_inheritable(False)
+    os.set_inheritable(lock, False)
     for sent in (signal.SIGINT, signal.SIGTERM,         # they reach the launcher too, which ends its ranks or lets them save
                  signal.SIGUSR1):                       # may come to a rank before it has said what it does then
         signal.signal(sent, signal.SIG_IGN)
@@ -91,7 +93,10 @@ def ended_with(launcher: socket.socket, end: Callable[[], None]) -> Iterator[Non
 
 
 def single() -> bool:
-    """Is this process down to one thread? numpy's OpenBLAS starts some when imported and ends them before a fork."""
+    """Is this process down to one thread? numpy's OpenBLAS starts some when imported and ends them before a fork. Without /proc
+    nobody can say."""
+    if not os.path.isdir("/proc/self/task"):
+        return False
     if not (child := os.fork()):
         os._exit(0)
     os.waitpid(child, 0)

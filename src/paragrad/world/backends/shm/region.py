@@ -90,6 +90,8 @@ def unavailable() -> str | None:
     missing = [name for name in ("memfd_create", "posix_fallocate", "pidfd_open") if not hasattr(os, name)]
     if sys.platform != "linux" or missing:
         return f"the backend shm wants Linux with {', '.join(missing) or 'memfd_create'}; use gloo on this host"
+    if not os.path.isdir("/proc/self/fd"):
+        return "the backend shm wants /proc, by which ranks open each other's memory, and here is none; use gloo"
     return None
 
 

@@ -1,0 +1,69 @@
+"""Is there room for a training? What its ranks will take of this host's memory at least, before any of them starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from paragrad.datasets.loading import brought, parted
+from paragrad.errors import Refused
+from paragrad.jobs.job import CPU, Job, opened
+from paragrad.jobs.loss import Summed
+from paragrad.strategies.shares import divide
+from paragrad.strategies.strategy import Strategy
+from paragrad.techniques.probe import kept_for_backward
+from paragrad.techniques.untouched import restored
+from paragrad.training.door import Findings
+from paragrad.world.generators import generators_kept
+from paragrad.world.joining import launched_size
+from paragrad.world.launched import memory_left
+
+PROCESS = 20 << 20              # bytes of a rank's process that are its own, forked and joined, before it has a model
+
+
+def refuse_crowded(job: Job, asked: Strategy, resolved: Strategy, facts: Findings, data: Path | None,
+                   device: str = "cpu") -> None:
+    """Refuse ranks that this host's memory cannot hold, with the largest number that it can; and a batch, and a model.
+
+    Counted is what they need at least: processes, gradients in each and parameters once, and what backward keeps of a
+    micro-batch; not the optimizer's state, nor what a backend or an operation takes for itself.
+    """
+    left, here = memory_left(), resolved.size
+    if left is None or device != "cpu" or launched_size() is not None:     # launched ranks would look at different moments
+        return
+    model, full, micro = facts.parameters * job.parameter_dtype.itemsize, min(job.batch, facts.samples), resolved.division.micro
+    largest = -(-max(divide(full, resolved.division.shares)) // micro)
+
+    def wanted(ranks: int, of_sample: int) -> int:
+        return model + ranks * (PROCESS + model) + min(ranks * largest, full) * of_sample
+
+    if wanted(here, facts.probe.activations) <= left or wanted(here, of_sample := _by_sample(job, data)) <= left:
+        return
+    kept = min(here * largest, full)
+    told = (f"{asked} wants at least {_sized(wanted(here, of_sample))} here: {here} process{'es' if here > 1 else ''} of "
+            f"{_sized(PROCESS + model)} with gradients, {_sized(model)} of parameters, {_sized(kept * of_sample)} that "
+            f"backward keeps of {kept} sample{'s' if kept > 1 else ''}; {_sized(left)} are left: ")
+    if here > 1 and (fit := (left - model - full * of_sample) // (PROCESS + model)) > 0:
+        raise Refused(f"{told}at most {fit} rank{'s fit' if fit > 1 else ' fits'}")
+    if wanted(here, 0) > left:
+        raise Refused(f"{told}the model does not fit; train a smaller one, or on a host with more memory")
+    raise Refused(f"{told}the batch does not fit; make it smaller"
+                  + (f", or cut it into micro-batches (micro={2 * micro})" if largest > 1 else ""))
+
+
+def _by_sample(job: Job, data: Path | None) -> int:
+    """Bytes that backward keeps of one sample more."""
+    samples, model = job.samples(opened(job.train, data)), job.built_model()
+    module = Summed(model, job.built_loss())
+    found = []
+    for count in sorted({min(len(samples), 2), min(len(samples), 4)}):
+        with generators_kept(), restored(module), torch.autocast("cpu", job.autocast, enabled=job.autocast is not None):
+            pair = parted(brought(samples[0, list(range(count))], CPU, job.parameter_dtype))
+            found.append((count, kept_for_backward(module, *pair, count)))
+    (few, least), (more, most) = found[0], found[-1]
+    return max(0, most - least) // max(1, more - few)
+
+
+def _sized(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{max(1, count >> 20)} MiB"

@@ -1,0 +1,73 @@
+"""A launcher's folder below the temporary one: locked while anybody of it lives, cleared by the next start where all were
+killed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import socket
+import stat
+import tempfile
+from pathlib import Path
+
+NAME = re.compile(r"paragrad-\w{8}")
+LOCK = ".paragrad-launcher"            # it says on which host: a lock may be unknown on another that shares the folder
+# a socket's path has at most 107 bytes on Linux, 103 elsewhere; below a rank's folder loaders listen at "/listener-XXXXXXXX"
+LONGEST = 103 - len("/listener-XXXXXXXX") - len("/ranks-XXXXXXXX") - len("/paragrad-XXXXXXXX")
+SHORT = ("/tmp", "/var/tmp", "/dev/shm")
+
+
+def locked_folder() -> tuple[Path, int]:
+    """A new folder, and the descriptor that holds its lock: whoever inherits it keeps the folder. Clears what nobody keeps."""
+    parent = short_enough(Path(tempfile.gettempdir()))
+    clear(parent)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix="paragrad-", dir=parent))
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):        # another start cleared it before it was locked
+            held = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+            with contextlib.suppress(OSError):          # a file system without locks: then nobody clears it
+                fcntl.flock(held, fcntl.LOCK_EX)
+            os.write(held, _host())
+            if _is(folder / LOCK, held):
+                return folder, held
+            os.close(held)
+
+
+def short_enough(folder: Path) -> Path:
+    """The folder, or another in which the path of a socket is not too long."""
+    if len(os.fsencode(folder)) <= LONGEST:
+        return folder
+    return next((Path(short) for short in SHORT if os.access(short, os.W_OK | os.X_OK)), folder)
+
+
+def clear(parent: Path) -> None:
+    """Remove this user's folders whose lock nobody holds. Not by process ids: containers that share the parent have their
+    own."""
+    for folder in filter(lambda path: NAME.fullmatch(path.name), parent.glob("paragrad-*")):
+        with contextlib.suppress(OSError):              # another user's, locked, or gone
+            status = folder.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+                continue
+            held = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.read(held, 100) == _host():
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(held)
+
+
+def _host() -> bytes:
+    """One name for this host: its name, and where the system says it, that of its boot."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    return socket.gethostname().encode()[:100]
+
+
+def _is(path: Path, descriptor: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    return False

@@ -1,0 +1,61 @@
+"""Every file of examples/ is run by what its first lines say to type."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.table          # `.ci/run` has them
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+PROGRAMS = {"paragrad": [sys.executable, "-m", "paragrad"], "python": [sys.executable],
+            "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
+ELSEWHERE = {"mpirun", "srun"}                          # in tests of joining a world
+
+
+def typed(path: Path) -> list[str]:
+    """The commands of a file's first lines."""
+    told = ast.get_docstring(ast.parse(path.read_text()), clean=False) or ""
+    return [line.strip() for line in re.findall(r"^    (\w+ .*)$", told, re.MULTILINE)]
+
+
+COMMANDS = [(path.name, line) for path in sorted(EXAMPLES.glob("*.py")) for line in typed(path)
+            if line.split()[0] not in ELSEWHERE]
+
+
+@pytest.mark.parametrize(("name", "line"), COMMANDS, ids=[line for _, line in COMMANDS])
+def test_as_typed(name: str, line: str, tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLES, tmp_path / "examples")
+    program, *words = shlex.split(re.sub(r"\s{2,}#.*", "", line))
+    if "--machine" in words:                            # which is measured first
+        pytest.skip("it wants a machine file, which `paragrad measure` takes a minute to write")
+    ran = subprocess.run([*PROGRAMS[program], *words], cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+    assert ran.returncode == 0, ran.stderr
+    if name == "resume.py":
+        straight, halves = re.findall(r"\d+\.\d+", ran.stdout)
+        assert abs(float(straight) - float(halves)) <= 2e-4
+        assert "0 twice, 0 missed" in ran.stdout
+    if name == "ddp_hook.py":
+        first, second = re.findall(r"rank \d: (-?\d+\.\d{6})", ran.stdout)
+        assert first == second                          # replicas stay equal
+
+
+def test_every_file_says_what_to_type() -> None:
+    assert {name for name, _ in COMMANDS} == {path.name for path in EXAMPLES.glob("*.py")}
+
+
+def test_the_notebook(tmp_path: Path) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+    notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
+    NotebookClient(notebook, timeout=100, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    shown = notebook.cells[2].outputs[-1]["data"]["text/html"]
+    assert shown.count("<tr>") == 4

@@ -1,0 +1,300 @@
+"""What outside users lost, or waited for in vain: each test tells one story."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from equality import JOBS, VECTORS
+from equality import job as make_job
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import paragrad as pg
+from paragrad.datasets.loading import Samples, loaded
+from paragrad.errors import Interrupted, RankFailed, StepFailed
+from paragrad.record.log import Log
+from paragrad.record.record import Record
+from paragrad.training.admission import Admitted, admitted
+from paragrad.training.loop import train_rank
+from paragrad.training.saved import folders, step_of
+from paragrad.training.settings import Settings
+from paragrad.verbs import compare as comparing
+from paragrad.world.joining import of_this_start
+from paragrad.world.launching import Ranks
+from paragrad.world.launching.folders import LONGEST, clear, locked_folder, short_enough
+from paragrad.world.waiting import Watch
+from paragrad.world.world import World
+
+JOB = JOBS["mlp"].replace(epochs=2, dtype=torch.float64)
+
+
+# ---- a checkpoint is of a step that all records hold ---------------------------------------------------------------------
+def killed_before_its_line(world: World, checked: Admitted, folder: Path) -> None:
+    """A training in which rank 1 dies after step 3, before its record has it."""
+    write = Log.step
+
+    def step(self: Log, number: int, *words: Any, **fields: Any) -> None:
+        if world.rank == 1 and number == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(self, number, *words, **fields)
+    with mock.patch.object(Log, "step", step):
+        train_rank(world, checked, folder, time.monotonic())
+
+
+def test_a_checkpoint_is_of_a_step_that_all_records_hold(tmp_path: Path) -> None:
+    """Rank 0 had saved a step whose line rank 1 had not written: the resumed run's audit said that samples were missed."""
+    checked = admitted(JOB, "data(2, reduce=ring)", Settings(save=1))
+    with Ranks(2) as ranks, pytest.raises(RankFailed, match="SIGKILL"):
+        checked.on(ranks, killed_before_its_line, checked, tmp_path)
+    assert [step_of(folder) for folder in folders(tmp_path)] == [3, 2]
+
+
+# ---- torchrun starts ranks anew beside a store that stays ----------------------------------------------------------------
+DIES = """
+import os, signal, torch, paragrad as pg
+from torch import nn
+from torch.utils.data import TensorDataset
+
+class Net(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        Net.calls += 1
+        if Net.calls == 30 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(x)
+
+torch.manual_seed(0)
+job = pg.Job(name="dies", model=lambda: Net(10, 4), loss=nn.functional.cross_entropy, batch=12, epochs=20,
+             train=TensorDataset(torch.randn(60, 10), torch.randint(4, (60,))),
+             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+"""
+
+
+@pytest.mark.parametrize("backend", ["auto", pytest.param("gloo", marks=pytest.mark.table)])
+def test_torchrun_restarts_ranks(tmp_path: Path, backend: str) -> None:
+    """The restarted ranks read what those before them had left in torchrun's store: the address of a process that is gone."""
+    job = tmp_path / "dies.py"
+    job.write_text(DIES)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1",
+               "-m", "paragrad", "train", str(job), "--strategy", "data(2)", "--backend", backend, "--no-check",
+               "--runs", str(tmp_path / "runs")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert ran.returncode == 0, ran.stderr
+    ends = [Record(folder).end for folder in sorted((tmp_path / "runs").iterdir())]
+    assert len(ends) == 2
+    assert [end and end["status"] for end in ends][1] == "finished"
+
+
+def started_after_another(world: World) -> list[str]:
+    """Keys of an earlier start that came to its end: its name and all answers are still there."""
+    store = torch.distributed.PrefixStore("test", world.store)
+    first = of_this_start(store, world.rank, world.size, 10.0)
+    first.set(f"{world.rank}", f"old {world.rank}")
+    begun = store.get("start").decode()
+    answers = [f"answers/{begun}/{rank}" for rank in range(1, world.size)]
+    before = [store.get(answer) for answer in answers]
+    world.barrier()
+    if world.rank == 0:                                 # it is late: the others have answered to the start before
+        while any(store.get(answer) == old for answer, old in zip(answers, before, strict=True)):
+            threading.Event().wait(0.01)
+    second = of_this_start(store, world.rank, world.size, 10.0)
+    second.set(f"{world.rank}", f"new {world.rank}")
+    return [second.get(f"{rank}").decode() for rank in range(world.size)]
+
+
+def test_a_start_has_keys_of_its_own(pool: Ranks) -> None:
+    for found in pool.run(started_after_another, size=3):
+        assert found == ["new 0", "new 1", "new 2"]
+
+
+# ---- waits ---------------------------------------------------------------------------------------------------------------
+class Said(io.StringIO):
+    """Standard error of a rank that waits: what is said there is told to the others."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world = world
+
+    def write(self, text: str) -> int:
+        if "have not come" in text:
+            self.world.store.set("said", "")
+        return super().write(text)
+
+
+def waits(world: World) -> str:
+    """Ranks 0 and 1 are in step 7; rank 2 comes when somebody has said that it is waited for."""
+    watch = Watch(world, after=0.1)
+    said = Said(world)
+    with contextlib.redirect_stderr(said):
+        if world.rank == 2:
+            world.store.get("said")
+        with watch.over(7) if world.rank < 2 else contextlib.nullcontext():
+            world.barrier()
+    watch.close()
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_who_is_waited_for_is_said(pool: Ranks, backend: str) -> None:
+    """A loop that left early on one rank: the others were silent until their bound of 300 s."""
+    first, second, _ = pool.run(waits, size=3, backend=backend)
+    told = f"{first}{second}"                           # by the first of the two that has noticed the other
+    assert " is in step 7 for " in told
+    assert "and rank(s) 2 have not come to it" in told
+
+
+class Hangs(nn.Linear):
+    """On rank 1, in its tenth forward."""
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Hangs.calls += 1
+        if Hangs.calls == 10 and dist.is_initialized() and dist.get_rank() == 1:
+            threading.Event().wait()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_how_long_ranks_wait_is_a_setting(tmp_path: Path, backend: str) -> None:
+    job = make_job("hangs", lambda: Hangs(10, 4), VECTORS, epochs=9)
+    with pytest.raises(RankFailed, match="rank 0, step "):
+        pg.train(job, "data(2, reduce=ring)", runs=tmp_path, backend=backend, timeout=1.5)
+
+
+class Stuck(Dataset):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            threading.Event().wait()
+        return torch.zeros(3), 0
+
+
+def loads(world: World, loaders: int) -> str:
+    try:
+        list(loaded(Samples(Stuck(), patience=0.5), [(0, [4]), (0, [5])], loaders))
+    except StepFailed as error:
+        return str(error)
+    return "loaded"
+
+
+@pytest.mark.parametrize("loaders", [0, 1])
+def test_a_dataset_that_hangs_is_named(pool: Ranks, loaders: int) -> None:
+    """It hung the run for ever; now its item is named, with the line where it stands."""
+    told, = pool.run(loads, loaders, size=1)
+    assert told.startswith("sample 5 of the dataset was not there within 0.5 s; it stands at ")
+    assert "threading.py" in told
+
+
+def test_loaders_under_a_long_temporary_folder(tmp_path: Path) -> None:
+    """The path of the loaders' socket was too long (AF_UNIX has 107 bytes): a hang, deaf to SIGTERM."""
+    long = tmp_path / ("long" * 30)
+    long.mkdir()
+    script = ("import paragrad as pg\nif __name__ == '__main__':\n"
+              "    pg.train(pg.job('digits').replace(epochs=1), 'data(2)', loaders=1, limit=3)")
+    (tmp_path / "own.py").write_text(script)
+    ran = subprocess.run([sys.executable, str(tmp_path / "own.py")], capture_output=True, text=True, timeout=100, check=False,
+                         cwd=tmp_path, env={**os.environ, "TMPDIR": str(long)})
+    assert ran.returncode == 0, ran.stderr
+    assert short_enough(Path("/" + LONGEST * "x")) != Path("/" + LONGEST * "x")
+    assert short_enough(tmp_path) == tmp_path or len(str(tmp_path)) > LONGEST
+
+
+# ---- what is left behind -------------------------------------------------------------------------------------------------
+def test_folders_of_the_killed_are_cleared_by_the_next_start(tmp_path: Path) -> None:
+    """Known by a lock, not by process ids, which mean other processes in another container."""
+    with mock.patch("paragrad.world.launching.folders.short_enough", return_value=tmp_path):
+        (tmp_path / "paragrad-0").mkdir()               # where launched ranks meet: it has no lock
+        dead, held = locked_folder()
+        alive, other = locked_folder()
+        assert dead.exists()
+        os.close(held)                                  # as the end of its processes does
+        clear(tmp_path)
+        assert not dead.exists()
+        assert alive.exists()
+        assert (tmp_path / "paragrad-0").exists()
+        os.close(other)
+
+
+# ---- a comparison that ends early ----------------------------------------------------------------------------------------
+ROWS = "serial; data(2); data(2, reduce=ring)"
+
+
+def at_the_second(act: Callable[[], None]) -> Callable[[str], Callable[[dict[str, Any]], None]]:
+    """Progress that does something once, as the second row trains."""
+    acted: list[str] = []
+
+    def of(name: str) -> Callable[[dict[str, Any]], None]:
+        def tell(told: dict[str, Any]) -> None:
+            if name == "data(2)" and not acted:
+                acted.append(name)
+                act()
+        return tell
+    return of
+
+
+def interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+def compared(tmp_path: Path, status: str, **settings: Any) -> pg.Table:
+    job = JOB.replace(epochs=4)
+    if status == "interrupted":
+        with pytest.raises(Interrupted) as caught:
+            pg.compare(job, ROWS, runs=tmp_path, progress=at_the_second(interrupted), **settings)
+        return pg.Table(caught.value.folder)
+    return pg.compare(job, ROWS, runs=tmp_path,
+                      progress=at_the_second(lambda: os.kill(os.getpid(), signal.SIGTERM)), **settings)
+
+
+@pytest.mark.parametrize("status", ["stopped", "interrupted"])
+def test_a_comparison_keeps_the_rows_that_are_done(tmp_path: Path, status: str) -> None:
+    """SIGTERM and Ctrl-C lost them; now the table has them and names the others, and --resume finishes it."""
+    table = compared(tmp_path, status)
+    assert table.ended["status"] == status
+    assert table.missing == ["data(2)", "data(2, reduce=ring)", "baseline-serial-threads-1"]
+    assert table.rows[0].test is None
+    assert table.rows[0].seconds_per_step
+    assert f"the comparison was {status}; not done: data(2); data(2, reduce=ring)" in str(table)
+    assert (table.folder / "page.html").exists()
+    begun = (table.folder / table.rows[0].runs[0] / "run.jsonl").stat().st_mtime_ns
+    whole = pg.compare(JOB.replace(epochs=4), ROWS, runs=tmp_path, resume=table.folder)
+    assert whole.folder == table.folder
+    assert whole.missing == []
+    assert "not done" not in str(whole)
+    assert max(row.difference or 0.0 for row in whole.rows) <= 1e-10
+    assert (table.folder / table.rows[0].runs[0] / "run.jsonl").stat().st_mtime_ns == begun     # it was not made anew
+    with pytest.raises(pg.Refused, match="go on with the same"):
+        pg.compare(JOB.replace(epochs=4), "serial; data(2)", runs=tmp_path, resume=table.folder)
+    with pytest.raises(pg.Refused, match="holds no comparison"):
+        pg.compare(JOB, ROWS, runs=tmp_path, resume=tmp_path)
+
+
+def test_a_comparison_on_a_full_disk(tmp_path: Path) -> None:
+    run = comparing.run
+
+    def full(ranks: Ranks, row: Admitted, folder: Path, **more: Any) -> pg.Run:
+        if "data" in folder.name:
+            raise OSError(28, "No space left on device", str(folder / "run.jsonl"))
+        return run(ranks, row, folder, **more)
+    with mock.patch.object(comparing, "run", full):
+        table = pg.compare(JOB, ROWS, runs=tmp_path)
+    assert table.ended["status"] == "failed"
+    assert "not done: data(2); data(2, reduce=ring)" in str(table)
+    assert "run.jsonl: No space left on device" in str(table)

@@ -1,0 +1,220 @@
+"""What crashed, or ended without a sentence: one message with what happened, where, and the repair."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from equality import JOBS, VECTORS, mlp
+from equality import job as make_job
+from torch import nn
+
+import paragrad as pg
+from paragrad.training import room
+from paragrad.training.admission import admitted
+from paragrad.training.door import examined
+from paragrad.world.launching import Ranks
+
+JOB_FILES = Path(__file__).parents[1] / "job_files"
+SHORT = ("train", "digits", "--epochs", "1", "--no-check")
+
+
+def command(*words: str, stdout: int | None = subprocess.PIPE, folder: Path | None = None,
+            **settings: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "paragrad", *words], stdout=stdout, stderr=subprocess.PIPE, text=True,
+                          timeout=100, check=False, cwd=folder, env={**os.environ, **settings})
+
+
+# ---- ranks, batches and models that do not fit -----------------------------------------------------------------------------
+MANY = make_job("many", mlp, VECTORS, batch=29)
+
+
+def refused_with(left: int, strategy: str, job: pg.Job = MANY) -> str:
+    with mock.patch.object(room, "memory_left", return_value=left), pytest.raises(pg.Refused) as caught:
+        admitted(job, strategy)
+    return str(caught.value)
+
+
+def test_more_ranks_than_there_is_memory_for() -> None:
+    """data(1000) forked a thousand ranks and took all memory: exit 137, no word."""
+    told = refused_with(10 * room.PROCESS, "data(20)")
+    assert "data(20) wants at least " in told
+    assert "20 processes of " in told
+    assert told.endswith("at most 9 ranks fit")
+    with mock.patch.object(room, "memory_left", return_value=10 * room.PROCESS):
+        assert admitted(MANY, "data(9)").size == 9
+
+
+class Keeps(nn.Module):
+    """Keeps a megabyte of every sample for backward, and three whatever the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(10, 4))
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        always = (self.scale * torch.ones(3 << 18)).exp().mean()
+        wide = (x @ self.weight).repeat(1, 1 << 16)
+        return wide.exp().unflatten(1, (1 << 16, 4)).mean(1) * always
+
+
+def test_a_batch_that_does_not_fit() -> None:
+    """What is the same for any number of samples is not counted for each."""
+    job = make_job("keeps", Keeps, VECTORS, batch=29)
+    told = refused_with(room.PROCESS + (20 << 20), "serial", job)
+    assert "that backward keeps of 29 samples" in told
+    assert told.endswith("the batch does not fit; make it smaller, or cut it into micro-batches (micro=2)")
+    with mock.patch.object(room, "memory_left", return_value=room.PROCESS + (40 << 20)):
+        admitted(job, "serial")
+        admitted(job, "data(1, micro=2)")
+
+
+def test_a_model_that_does_not_fit() -> None:
+    assert refused_with(100, "serial").endswith("the model does not fit; train a smaller one, or on a host with more memory")
+
+
+# ---- what the optimizer holds ----------------------------------------------------------------------------------------------
+def test_parameters_that_the_optimizer_leaves_out_are_named() -> None:
+    job = make_job("some", mlp, VECTORS, optimizer=lambda parameters: torch.optim.SGD(list(parameters)[2:], lr=0.1))
+    with pytest.warns(UserWarning, match=r"leaves out 2 trainable parameter\(s\), which stay as they are: 0\.weight, 0\.bias"):
+        examined(job)
+    twice = make_job("twice", mlp, VECTORS, optimizer=lambda parameters: torch.optim.SGD(list(parameters) * 2, lr=0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(pg.Refused, match=r"holds 4 parameter\(s\) twice; give each once"):
+            examined(twice)
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------------
+def test_an_error_of_a_dataset_is_named_with_its_line(tmp_path: Path) -> None:
+    """It came below 25 lines of internals, and without the sample."""
+    ran = command("train", str(JOB_FILES / "own_dataset_raises.py"), "--strategy", "data(2)", "--runs", str(tmp_path))
+    assert ran.returncode == 1
+    message = ran.stderr.strip().splitlines()[-1]
+    assert " of the dataset raised IndexError: list index out of range (" in message
+    assert "own_dataset_raises.py:19)" in message
+    frames = [line for line in ran.stderr.splitlines() if line.startswith('  File "')]
+    assert frames
+    assert all("own_dataset_raises.py" in frame for frame in frames)
+
+
+def test_an_error_of_a_job_file_keeps_its_line() -> None:
+    ran = command("train", str(JOB_FILES / "raises.py"))
+    assert ran.returncode == 2
+    assert "raised RuntimeError: no such luck (" in ran.stderr
+    assert "raises.py:" in ran.stderr.rpartition("no such luck")[2]
+
+
+def test_unknown_settings_of_train() -> None:
+    with pytest.raises(pg.Refused, match=r"no setting 'loader'; did you mean loaders\?"):
+        pg.train(JOBS["mlp"], "serial", loader=1)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 101, "two\nlines"])
+def test_names_of_which_no_folder_can_be_made(name: str) -> None:
+    with pytest.raises(pg.Refused, match="of which folders can be named"):
+        examined(JOBS["mlp"].replace(name=name))
+
+
+def test_job_arguments_that_are_no_json(tmp_path: Path) -> None:
+    run = pg.train(JOBS["mlp"].replace(arguments=(("path", tmp_path),), epochs=1), "serial", runs=tmp_path)
+    assert run.header["job"]["arguments"] == {"path": str(tmp_path)}
+
+
+def test_an_ascii_terminal(tmp_path: Path) -> None:
+    """The ± of a table with seeds was an error after all training was done."""
+    ran = command("compare", "digits", "--strategies", "serial", "--seeds", "2", "--epochs", "1", "--runs", str(tmp_path),
+                  PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert ran.returncode == 0, ran.stderr
+    assert "+-" in ran.stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_a_full_disk_behind_standard_output(tmp_path: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        ran = command(*SHORT, "--runs", str(tmp_path), stdout=full.fileno())
+    assert ran.returncode == 1
+    assert ran.stderr.strip().splitlines()[-1] == "paragrad: what it prints: No space left on device"
+
+
+def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    ran = subprocess.run(["sh", "-c", f"cd {gone} && rmdir {gone} && exec {sys.executable} -m paragrad jobs"], text=True,
+                         capture_output=True, check=False, timeout=60)
+    assert ran.returncode == 2
+    assert ran.stderr.strip() == "paragrad: the working directory was removed; change to one that is there"
+
+
+
+
+def test_a_dataset_that_holds_a_lock(tmp_path: Path) -> None:
+    import threading
+
+    class Locked(type(VECTORS)):                # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(*VECTORS.tensors)
+            self.lock = threading.Lock()
+    job = JOBS["mlp"].replace(train=Locked())
+    with pytest.raises(pg.Refused, match=r"train cannot be sent to the ranks .*lock"):
+        pg.train(job, "data(2)", runs=tmp_path)
+
+
+def test_ranks_of_many_are_refused_before_the_schedule_is_proved(tmp_path: Path) -> None:
+    with Ranks(1), mock.patch.object(room, "memory_left", return_value=1 << 20), mock.patch(
+            "paragrad.training.admission.check", side_effect=AssertionError("it was proved")), pytest.raises(pg.Refused):
+        admitted(MANY, "data(29, reduce=ring)")
+
+
+# ---- conveniences ------------------------------------------------------------------------------------------------------------
+def test_the_version() -> None:
+    ran = command("--version")
+    assert (ran.returncode, ran.stdout.strip()) == (0, f"paragrad {pg.__version__}")
+    assert "Usage" in command("-h").stdout
+
+
+def test_a_saved_model_has_the_mode_of_any_new_file(tmp_path: Path) -> None:
+    """Its owner alone could read it, whatever the umask."""
+    run = pg.train(JOBS["mlp"].replace(epochs=1), "serial", runs=tmp_path, save=3)
+    (tmp_path / "new").touch()
+    mode = (tmp_path / "new").stat().st_mode
+    assert (run.folder / "model.safetensors").stat().st_mode == mode
+    assert (run.folder / "checkpoint-00000003" / "optimizer.safetensors").stat().st_mode == mode
+
+
+def test_a_notebook_shows_a_table(tmp_path: Path) -> None:
+    table = pg.compare(JOBS["mlp"].replace(epochs=1), "serial; data(2)", runs=tmp_path)
+    shown = table._repr_html_()
+    assert shown.count("<tr>") == 3
+    assert "<td>data(2)</td>" in shown
+    assert f"record: {table.folder}" in shown
+
+
+def test_a_home_that_cannot_be_written_to(tmp_path: Path) -> None:
+    """matplotlib warned of its cache, three lines before the table."""
+    script = "import paragrad.report.charts as charts\nwith charts.drawing('x', 100, 100): print('drawn')"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False,
+                         env={**{name: value for name, value in os.environ.items() if not name.startswith(("XDG", "MPL"))},
+                              "HOME": "/dev/null"})
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "drawn\n", "")
+
+
+TYPED = """
+import paragrad as pg
+from paragrad import Data, Ring
+row: pg.Strategy = Data(3, reduce=Ring(), shares=[2, 1, 1])
+"""
+
+
+def test_a_users_file_is_typed(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(TYPED)
+    ran = subprocess.run([sys.executable, "-m", "mypy", "--strict", str(tmp_path / "own.py")], capture_output=True, text=True,
+                         timeout=110, check=False)
+    assert ran.returncode == 0, ran.stdout
