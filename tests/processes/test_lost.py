@@ -169,6 +169,7 @@ class Hangs(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_how_long_ranks_wait_is_a_setting(tmp_path: Path, backend: str) -> None:
     job = make_job("hangs", lambda: Hangs(10, 4), VECTORS, epochs=9)
@@ -202,6 +203,7 @@ def test_a_dataset_that_hangs_is_named(pool: Ranks, loaders: int) -> None:
     assert "threading.py" in told
 
 
+@pytest.mark.table
 def test_loaders_under_a_long_temporary_folder(tmp_path: Path) -> None:
     """The path of the loaders' socket was too long (AF_UNIX has 107 bytes): a hang, deaf to SIGTERM."""
     long = tmp_path / ("long" * 30)
@@ -263,7 +265,7 @@ def compared(tmp_path: Path, status: str, **settings: Any) -> pg.Table:
                       progress=at_the_second(lambda: os.kill(os.getpid(), signal.SIGTERM)), **settings)
 
 
-@pytest.mark.parametrize("status", ["stopped", "interrupted"])
+@pytest.mark.parametrize("status", ["stopped", pytest.param("interrupted", marks=pytest.mark.table)])
 def test_a_comparison_keeps_the_rows_that_are_done(tmp_path: Path, status: str) -> None:
     """SIGTERM and Ctrl-C lost them; now the table has them and names the others, and --resume finishes it."""
     table = compared(tmp_path, status)

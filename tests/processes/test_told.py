@@ -105,6 +105,7 @@ def test_an_error_of_a_dataset_is_named_with_its_line(tmp_path: Path) -> None:
     assert all("own_dataset_raises.py" in frame for frame in frames)
 
 
+@pytest.mark.table
 def test_an_error_of_a_job_file_keeps_its_line() -> None:
     ran = command("train", str(JOB_FILES / "raises.py"))
     assert ran.returncode == 2
@@ -128,6 +129,7 @@ def test_job_arguments_that_are_no_json(tmp_path: Path) -> None:
     assert run.header["job"]["arguments"] == {"path": str(tmp_path)}
 
 
+@pytest.mark.table
 def test_an_ascii_terminal(tmp_path: Path) -> None:
     """The ± of a table with seeds was an error after all training was done."""
     ran = command("compare", "digits", "--strategies", "serial", "--seeds", "2", "--epochs", "1", "--runs", str(tmp_path),
@@ -144,6 +146,7 @@ def test_a_full_disk_behind_standard_output(tmp_path: Path) -> None:
     assert ran.stderr.strip().splitlines()[-1] == "paragrad: what it prints: No space left on device"
 
 
+@pytest.mark.table
 def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
@@ -174,6 +177,7 @@ def test_ranks_of_many_are_refused_before_the_schedule_is_proved(tmp_path: Path)
 
 
 # ---- conveniences ------------------------------------------------------------------------------------------------------------
+@pytest.mark.table
 def test_the_version() -> None:
     ran = command("--version")
     assert (ran.returncode, ran.stdout.strip()) == (0, f"paragrad {pg.__version__}")
@@ -197,6 +201,7 @@ def test_a_notebook_shows_a_table(tmp_path: Path) -> None:
     assert f"record: {table.folder}" in shown
 
 
+@pytest.mark.table
 def test_a_home_that_cannot_be_written_to(tmp_path: Path) -> None:
     """matplotlib warned of its cache, three lines before the table."""
     script = "import paragrad.report.charts as charts\nwith charts.drawing('x', 100, 100): print('drawn')"
@@ -213,6 +218,7 @@ row: pg.Strategy = Data(3, reduce=Ring(), shares=[2, 1, 1])
 """
 
 
+@pytest.mark.table
 def test_a_users_file_is_typed(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(TYPED)
     ran = subprocess.run([sys.executable, "-m", "mypy", "--strict", str(tmp_path / "own.py")], capture_output=True, text=True,
