@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 from paragrad.errors import Refused, StepFailed, told
 from paragrad.world.bound import bounded
 from paragrad.world.generators import generator_states, generators_kept, seed_generators
+from paragrad.world.world import TIMEOUT
 
 Dataset = Any           # map-style: __len__ and __getitem__(index) -> (input, target) or {name: value}
 Collate = Callable[[list[Any]], Any]
@@ -54,7 +55,7 @@ class Samples:
     dataset: Dataset
     seed: int = 0
     collate: Collate | None = None
-    patience: float = 300.0                     # seconds that a sample may take
+    patience: float = TIMEOUT                   # seconds that a sample may take
 
     def __post_init__(self) -> None:
         refuse_loader(self.dataset, "the dataset")

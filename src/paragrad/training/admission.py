@@ -44,7 +44,7 @@ class Admitted:
     facts: Findings
     here: Here
     backend: str                                    # what carries the ranks' messages
-    saved: Saved | None = None           # what to go on from
+    saved: Saved | None = None                      # what to go on from
     tried: str | None = None                        # what a trial saw (`trial.py`)
 
     @property

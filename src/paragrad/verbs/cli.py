@@ -79,7 +79,7 @@ def train(job: JobName, strategy: Strategy = "serial",
           save: Annotated[int | None, typer.Option(metavar="STEPS", help="a checkpoint every so many steps")] = None,
           resume: Annotated[Path | None, typer.Option(
               metavar="RUN", help="go on from a run's last checkpoint, or from RUN/checkpoint-N")] = None,
-          timeout: Annotated[float, typer.Option(metavar="SECONDS", help="that a rank waits for another")] = 300.0,
+          timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="that a rank waits for another")] = None,
           tensorboard: Annotated[bool, typer.Option("--tensorboard", help="write event files into the run's folder")] = False,
           until: Until = None, runs: Runs = Path("runs"), data: Data = None, device: Device = "cpu", backend: Backend = "auto",
           machine: Machine = None, loaders: Loaders = 0, batch: Batch = None, epochs: Epochs = None, seed: Seed = None,
@@ -96,7 +96,7 @@ def train(job: JobName, strategy: Strategy = "serial",
         settings: dict[str, Any] = {
             "data": data, "device": device, "backend": backend, "overlap": overlap, "loaders": loaders, "save": save,
             "resume": resume, "until": until, "tensorboard": tensorboard, "sabotage": sabotage, "unproved": unproved,
-            "unchecked": unchecked, "machine": machine, "timeout": timeout}
+            "unchecked": unchecked, "machine": machine, **({} if timeout is None else {"timeout": timeout})}
         if dry_run:
             listing.dry_run(admitted(chosen, strategy, Settings(**settings)), as_json)
             raise typer.Exit

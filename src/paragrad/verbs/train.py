@@ -115,7 +115,7 @@ def _write_header(record: Recorder, checked: Admitted, folder: Path) -> None:
     job, facts, settings = checked.job, checked.facts, checked.settings
     record.write(
         "run", schema=SCHEMA, id=folder.name, strategy=str(checked.asked), resolved=str(checked.resolved), seed=job.seed,
-        job={"name": job.name, "arguments": {name: _plainly(value) for name, value in job.arguments},
+        job={"name": job.name, "arguments": {name: _as_json(value) for name, value in job.arguments},
              "batch": job.batch, "epochs": job.epochs,
              "metric": job.metric_name, "samples": facts.samples, "parameters": facts.parameters,
              "dtype": str(job.dtype).removeprefix("torch.")},
@@ -130,7 +130,7 @@ def _write_header(record: Recorder, checked: Admitted, folder: Path) -> None:
         record.write("choice", what=what, bytes=None, picked=picked, because=because)
 
 
-def _plainly(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     """A value as JSON holds it, or as text."""
     try:
         return json.loads(json.dumps(value))
