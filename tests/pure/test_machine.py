@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from paragrad.errors import Refused
-from paragrad.planner.measuring import fitted
+from paragrad.planner.choosing import told_apart
+from paragrad.planner.interval import MARGIN
+from paragrad.planner.measuring import above_the_others, fitted
 from paragrad.planner.simulation import read_bytes, read_slow, simulate
-from paragrad.players.machine import ASSUMED, SCHEMA, Link, Machine, machine_of, read_machine
+from paragrad.players.machine import ASSUMED, SCHEMA, Cluster, Link, Machine, machine_of, read_machine
 from paragrad.players.work import work_and_depth
 from paragrad.schedules.butterfly import Butterfly
 from paragrad.schedules.direct import Direct
@@ -22,6 +25,7 @@ from paragrad.strategies.table import strategy
 MEASURED = Machine({"gloo": Link(1e-4, 1e-9, 2e-6, 3e-5, 1e-10, ((64, 1e-4), (1000, 2e-4), (100_000, 3e-4))),
                     "shm": Link(1e-5, 1e-10)}, gamma=1e-10, cores=2, measured="2026, here", errors={"gloo": 0.5, "shm": 0.0},
                    memory=1e10, matmul=1e11)
+MEASURED.links["shm"] = replace(MEASURED.links["shm"], disturbed=Link(2e-5, 2e-10, points=((64, 3e-5), (1000, 4e-5))))
 
 
 def test_a_link_goes_from_point_to_point_and_on_beyond_them() -> None:
@@ -49,7 +53,7 @@ def test_a_machine_file_reads_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "says"), [
-    (lambda found: found.update(schema=SCHEMA + 1), "of version 2, this paragrad reads version 1"),
+    (lambda found: found.update(schema=SCHEMA + 1), "of version 3, this paragrad reads version 2"),
     (lambda found: found.pop("schema"), "is no machine file"),
     (lambda found: found.pop("gamma"), "lacks or misnames something"),
     (lambda found: found["links"]["gloo"].pop("alpha"), "lacks or misnames something"),
@@ -91,6 +95,37 @@ def test_a_straight_link_is_found_again() -> None:
     bent, error = fitted([(size, step, step, 1e-5) for size, step in zip(sizes, steps, strict=True)])
     assert error > 0.1                                              # a straight line does not fit, and says so
     assert len(bent.points) == len(sizes)
+
+
+def test_a_point_that_took_too_long_contradicts_its_neighbours() -> None:
+    points = [(size, 1e-4 + 1e-9 * size) for size in (64, 1 << 12, 1 << 16, 1 << 20, 1 << 22)]
+    assert above_the_others(points) == []
+    for place in range(1, len(points)):
+        wrong = [(size, seconds * (1.6 if number == place else 1)) for number, (size, seconds) in enumerate(points)]
+        assert points[place][0] in above_the_others(wrong)
+    assert above_the_others(points[:2]) == []                       # nothing to compare with
+
+
+def test_a_foretold_time_has_an_interval_where_links_were_measured() -> None:
+    """From what links can do to what they did in the slowest rounds, and on both sides what the clock leaves out."""
+    quick, slow = Link(1e-4, 1e-9), Link(2e-4, 3e-9)
+    chosen = strategy("data(4, reduce=ring)")
+    known, alone, slowest = (simulate(chosen, 4_000_000, Machine({"gloo": link}, 1e-10, 2, "by hand"))
+                             for link in (replace(quick, disturbed=slow), quick, slow))
+    assert alone.interval is None
+    assert known.timeline == alone.timeline
+    assert known.interval == pytest.approx(((1 - MARGIN) * alone.timeline.seconds, (1 + MARGIN) * slowest.timeline.seconds))
+    inside = Cluster(replace(quick, disturbed=slow), inside=replace(quick, disturbed=slow), group=2)
+    assert inside.disturbed() == Cluster(slow, inside=slow, group=2)
+
+
+def test_times_are_told_apart_by_their_turns() -> None:
+    """Two that differ less than the turns do, but in every turn the same way, are not equal."""
+    turns = [1.0, 3.0, 0.5, 7.0, 2.0, 1.5]
+    assert told_apart([1.02 * each for each in turns], turns)
+    assert not told_apart([1.02 * each if place % 2 else 0.98 * each for place, each in enumerate(turns)], turns)
+    assert told_apart([1.2], [1.0])                                 # few turns: by how much
+    assert not told_apart([1.02], [1.0])
 
 
 def test_bytes_and_slow_ranks_are_read() -> None:

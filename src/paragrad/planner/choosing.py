@@ -1,9 +1,11 @@
 """`reduce=auto`: which algorithm, in how many segments, for a vector of this size on these links.
 
 The clock plays every candidate on what is known of the machine; the quickest few, and the backend's own all-reduce, are then
-tried on vectors of that size, in turn, the better half of them again and longer, and so on to the last (sequential halving,
-Karnin, Koren, Somekh 2013, "Almost optimal exploration in multi-armed bandits"). Trying costs some exchanges in the first step.
-What is tried is proved before it is played, as the door proves what is asked for.
+tried on vectors of that size, in turn, the better half of them again, and so on to the last (sequential halving, Karnin, Koren,
+Somekh 2013, "Almost optimal exploration in multi-armed bandits"). What disturbs a turn disturbs all that are in it: they are
+compared within turns. Those of the last that the turns cannot tell apart are equal, and the backend's own, or the simplest, is
+taken. Trying costs some exchanges in the first step. What is tried is proved before it is played, as the door proves what is
+asked for.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 
 from paragrad.errors import StepFailed
 from paragrad.notation.choices import Choice
+from paragrad.planner.interval import interval
 from paragrad.planner.measuring import BRIEF, added, first_elsewhere, measured_link, ranks_on_hosts
 from paragrad.players.clock import timed
 from paragrad.players.machine import Cluster, Machine
@@ -41,10 +44,13 @@ CANDIDATES: tuple[Composed, ...] = (
     Star(), Tree(), DoubleTree(1), DoubleTree(4), DoubleTree(16), Butterfly(), Halving(1), Halving(2), Halving(4), Direct(),
     Ring(), RingAsync(2), RingAsync(4))
 TRIED = 8               # of them, beside the backend's own
-MOMENT = 3.0            # seconds of exchanges that a trial may take, about, by the clock; where few fit, half as many are tried
-FEW, MOST = 20, 200     # exchanges of a trial
+MOMENT = 2.0            # seconds of exchanges that a trial may take, about
+LONG = 0.15             # seconds of an exchange, by the clock: from there on half as many are tried
+TURNS = 30              # of a stage
 ROW = 4                 # exchanges of one turn, where they are short: in training too one follows another
 SHORT = 0.02            # seconds
+LAST = 3                # so many, or fewer, are in the last stage
+APART = 1.05            # so much slower is not equal, however few turns there were
 CLOCKED = 32            # ranks up to which the clock plays all candidates; beyond, those of few messages
 
 
@@ -71,6 +77,18 @@ def _first_wrong(algorithms: list[Choice], size: int) -> str | None:
         except ScheduleError as error:
             return f"{each} is no all-reduce of {size} ranks: {error}; name another, such as reduce=native"
     return None
+
+
+def slower(pairs: list[float]) -> bool:
+    """Of ratios of times: was the one slower? A sign test, one-sided at 5 %: so many above 1 are rare where both are alike."""
+    above = sum(ratio > 1 for ratio in pairs)
+    return sum(math.comb(len(pairs), k) for k in range(above, len(pairs) + 1)) / 2 ** len(pairs) < 0.05
+
+
+def told_apart(ours: list[float], best: list[float]) -> bool:
+    """Is the one slower than the best of all, by their times in the same turns?"""
+    pairs = [our / other for our, other in zip(ours, best, strict=True)]
+    return statistics.median(pairs) > APART or slower(pairs)
 
 
 @dataclass(frozen=True)
@@ -108,28 +126,47 @@ class Chooser:
         self.cluster = self.cluster or self._known()
         times = predicted(self.world.size, vector.numel(), vector.element_size(), self.cluster)
         quickest = next(iter(times.values()))
-        exchanges = min(MOST, int(MOMENT / quickest))
-        tried = list(times)[:TRIED if exchanges >= FEW else TRIED // 2]
+        tried = list(times)[:TRIED if quickest < LONG else TRIED // 2]
         self._prove(tried)
-        left = [*tried, self.native]
-        seen: dict[Choice, list[float]] = {each: [] for each in left}
-        mine = torch.zeros_like(vector)
+        seen: dict[Choice, list[float]] = {each: [] for each in (*tried, self.native)}
+        self._try(list(seen), torch.zeros_like(vector), ROW if quickest < SHORT else 1, seen)
+        most = max(map(len, seen.values()))
+        last = [each for each, taken in seen.items() if len(taken) == most]
+        best = min(last, key=lambda each: statistics.median(seen[each]))
+        equal = [each for each in last if not told_apart(seen[each], seen[best])]
+        simple: list[Choice] = [self.native, *candidates(self.world.size, self.cluster.group)]
+        told = ", ".join(f"{each} {_milliseconds(statistics.median(taken))}{self._foretold(each, times, vector)}"
+                         for each, taken in seen.items())
+        return Pick(min(equal, key=simple.index), f"tried: {told}{_not_told_apart(equal)}; links {self.known}")
+
+    def _try(self, left: list[Choice], mine: torch.Tensor, row: int, seen: dict[Choice, list[float]]) -> None:
+        """Turns of all, of the better half, and so on until few are left: their seconds, the slowest rank's. Collective."""
         for each in left:
             self.play(each, mine[:self.world.size])                 # connections are made when they are first used
         self.play(self.native, mine)                                # and memory
         shuffled = random.Random(0)                                 # the same order on all ranks, another in every turn
-        stages = math.ceil(math.log2(len(left)))
-        row = ROW if quickest < SHORT else 1
-        while len(left) > 1:
-            turns = max(1, exchanges // (stages * len(left) * row))
-            order = [each for _ in range(turns) for each in shuffled.sample(left, len(left))]
-            seconds = torch.tensor([self._seconds(each, mine, row) for each in order], dtype=torch.float64)
-            for each, slowest in zip(order, self.world.all_reduced(seconds, "MAX").tolist(), strict=True):
-                seen[each].append(slowest)
-            left = sorted(left, key=lambda each: statistics.median(seen[each]))[:-(-len(left) // 2)]
-        told = ", ".join(f"{each} {1e3 * statistics.median(taken):.3g} ms" +
-                         (f" (clock {1e3 * times[each]:.3g})" if each in times else "") for each, taken in seen.items())
-        return Pick(left[0], f"tried: {told}; links {self.known}")
+        stages = 1 + max(0, math.ceil(math.log2(len(left) / LAST)))
+        for stage in range(stages):
+            spent, turns = 0.0, 0
+            while turns == 0 or (spent < MOMENT / stages and turns < TURNS):
+                order = shuffled.sample(left, len(left))
+                seconds = torch.tensor([self._seconds(each, mine, row) for each in order], dtype=torch.float64)
+                slowest = self.world.all_reduced(seconds, "MAX").tolist()
+                for each, taken in zip(order, slowest, strict=True):
+                    seen[each].append(taken)
+                spent, turns = spent + row * sum(slowest), turns + 1
+            if stage < stages - 1:
+                middle = [statistics.median(turn) for turn in zip(*(seen[each] for each in left), strict=True)]
+                left = sorted(left, key=lambda each: statistics.median(
+                    taken / usual for taken, usual in zip(seen[each], middle, strict=True)))[:-(-len(left) // 2)]
+
+    def _foretold(self, algorithm: Choice, times: dict[Choice, float], vector: torch.Tensor) -> str:
+        """What the clock said of it, in words."""
+        if algorithm not in times or self.cluster is None:
+            return ""
+        around = interval(times[algorithm], self.cluster, lambda other: timed(
+            algorithm, self.world.size, vector.numel(), other, element=vector.element_size()).seconds)     # type: ignore[arg-type]
+        return f" (clock {' to '.join(map(_milliseconds, around or (times[algorithm],)))})"
 
     def _prove(self, algorithms: list[Choice]) -> None:
         """Each at the size of this world, once. Rank 0 does it for all, as ranks may share cores; all raise alike."""
@@ -162,10 +199,18 @@ class Chooser:
         if self.machine and not (self.machine.hosts == 1 and here[0] < size):
             link, gamma, self.known = self.machine.link(self.world.backend), self.machine.gamma, self.machine.measured
         else:
-            link, gamma = measured_link(self.world, BRIEF, rounds=1, peer=first_elsewhere(here))[0], added()
+            link, gamma = measured_link(self.world, BRIEF, rounds=3, peer=first_elsewhere(here))[0], added()
             self.known = "measured just before" + (", as the machine file is of one host" if self.machine else "")
         inside = None
         if group > 1:
-            inside = measured_link(self.world, BRIEF, rounds=1)[0]
+            inside = measured_link(self.world, BRIEF, rounds=3)[0]
             self.known += "; inside a host: measured just before"
         return self.world.agreed(Cluster(link, gamma, inside, group, sharing, processors if sharing > 1 else 1))    # type: ignore[no-any-return]
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def _not_told_apart(equal: list[Choice]) -> str:
+    return f"; not told apart, and the simplest taken: {', '.join(map(str, equal))}" if len(equal) > 1 else ""

@@ -6,6 +6,9 @@
 
 What is measured is what an exchange pays: torch.distributed, gloo or shm, and the Python of the wire. The numbers are fitted so
 that the clock, playing the same programs, takes the same time.
+
+Other work on the machine only ever adds time, and comes and goes: every size is measured in many short rounds, in turn with all
+others. A low quantile of the rounds is what the link can do; a high one, fitted apart, what it does when it is disturbed.
 """
 
 from __future__ import annotations
@@ -15,9 +18,9 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import date
 from itertools import chain, repeat
-from statistics import median
 
 import numpy as np
 import torch
@@ -35,27 +38,76 @@ from paragrad.world.world import World
 
 SIZES = (64, 1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)         # bytes
 BRIEF = (64, 1 << 14, 1 << 18)
-MOMENT = 0.1                # seconds of one measurement, about
+MOMENT = 0.03               # seconds of one measurement, about
 PARTS = 4                   # messages of a stream that may be under way at once
-ROUNDS = 3                  # of each size, in turn
+ROUNDS = 9                  # of each size, in turn
+CAN, DISTURBED = 0.25, 0.9  # quantiles of the rounds
+ABOVE = 1.25                # of the line through the other points: measured anew
+AGAIN = 3                   # times at most: a link may really have steps
+Program = Callable[[int, int, int], list[Action]]           # of a rank, with its peer, so many times
 
 
 def measured_link(world: World, sizes: tuple[int, ...] = SIZES, rounds: int = ROUNDS, peer: int = 1) -> tuple[Link, float]:
     """(the link between ranks 0 and `peer`, largest relative error of a straight line through its points). Collective."""
-    ways: dict[int, list[float]] = {size: [] for size in sizes}
-    gaps: dict[int, list[float]] = {size: [] for size in sizes}
-    used: dict[int, list[float]] = {size: [] for size in sizes}
-    for _ in range(rounds):
-        for size in sizes:
-            vector = torch.zeros(PARTS * size // 4)
-            way = _seconds_each(world, vector, _ping_pong, peer)
-            ways[size].append(way[0] / 2)
-            gap, busy = _seconds_each(world, vector, _stream, peer)
-            gaps[size].append(gap)
-            used[size].append(busy)
-    found = [(size, median(ways[size]), median(gaps[size]), median(used[size])) for size in sizes]
-    link, error = fitted(found)
-    return world.agreed((link, error))          # type: ignore[no-any-return]
+    seen = {size: Seen(world, size, peer) for size in sizes}
+    wanted = list(sizes)
+    for _ in range(1 + AGAIN):
+        for _ in range(rounds):
+            for size in wanted:
+                seen[size].measure()
+        wanted = world.agreed(above_the_others([(size, seen[size].quantile(CAN)[1]) for size in sizes]))
+        if not wanted:
+            break
+    link, error = fitted([(size, *seen[size].quantile(CAN)) for size in sizes])
+    disturbed, _ = fitted([(size, *seen[size].quantile(DISTURBED)) for size in sizes])
+    return world.agreed((replace(link, disturbed=disturbed), error))          # type: ignore[no-any-return]
+
+
+@dataclass
+class Seen:
+    """What was seen of messages of one size, round by round: seconds one way, seconds from one of a stream to the next, CPU
+    seconds of one side per message.
+    """
+    world: World
+    size: int
+    peer: int
+    rounds: list[tuple[float, float, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.vector = torch.zeros(PARTS * self.size // 4)
+        self.times: dict[Program, int] = {program: self._times(program) for program in (_ping_pong, _stream)}
+
+    def measure(self) -> None:
+        """Another round. Collective."""
+        way, _ = self._each(_ping_pong)
+        self.rounds.append((way / 2, *self._each(_stream)))
+
+    def quantile(self, which: float) -> tuple[float, float, float]:
+        """So large a part of the rounds was quicker."""
+        one_way, gap, busy = np.quantile(np.array(self.rounds), which, axis=0).tolist()
+        return one_way, gap, busy
+
+    def _times(self, program: Program) -> int:
+        """How often it is played in a round."""
+        first = _played(self.world, self.vector, program, self.peer, PARTS)[0] / PARTS
+        return int(self.world.agreed(max(PARTS if program is _stream else 2, min(300, int(MOMENT / max(first, 1e-6))))))
+
+    def _each(self, program: Program) -> tuple[float, float]:
+        """(seconds until both sides are done, their mean CPU seconds) of one turn of a program."""
+        times = self.times[program]
+        taken = torch.tensor(_played(self.world, self.vector, program, self.peer, times), dtype=torch.float64)
+        both = torch.stack([each for rank, each in enumerate(self.world.gathered(taken)) if rank in (0, self.peer)])
+        return float(both[:, 0].max()) / times, float(both[:, 1].mean()) / times
+
+
+def above_the_others(points: list[tuple[int, float]]) -> list[int]:
+    """Sizes that took longer than the line through their neighbours says: other work may have been what took so long."""
+    found = []
+    for place in range(1, len(points)):
+        one, other = (place - 1, place + 1) if place + 1 < len(points) else (place - 2, place - 1)
+        if one >= 0 and points[place][1] > ABOVE * Link(0.0, 0.0, points=(points[one], points[other])).held(points[place][0]):
+            found.append(points[place][0])
+    return found
 
 
 def fitted(found: list[tuple[int, float, float, float]]) -> tuple[Link, float]:
@@ -86,18 +138,6 @@ def _stream(rank: int, peer: int, times: int) -> list[Action]:
     """From part to part, as into one alone the next could be asked for only when the last is there."""
     slots = [number % PARTS for number in range(times)]
     return [Send(peer, slot) if rank == 0 else Recv(0, slot) for slot in slots]
-
-
-Program = Callable[[int, int, int], list[Action]]           # of a rank, with its peer, so many times
-
-
-def _seconds_each(world: World, vector: torch.Tensor, program: Program, peer: int) -> tuple[float, float]:
-    """(seconds until both sides are done, their mean CPU seconds) of one turn of a program, over about a MOMENT. Collective."""
-    first = _played(world, vector, program, peer, 3)[0] / 3
-    times = world.agreed(max(PARTS, min(300, int(MOMENT / max(first, 1e-6)))))
-    taken = torch.tensor(_played(world, vector, program, peer, times), dtype=torch.float64)
-    both = torch.stack([each for rank, each in enumerate(world.gathered(taken)) if rank in (0, peer)])
-    return float(both[:, 0].max()) / times, float(both[:, 1].mean()) / times
 
 
 def _played(world: World, vector: torch.Tensor, program: Program, peer: int, times: int) -> tuple[float, float]:
@@ -133,13 +173,13 @@ def matmul_rate(width: int = 512) -> float:
 
 
 def _quickest(work: Callable[[], object], times: int = 15) -> float:
-    """The median of some runs after two more."""
+    """The lower quartile of some runs after two more."""
     taken = []
     for _ in range(times + 2):
         start = time.perf_counter()
         work()
         taken.append(time.perf_counter() - start)
-    return median(taken[2:])
+    return float(np.quantile(taken[2:], CAN))
 
 
 def links_of(world: World, peer: int = 1) -> tuple[str, Link, float]:

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from paragrad.errors import Refused
+from paragrad.planner.interval import interval
 from paragrad.planner.price import Price, least, price, seconds
 from paragrad.players.clock import Timeline, timed
 from paragrad.players.machine import Cluster, Machine
@@ -32,6 +33,7 @@ class Simulation:
     cluster: Cluster
     machine: Machine
     timeline: Timeline
+    interval: tuple[float, float] | None    # seconds of four exchanges in five, where links were measured
     closed: float | None                # seconds by closed form, where there is one; links shared or slow are not in it
     price: Price | None
     least: Price                        # lower bounds
@@ -65,10 +67,12 @@ def simulate(strategy: Strategy, size: int, machine: Machine, *, link: str | Non
     try:
         timeline = (timed(schedule, workers, length, cluster, element=element, spans=True) if spans else
                     simulated(schedule, workers, length, cluster, element=element))
+        around = interval(timeline.seconds, cluster,
+                          lambda other: simulated(schedule, workers, length, other, element=element).seconds)
     except ScheduleError as error:                  # of a user's own, for more ranks than are proved
         raise Refused(f"{schedule} is no {plan.what} of {workers} ranks: {error}; mend the schedule") from None
     closed, terms = _closed(schedule, workers, length, cluster, element)
-    return Simulation(resolved, workers, size, cluster, machine, timeline, closed, terms, least(workers, length),
+    return Simulation(resolved, workers, size, cluster, machine, timeline, around, closed, terms, least(workers, length),
                       work_and_depth(schedule, workers, length) if workers <= WALKED else None,
                       element)
 

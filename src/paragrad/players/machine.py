@@ -12,7 +12,7 @@ from typing import Any
 
 from paragrad.errors import Refused
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Link:
     is in flight for `latency` more. Each of the two holds a core for `overhead` when it posts the message or takes it; where
     ranks share cores, also for `work` a byte while it travels. The textbook's model is alpha and beta alone.
     points: (bytes, seconds) that were measured, where a straight line does not fit: the clock goes from point to point.
+    disturbed: the same link as it was in the slowest tenth of the measured rounds; None where nothing was measured.
     """
     alpha: float
     beta: float
@@ -30,6 +31,7 @@ class Link:
     overhead: float = 0.0
     work: float = 0.0
     points: tuple[tuple[int, float], ...] = ()
+    disturbed: Link | None = None
 
     def held(self, size: int) -> float:
         """How long a message of `size` bytes holds its ways."""
@@ -63,6 +65,12 @@ class Cluster:
     def factor(self, rank: int) -> float:
         """How many times slower a rank is."""
         return dict(self.slow).get(rank, 1.0)
+
+    def disturbed(self) -> Cluster | None:
+        """The same with its links as they are when other work disturbs them; None where that was not measured."""
+        if self.link.disturbed is None:
+            return None
+        return replace(self, link=self.link.disturbed, inside=self.inside and (self.inside.disturbed or self.inside))
 
 
 @dataclass(frozen=True)
@@ -102,7 +110,9 @@ def _check(machine: Machine) -> None:
     named = [("gamma", machine.gamma), ("cores", machine.cores), ("memory", machine.memory or 0.0),
              ("matmul", machine.matmul or 0.0), ("hosts", machine.hosts or 1)]
     named += [(f"error of {name}", error) for name, error in (machine.errors or {}).items()]
-    for of, link in machine.links.items():
+    links = dict(machine.links)
+    links |= {f"{of}, disturbed": link.disturbed for of, link in machine.links.items() if link.disturbed}
+    for of, link in links.items():
         named += [(f"{name} of {of}", getattr(link, name)) for name in ("alpha", "beta", "latency", "overhead", "work")]
         named += [(f"a point of {of}", number) for point in link.points for number in point]
         if len(link.points) == 1 or sorted({size for size, _ in link.points}) != [size for size, _ in link.points]:
@@ -112,6 +122,13 @@ def _check(machine: Machine) -> None:
             raise ValueError(f"{name} is {value!r}")
     if machine.cores < 1 or not isinstance(machine.cores, int) or not isinstance(machine.measured, str):
         raise ValueError(f"measured {machine.measured!r} on {machine.cores!r} cores")
+
+
+def _link(found: dict[str, Any]) -> Link:
+    """A link as the file has it."""
+    disturbed = found["disturbed"]
+    return Link(**{**found, "points": tuple((int(size), float(seconds)) for size, seconds in found["points"]),
+                   "disturbed": disturbed and _link(disturbed)})
 
 
 def machine_of(path: Path | None, cores: int) -> Machine:
@@ -137,8 +154,7 @@ def read_machine(path: Path, cores: int) -> tuple[Machine, str | None]:
     if schema != SCHEMA:
         raise Refused(f"{path} is a machine file of version {schema}, this paragrad reads version {SCHEMA}; {again}")
     try:
-        links = {name: replace(Link(**link), points=tuple((int(size), float(seconds)) for size, seconds in link["points"]))
-                 for name, link in found.pop("links").items()}
+        links = {name: _link(link) for name, link in found.pop("links").items()}
         machine = Machine(links=links, **found)
         _check(machine)
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 from paragrad.errors import Refused
 from paragrad.planner.simulation import Simulation
-from paragrad.players.machine import Machine
+from paragrad.players.machine import Link, Machine
 from paragrad.report.printing import print_facts
 
 
@@ -17,8 +17,9 @@ def simulation(found: Simulation, as_json: bool) -> None:
     """Print a simulation: a line per fact, or JSON with plain numbers."""
     if as_json:
         print(json.dumps({"strategy": str(found.strategy), "workers": found.workers, "bytes": found.bytes,
-                          "seconds": found.timeline.seconds, "closed form": found.closed, "messages": found.timeline.messages,
-                          "price": found.price and asdict(found.price), "least": asdict(found.least),
+                          "seconds": found.timeline.seconds, "interval": found.interval, "closed form": found.closed,
+                          "messages": found.timeline.messages, "price": found.price and asdict(found.price),
+                          "least": asdict(found.least),
                           "work": found.work and asdict(found.work), "cluster": asdict(found.cluster),
                           "machine": found.machine.measured}, indent=1))
     else:
@@ -34,7 +35,7 @@ def _told(found: Simulation) -> dict[str, Any]:
         "strategy": str(found.strategy),
         "vector": f"{found.bytes:,} bytes on each of {found.workers:,} ranks",
         "machine": found.machine.measured,
-        "time by the clock": _seconds(found.timeline.seconds),
+        "time by the clock": _seconds(found.timeline.seconds) + _around(found),
         "time by closed form": None if found.closed is None else _seconds(found.closed) + plain,
         "lower bounds": ", ".join(f"{name} {_seconds(value)}" for name, value in terms.items()),
         "messages": f"{found.timeline.messages:,} in all",
@@ -46,6 +47,13 @@ def _told(found: Simulation) -> dict[str, Any]:
         "average parallelism W/D": None if found.work is None else f"{found.work.parallelism:,.1f}",
         "additions in time on these ranks": None if found.work is None else " to ".join(
             f"{bound:,.0f}" for bound in found.work.bounds(found.workers)) + " (Brent: max(W/P, D) to W/P + D)"}
+
+
+def _around(found: Simulation) -> str:
+    """Between which seconds most exchanges lie."""
+    if found.interval is None:
+        return ""
+    return "; four exchanges in five: " + " to ".join(map(_seconds, found.interval))
 
 
 def machine(found: Machine, path: Path, as_json: bool) -> None:
@@ -61,12 +69,20 @@ def machine(found: Machine, path: Path, as_json: bool) -> None:
     facts: dict[str, Any] = {
         name: f"alpha {_seconds(link.alpha)}, {1 / link.beta / 1e9:.3g} GB/s, latency {_seconds(link.latency)}, "
               f"{_seconds(link.overhead)} of a core a message, {1e9 * link.work:.3g} ns a byte; a straight line errs by at "
-              f"most {errors.get(name, 0.0):.0%}, the clock takes the {len(link.points)} points"
+              f"most {errors.get(name, 0.0):.0%}, the clock takes the {len(link.points)} points{_disturbed(link)}"
         for name, link in found.links.items()}
     facts |= {"gamma": f"{1 / found.gamma / 1e9:.3g} GB/s added", "cores": found.cores}
     if found.memory and found.matmul:
         facts |= {"memory": f"{found.memory / 1e9:.3g} GB/s", "matrix products": f"{found.matmul / 1e9:.3g} Gflop/s, one core"}
     print_facts({**facts, "measured": found.measured, "machine file": path}.items())
+
+
+def _disturbed(link: Link) -> str:
+    """How much slower it was in the slowest rounds."""
+    if link.disturbed is None:
+        return ""
+    slower = [link.disturbed.held(size) / seconds for size, seconds in link.points]
+    return f"; one round in ten took {min(slower):.2f} to {max(slower):.2f} times as long, or longer"
 
 
 def timeline(found: Simulation, path: Path) -> None:
