@@ -42,6 +42,7 @@ from pages import DOCS, FIGURES, filled, milliseconds, table
 from workers import Stopwatch, Workers, serve
 
 from paragrad.planner.choosing import Chooser, candidates, slower
+from paragrad.planner.interval import interval
 from paragrad.planner.price import seconds as closed_form
 from paragrad.players.clock import timed
 from paragrad.players.machine import Cluster, Machine, read_machine

@@ -82,8 +82,7 @@ def that_moment(size: int, number: int) -> bool:
 
 @pytest.mark.parametrize("slow", [every_other, that_moment])
 def test_what_a_link_can_do_is_found_beside_other_work(pool: Ranks, slow: Callable[[int, int], bool]) -> None:
-    """The clock was as good as one quiet moment: 4 MB measured beside a few commands, and all at 16 MB was foretold 60 % too slow.
-    """
+    """The clock was as good as one quiet moment: 4 MB measured beside a few commands, and 16 MB was foretold 60 % too slow."""
     link, error, rounds = pool.run(disturbed_link, slow, size=2)[0]
     assert link.held(1 << 24) == pytest.approx(50e-6 + 1e-9 * (1 << 24), rel=1e-3)
     assert error < 1e-3
