@@ -24,7 +24,7 @@ from paragrad.strategies.table import strategy
 
 MEASURED = Machine({"gloo": Link(1e-4, 1e-9, 2e-6, 3e-5, 1e-10, ((64, 1e-4), (1000, 2e-4), (100_000, 3e-4))),
                     "shm": Link(1e-5, 1e-10)}, gamma=1e-10, cores=2, measured="2026, here", errors={"gloo": 0.5, "shm": 0.0},
-                   memory=1e10, matmul=1e11)
+                   memory=1e10, matmul=1e11, load=0.25)
 MEASURED.links["shm"] = replace(MEASURED.links["shm"], disturbed=Link(2e-5, 2e-10, points=((64, 3e-5), (1000, 4e-5))))
 
 

@@ -231,7 +231,9 @@ def measure(backend: str = "both", interface: str | None = None) -> Machine | No
         raise Refused(unknown("backend", backend, ("shm", "gloo", "both")))
     with _over(interface):
         check_interfaces()
-        return _between_hosts() if launched_size() is not None else _on_this_host(backend)
+        load = os.getloadavg()[0]
+        found = _between_hosts() if launched_size() is not None else _on_this_host(backend)
+        return found and replace(found, load=load)
 
 
 def _between_hosts() -> Machine | None:

@@ -84,6 +84,7 @@ class Machine:
     memory: float | None = None             # bytes read and written
     matmul: float | None = None             # operations, one core
     hosts: int | None = None                # that the links join: one, or two
+    load: float | None = None               # cores that other work kept busy in the minute before
 
     def link(self, name: str | None = None) -> Link:
         """A link by name, or the first. Raises Refused."""
@@ -108,7 +109,7 @@ def _check(machine: Machine) -> None:
     if not machine.links:
         raise ValueError("no link")
     named = [("gamma", machine.gamma), ("cores", machine.cores), ("memory", machine.memory or 0.0),
-             ("matmul", machine.matmul or 0.0), ("hosts", machine.hosts or 1)]
+             ("matmul", machine.matmul or 0.0), ("hosts", machine.hosts or 1), ("load", machine.load or 0.0)]
     named += [(f"error of {name}", error) for name, error in (machine.errors or {}).items()]
     links = dict(machine.links)
     links |= {f"{of}, disturbed": link.disturbed for of, link in machine.links.items() if link.disturbed}

@@ -12,6 +12,8 @@ from paragrad.planner.simulation import Simulation
 from paragrad.players.machine import Link, Machine
 from paragrad.report.printing import print_facts
 
+BUSY = 0.5              # cores
+
 
 def simulation(found: Simulation, as_json: bool) -> None:
     """Print a simulation: a line per fact, or JSON with plain numbers."""
@@ -74,6 +76,9 @@ def machine(found: Machine, path: Path, as_json: bool) -> None:
     facts |= {"gamma": f"{1 / found.gamma / 1e9:.3g} GB/s added", "cores": found.cores}
     if found.memory and found.matmul:
         facts |= {"memory": f"{found.memory / 1e9:.3g} GB/s", "matrix products": f"{found.matmul / 1e9:.3g} Gflop/s, one core"}
+    if found.load is not None:
+        facts["load before"] = f"{found.load:.2f} cores" + (", by other work: what was measured scatters; measure again when "
+                                                            "it is done" if found.load > BUSY else "")
     print_facts({**facts, "measured": found.measured, "machine file": path}.items())
 
 
