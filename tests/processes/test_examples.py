@@ -59,3 +59,8 @@ def test_the_notebook(tmp_path: Path) -> None:
     NotebookClient(notebook, timeout=100, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
     shown = notebook.cells[2].outputs[-1]["data"]["text/html"]
     assert shown.count("<tr>") == 4
+    for cell in notebook.cells[2:4]:                    # one bar below each, whatever number of runs it made
+        bars = [text for output in cell.outputs if "<progress" in (text := output.get("data", {}).get("text/html", ""))]
+        assert len(bars) == 1
+        done, steps = re.findall(r'value="(\d+)" max="(\d+)"', bars[0])[0]
+        assert done == steps

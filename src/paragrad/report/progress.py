@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from paragrad.report.notebook import said
+
 EVERY = 5.0             # seconds between plain lines
 
 
@@ -34,7 +36,7 @@ class Shown:
 
     def _bar(self, name: str) -> Any:
         task = self.bars.add_task(name, total=None, value="")
-        return lambda told: self.bars.update(task, completed=told["step"], total=told["steps"], value=_value(told))
+        return lambda told: self.bars.update(task, completed=told["step"], total=told["steps"], value=said(told))
 
     def _lines(self, name: str) -> Any:
         last = time.monotonic()
@@ -43,10 +45,6 @@ class Shown:
             nonlocal last
             if told["step"] == told["steps"] or time.monotonic() - last > EVERY:
                 last = time.monotonic()
-                self.console.print(f"{name}: step {told['step']} of {told['steps']}, {_value(told)}",
+                self.console.print(f"{name}: step {told['step']} of {told['steps']}, {said(told)}",
                                    highlight=False, soft_wrap=True, markup=False)
         return tell
-
-
-def _value(told: dict[str, Any]) -> str:
-    return f"loss {told['loss']:.4f}" if "loss" in told else f"difference {told['difference']:.1e}"

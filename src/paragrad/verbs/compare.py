@@ -14,6 +14,7 @@ from typing import Any
 from paragrad.errors import Interrupted, RankFailed, Refused
 from paragrad.jobs.job import Job
 from paragrad.record.record import Line, Record, Recorder, lines_of, new_folder
+from paragrad.report.notebook import below_the_cell
 from paragrad.report.page import write_page
 from paragrad.report.results import TWIN
 from paragrad.report.table import Table
@@ -74,7 +75,7 @@ def compare(job: Job, chosen: str | Iterable[str | Strategy], *, runs: str | Pat
     folder = new_folder(Path(runs), f"{job.name}-compare") if resume is None else begun(Path(resume), asked, job)
     with Recorder(folder / "compare.jsonl") as record, Ranks(max(each.size for each in rows)) as ranks:
         alone(record, folder)
-        comparing = Comparing(ranks, folder, record, progress or (lambda name: None))
+        comparing = Comparing(ranks, folder, record, progress or below_the_cell() or (lambda name: None))
         if resume is None:
             record.write("comparison", **asked)
         status, why = comparing.all(list(zip(rows, names, strict=True)), baselines)

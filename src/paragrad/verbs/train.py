@@ -14,6 +14,7 @@ import torch
 from paragrad.errors import Interrupted, RankFailed, StepFailed
 from paragrad.jobs.job import Job
 from paragrad.record.record import SCHEMA, Recorder, new_folder
+from paragrad.report.notebook import below_the_cell
 from paragrad.report.run import Run
 from paragrad.strategies.strategy import Strategy
 from paragrad.training.admission import Admitted, admitted, asking
@@ -38,6 +39,8 @@ def train(job: Job, strategy: str | Strategy = "serial", *, runs: str | Path = "
     checkpoint and ends (`run.stopped`). Raises Refused (at the door), RankFailed, or Interrupted on Ctrl-C.
     """
     checked = admitted(job, strategy, settings_of(settings))
+    if progress is None and (bar := below_the_cell()):
+        progress = bar(str(checked.asked))
     if launched_size() is not None:
         return _under_launcher(checked, Path(runs), check, progress)
     folder = new_folder(Path(runs), f"{job.name}-{folder_name(checked.asked)}")

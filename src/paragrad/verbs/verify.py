@@ -15,6 +15,7 @@ from paragrad.errors import RankFailed, Refused
 from paragrad.jobs.job import Job, opened
 from paragrad.record.record import new_folder
 from paragrad.report.certificate import Certificate, Difference
+from paragrad.report.notebook import below_the_cell
 from paragrad.strategies.strategy import Strategy
 from paragrad.training.admission import Admitted, admitted
 from paragrad.training.first_step.causes import of_difference
@@ -40,6 +41,8 @@ def verify(job: Job, strategy: str | Strategy, *, runs: str | Path = "runs", dat
         raise Refused("verify starts its own ranks and cannot run under a launcher; call it with plain python")
     checked = admitted(job, strategy, Settings(data=data, device=device, backend=backend, overlap=overlap, loaders=loaders,
                                                sabotage=sabotage, unproved=True))
+    if progress is None and (bar := below_the_cell()):
+        progress = bar(f"verify {checked.asked}")
     found, failure = Difference(float("nan")), None
     with Ranks(checked.size) as ranks:
         try:
