@@ -177,6 +177,28 @@ def test_how_long_ranks_wait_is_a_setting(tmp_path: Path, backend: str) -> None:
         pg.train(job, "data(2, reduce=ring)", runs=tmp_path, backend=backend, timeout=1.5)
 
 
+class Stopped(nn.Linear):
+    """On rank 1, in its tenth forward, by SIGSTOP."""
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Stopped.calls += 1
+        if Stopped.calls == 10 and dist.is_initialized() and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("strategy", "message"), [
+    ("data(4)", r"rank [023] gave up waiting for rank 1 in "),
+    pytest.param("data(4, reduce=ring)", r"rank [023] waits for .* from rank 1, which says nothing: ", marks=pytest.mark.table)])
+def test_a_rank_that_was_stopped_is_named(tmp_path: Path, strategy: str, message: str) -> None:
+    """The others gave up "waiting in updating parameters": for whom, nobody said, though three wait for it by way of each
+    other. Along a ring it was said, within "Unable to cast ... to Tensor"."""
+    job = make_job("stopped", lambda: Stopped(10, 4), VECTORS, epochs=9)
+    with pytest.raises(RankFailed, match=rf"^rank \d, step \d+: {message}"):
+        pg.train(job, strategy, runs=tmp_path, timeout=4.0)
+
+
 class Stuck(Dataset):
     def __len__(self) -> int:
         return 8
