@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import signal
 import sys
 from dataclasses import asdict, replace
 from statistics import median
@@ -50,7 +51,7 @@ from pages import table
 
 COUNT = {"rank": 96, "server": 30, "launcher": 30, "all": 30, "saving": 54, "stop": 20, "restart": 20, "disk": 20}
 QUICK = dict.fromkeys(COUNT, 1) | {"rank": 3, "saving": 2, "disk": 2}
-PLACES = ("before", "inside", "between")
+PLACES = ("inside", "between", "before")
 WRITING = ("SHA256SUMS", "moment", "optimizer.safetensors", "state.json", "renaming", "removing")
 # kind -> places
 KINDS = dict.fromkeys(COUNT, PLACES) | {"saving": WRITING, "stop": ("moment", "between", "before"), "disk": ("disk",),
@@ -64,12 +65,12 @@ def drawn(kind: str, number: int, seed: int) -> Kill:
     chance, places = random.Random(f"{seed} {kind} {number}"), KINDS[kind]
     place, turn = places[number % len(places)], number // len(places)
     ranks, rank = LAYOUTS[(turn if len(places) < len(LAYOUTS) else turn + number) % len(LAYOUTS)]
-    who = kind if kind in WHO else WHO[(number + turn) % len(WHO)] if kind == "saving" else "rank"
+    who = {"saving": WHO[(number + turn) % len(WHO)], "stop": "rank", "restart": "rank", "disk": "nobody"}.get(kind, kind)
     each = place in ("moment", "disk")                  # a checkpoint after each step
     return Kill(kind, who, place, ranks, rank, again=ranks if kind == "restart" else chance.choice((2, 4)),
                 step=chance.randrange(12, 50), loaders=chance.choice((0, 0, 1, 2)), save=1 if each else 4,
                 delay=chance.uniform(0.0, 0.05) if place == "moment" else 0.0,
-                spare=chance.randrange(chance.choice((8_000, 300_000))) if kind == "disk" else 0)
+                spare=chance.randrange(chance.choice((8_000, 200_000))) if kind == "disk" else 0)
 
 
 class Expected:
@@ -94,6 +95,7 @@ def main() -> None:
         parser.add_argument("--seed", type=int, help="of what is drawn by chance, otherwise another in each run")
 
     bench = Bench(__doc__, options)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))             # with what it has started
     count = dict(QUICK if bench.quick else COUNT)
     if bench.options.rounds:
         count = dict.fromkeys(count, bench.options.rounds)
@@ -121,7 +123,7 @@ def told(ending: Ending) -> str:
     if not ending.good:
         return f"NOT AS IT SHOULD BE: {ending}"
     kill = ending.kill
-    what = f"a full disk, {kill.spare} bytes left" if kill.kind == "disk" else f"{kill.who} ({kill.kind}), {kill.place}"
+    what = f"disk, {kill.spare} bytes left" if kill.kind == "disk" else f"{kill.kind}, of {kill.who}, {kill.place}"
     resumed = "nothing saved" if ending.resumed is None else f"on from step {ending.resumed} with {kill.again}"
     same = "" if ending.difference is None else f", difference {ending.difference:.1e}"
     return (f"{what}; rank {kill.rank} of {kill.ranks}, {kill.loaders} loaders: gone after {ending.seconds:.2f} s; "

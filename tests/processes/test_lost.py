@@ -190,7 +190,8 @@ class Stopped(nn.Linear):
 
 @pytest.mark.parametrize(("strategy", "message"), [
     ("data(4)", r"rank [023] gave up waiting for rank 1 in "),
-    pytest.param("data(4, reduce=ring)", r"rank [023] waits for .* from rank 1, which says nothing: ", marks=pytest.mark.table)])
+    pytest.param("data(4, reduce=ring)", r"rank [023] waits for .* from rank 1, which says nothing:", marks=pytest.mark.table)
+])
 def test_a_rank_that_was_stopped_is_named(tmp_path: Path, strategy: str, message: str) -> None:
     """The others gave up "waiting in updating parameters": for whom, nobody said, though three wait for it by way of each
     other. Along a ring it was said, within "Unable to cast ... to Tensor"."""
