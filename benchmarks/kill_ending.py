@@ -172,8 +172,11 @@ class Here:
             time.sleep(0.002)                           # of a process that is to be killed nothing is known but its files
         return [int(word) for word in path.read_text().split()]
 
-    def temporary(self) -> list[str]:
-        return [path.name for path in (self.folder / "temporary").iterdir() if not path.name.startswith(TORCHS_OWN)]
+    def temporary(self, kill: Kill) -> list[str]:
+        """Temporary folders, and what is half-written where somebody was left to remove it."""
+        partial = self.folder.glob("runs/**/*.partial") if kill.kind in ("disk", "restart") else ()
+        return [path.name for path in [*(self.folder / "temporary").iterdir(), *partial]
+                if not path.name.startswith(TORCHS_OWN)]
 
 
 def states(pid: int) -> list[str]:
@@ -252,7 +255,7 @@ def ended(kill: Kill, backend: str, expected: Callable[[Kill], Trained]) -> Endi
             except (Astray, OSError) as error:
                 found = replace(found, wrong=f"{type(error).__name__}: {error}")
         return replace(found, shared=sorted(set(os.listdir("/dev/shm")) - shared),
-                       temporary=sorted({*found.temporary, *here.temporary()}),
+                       temporary=sorted({*found.temporary, *here.temporary(kill)}),
                        processes=[*found.processes, *here.gone(GONE)])
 
 
@@ -266,7 +269,7 @@ def _ended(kill: Kill, here: Here) -> Ending:
     message = said[0] if len(said) == 1 else f"{len(said)} messages: {printed}" if said else f"exited with {running.returncode}"
     if kill.kind == "restart" and running.returncode == 0:
         message = "exited with 0"
-    return Ending(kill, seconds, message, left, [], [] if kill.who == "all" else here.temporary())
+    return Ending(kill, seconds, message, left, [], [] if kill.who == "all" else here.temporary(kill))
 
 
 def undisturbed(kill: Kill, here: Here, runs: str, resume: Path | None = None) -> Trained:

@@ -28,6 +28,7 @@ from paragrad.datasets.loading import Samples, loaded
 from paragrad.errors import Interrupted, RankFailed, StepFailed
 from paragrad.record.log import Log
 from paragrad.record.record import Record
+from paragrad.training import checkpoint, loop
 from paragrad.training.admission import Admitted, admitted
 from paragrad.training.loop import train_rank
 from paragrad.training.saved import folders, step_of
@@ -61,6 +62,25 @@ def test_a_checkpoint_is_of_a_step_that_all_records_hold(tmp_path: Path) -> None
     with Ranks(2) as ranks, pytest.raises(RankFailed, match="SIGKILL"):
         checked.on(ranks, killed_before_its_line, checked, tmp_path)
     assert [step_of(folder) for folder in folders(tmp_path)] == [3, 2]
+
+
+@pytest.mark.parametrize(("writer", "name"), [(checkpoint, "save_tensors"), (loop, "save_weights")])
+def test_a_full_disk_keeps_nothing_half_written(tmp_path: Path, writer: Any, name: str) -> None:
+    """A half-written checkpoint stayed, and kept the disk full: the end of the run could not be recorded."""
+    def full(written: Any, path: Path) -> None:
+        path.write_bytes(b"half of it")
+        raise OSError(28, "No space left on device", str(path))
+    with mock.patch.object(writer, name, full), pytest.raises(OSError, match="No space left"):
+        train_rank(World(), admitted(JOB, "serial", Settings(save=5)), tmp_path, time.monotonic())
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_what_a_killed_save_left_goes_with_the_next(tmp_path: Path) -> None:
+    """It stayed for ever where the restarted training saved no checkpoint of the same step."""
+    (tmp_path / "checkpoint-00000003.partial").mkdir()
+    train_rank(World(), admitted(JOB, "serial", Settings(save=5)), tmp_path, time.monotonic())
+    assert [step_of(folder) for folder in folders(tmp_path)] == [6, 5]
+    assert not list(tmp_path.glob("*.partial"))
 
 
 # ---- torchrun starts ranks anew beside a store that stays ----------------------------------------------------------------
