@@ -27,7 +27,7 @@ def main(folder, save, loaders, backend):
     with pg.parallelize(model, job.loss, optimizer, scheduler=job.scheduler(optimizer), seed=job.seed,
                         backend=backend) as trainer, \
             (folder / "losses" if trainer.world.rank == 0 else Path(os.devnull)).open("a") as losses:
-        if any(path.suffix != ".partial" for path in folder.glob("checkpoint-*")):
+        if any(folder.glob("checkpoint-????????")):
             trainer.load(folder)
         for epoch in range(trainer.steps // steps, job.epochs):
             for batch in trainer.batches(job.train, job.batch, epoch, start=trainer.steps % steps, loaders=loaders):
