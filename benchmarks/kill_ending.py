@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -88,7 +89,8 @@ class Ending:
         if kill.kind == "disk":
             return self.message.startswith("paragrad: rank ") and "No space left on device" in self.message
         if kill.kind == "stop":
-            return self.message.startswith("paragrad: rank ") and f"rank {kill.rank}" in self.message
+            who = r"rank\(s\) \d did not come" if kill.place == "before" else rf"for rank {kill.rank} in"     # any of them
+            return self.message.startswith("paragrad: rank ") and re.search(who, self.message) is not None
         rank = "" if kill.place == "before" else f"rank {kill.rank}: the process of rank {kill.rank} "
         return self.message.startswith(f"paragrad: {rank or 'rank '}") and self.message.endswith("was killed by SIGKILL")
 

@@ -34,7 +34,7 @@ from paragrad.training.loop import train_rank
 from paragrad.training.saved import folders, step_of
 from paragrad.training.settings import Settings
 from paragrad.verbs import compare as comparing
-from paragrad.world.joining import of_this_start
+from paragrad.world.joining import joined, of_this_start
 from paragrad.world.launching import Ranks
 from paragrad.world.launching.folders import LONGEST, clear, locked_folder, short_enough
 from paragrad.world.waiting import Watch
@@ -218,6 +218,18 @@ def test_a_rank_that_was_stopped_is_named(tmp_path: Path, strategy: str, message
     job = make_job("stopped", lambda: Stopped(10, 4), VECTORS, epochs=9)
     with pytest.raises(RankFailed, match=rf"^rank \d, step \d+: {message}"):
         pg.train(job, strategy, runs=tmp_path, timeout=4.0)
+
+
+def meets_nobody(world: World, rank: int, backend: str, store: Path) -> None:
+    with joined(rank, 3, store, backend, timeout=0.5):
+        pass
+
+
+@pytest.mark.parametrize(("backend", "rank", "others"), [("shm", 1, "0, 2"), ("shm", 0, "1, 2"), ("gloo", 2, "0, 1")])
+def test_who_does_not_come_at_all_is_named(pool: Ranks, tmp_path: Path, backend: str, rank: int, others: str) -> None:
+    """"Wait timeout" was all that was said."""
+    with pytest.raises(RankFailed, match=rf"rank\(s\) {others} did not come to where the 3 ranks meet within 0.5 s: "):
+        pool.run(meets_nobody, rank, backend, tmp_path / "store", size=1)
 
 
 class Stuck(Dataset):
