@@ -2,6 +2,7 @@
 had been?
 
     python benchmarks/kill.py --check               # 300 endings, about an hour; those of a full disk need root
+    python benchmarks/kill.py --rounds 8            # 8 endings of each kind
     python benchmarks/kill.py --only stop --seed 7  # one kind, with the moments of an earlier run, which printed its seed
 
 | endings  | how many | how                                                                                             |

@@ -16,10 +16,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from kill_result import Trained, of_loop, of_run
 
-from paragrad.training.saved import folders, step_of
+from paragrad.training.saved import folders
 
 LIMIT = 120.0           # seconds for a training to reach the place, to be restarted, to be gone on with
 GONE = 5.0              # seconds for everybody to be gone
@@ -96,9 +97,9 @@ class Ending:
 
     @property
     def lost(self) -> int:
-        """Steps lost beyond those since the last checkpoint. (Ranks may be a step apart, and a save is one that failed.)"""
+        """Steps lost beyond those since the last checkpoint that was whole."""
         kill = self.kill
-        return 0 if self.resumed is None else max(0, kill.step - 1 - 2 * kill.save - self.resumed)
+        return 0 if self.resumed is None else max(0, (kill.step - 1) // kill.save * kill.save - self.resumed)
 
     @property
     def good(self) -> bool:
@@ -251,7 +252,6 @@ def ended(kill: Kill, backend: str, expected: Callable[[Kill], Trained]) -> Endi
                 if kill.kind == "restart":
                     found = replace(found, **judged(of_loop(runs), expected(kill)))
                 elif saved or kill.who == "all":        # what all of them left the next start clears
-                    found = replace(found, resumed=step_of(saved[0]) if saved else None)
                     trained = undisturbed(replace(kill, ranks=kill.again), here, "again", run if saved else None)
                     found = replace(found, **judged(trained, expected(kill)))
             except (Astray, OSError) as error:
@@ -295,6 +295,6 @@ def place(backend: str) -> Iterator[Here]:
         yield Here(Path(folder), backend)
 
 
-def judged(found: Trained, expected: Trained) -> dict[str, float | bool]:
+def judged(found: Trained, expected: Trained) -> dict[str, Any]:
     """Is it the training that it would have been?"""
-    return {"difference": found.difference(expected), "audited": found.audited}
+    return {"resumed": found.resumed, "difference": found.difference(expected), "audited": found.audited}

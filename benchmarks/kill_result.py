@@ -17,10 +17,11 @@ from paragrad.record.record import Record
 @dataclass(frozen=True)
 class Trained:
     """losses: every one that was told of a step, those of steps that were made again too;  audited: did every epoch use every
-    sample exactly once?"""
+    sample exactly once?  resumed: from which step it went on, if it did."""
     losses: dict[int, list[float]]
     parameters: dict[str, Tensor]
     audited: bool
+    resumed: int | None = None
 
     def difference(self, other: Trained) -> float:
         """The largest, of losses and parameters; infinite where a step or a parameter is missing, or is no number."""
@@ -42,7 +43,8 @@ def of_run(folder: Path) -> Trained:
         sums.setdefault(line["step"], []).append(line["loss"])
     losses = {step: [sum(loss for loss, _ in each) / sum(weight for _, weight in each)] for step, each in sums.items()}
     audited = used == once and audit.epochs > 0 and audit.seen == samples and audit.twice == audit.missed == 0
-    return Trained(losses, load_file(folder / "model.safetensors"), audited)
+    resumed = (record.header["resumed"] or {}).get("step")
+    return Trained(losses, load_file(folder / "model.safetensors"), audited, resumed)
 
 
 def of_loop(folder: Path) -> Trained:

@@ -27,13 +27,14 @@ import paragrad as pg
 from paragrad.datasets.loading import Samples, loaded
 from paragrad.errors import Interrupted, RankFailed, StepFailed
 from paragrad.record.log import Log
-from paragrad.record.record import Record
+from paragrad.record.record import Record, Recorder
 from paragrad.training import checkpoint, loop
 from paragrad.training.admission import Admitted, admitted
 from paragrad.training.loop import train_rank
 from paragrad.training.saved import folders, step_of
 from paragrad.training.settings import Settings
 from paragrad.verbs import compare as comparing
+from paragrad.verbs import train as training
 from paragrad.world.joining import joined, of_this_start
 from paragrad.world.launching import Ranks
 from paragrad.world.launching.folders import LONGEST, clear, locked_folder, short_enough
@@ -64,6 +65,15 @@ def test_a_checkpoint_is_of_a_step_that_all_records_hold(tmp_path: Path) -> None
     assert [step_of(folder) for folder in folders(tmp_path)] == [3, 2]
 
 
+class Raises(nn.Linear):
+    """In a rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if dist.is_initialized():
+            raise ValueError("enough of it")
+        return super().forward(x)
+
+
 @pytest.mark.parametrize(("writer", "name"), [(checkpoint, "save_tensors"), (loop, "save_weights")])
 def test_a_full_disk_keeps_nothing_half_written(tmp_path: Path, writer: Any, name: str) -> None:
     """A half-written checkpoint stayed, and kept the disk full: the end of the run could not be recorded."""
@@ -73,6 +83,21 @@ def test_a_full_disk_keeps_nothing_half_written(tmp_path: Path, writer: Any, nam
     with mock.patch.object(writer, name, full), pytest.raises(OSError, match="No space left"):
         train_rank(World(), admitted(JOB, "serial", Settings(save=5)), tmp_path, time.monotonic())
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_record_on_a_full_disk_is_named() -> None:
+    """Which file could not be written was not said; the launcher took it for what it prints."""
+    with Recorder(Path("/dev/full")) as record, pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        record.write("step", epoch=0)
+
+
+def test_a_failure_is_told_where_its_end_cannot_be_recorded(pool: Ranks, tmp_path: Path) -> None:
+    """On a full disk the record's own error stood in the place of the rank's."""
+    def full(record: Recorder, *_: Any) -> None:
+        raise OSError(28, "No space left on device", record.file.name)
+    job = make_job("raises", lambda: Raises(10, 4), VECTORS)
+    with mock.patch.object(training, "_write_end", full), pytest.raises(RankFailed, match="enough of it"):
+        training.run(pool, admitted(job, "data(2)", Settings()), tmp_path)
 
 
 def test_what_a_killed_save_left_goes_with_the_next(tmp_path: Path) -> None:
