@@ -81,7 +81,7 @@ class Semaphores:
 class Peers:
     """The processes behind the ranks of a group: are they alive, and has one given the group up?"""
 
-    def __init__(self, rank: int, spins: int, flags: Semaphores, words: memoryview, looks: memoryview) -> None:
+    def __init__(self, rank: int, spins: int, flags: Semaphores, words: memoryview, looks: memoryview[float]) -> None:
         """flags: nobody gave up, somebody did;  words: why;  looks: when each rank, in a blocked wait, looked up last."""
         self.rank, self.spins, self.flags, self.words, self.looks = rank, spins, flags, words, looks
         self.lives: dict[int, int] = {}             # rank -> pidfd
