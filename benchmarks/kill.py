@@ -1,168 +1,167 @@
-"""Trainings that are killed: is everybody gone, is nothing left, and does one message say what died?
+"""Trainings that are ended from outside: is everybody gone, does one message say what died, and do they go on as if nothing
+had been?
+
+    python benchmarks/kill.py --check               # 300 endings, about an hour; those of a full disk need root
+    python benchmarks/kill.py --rounds 8            # 8 endings of each kind
+    python benchmarks/kill.py --only stop --seed 7  # one kind, with the moments of an earlier run, which printed its seed
+
+| endings  | how many | how                                                                                             |
+|----------|----------|-------------------------------------------------------------------------------------------------|
+| rank     | 96       | SIGKILL: every rank in turn, of 2 and 4, before the first collective, inside one, between two   |
+| server   | 30       | SIGKILL, in the same places                                                                     |
+| launcher | 30       | SIGKILL, in the same places                                                                     |
+| all      | 30       | SIGKILL of every process at once, in the same places                                            |
+| saving   | 54       | SIGKILL of one of these while a checkpoint is half-written: before each of its files, its       |
+|          |          | renaming, the removing of an older one, and in a moment that chance draws                       |
+| stop     | 20       | SIGSTOP of a rank, the others wait for `--timeout 5`                                            |
+| restart  | 20       | SIGKILL of a rank of an own loop under `torchrun --max-restarts 1`, also while it saves         |
+| disk     | 20       | a disk that becomes full: in a checkpoint, or in a record                                       |
+
+Half of them load their samples in 1 or 2 processes a rank. Where a checkpoint was written `--resume` goes on from it, with 2 or
+4 ranks, to the end; what it comes to stands beside an undisturbed training of as many ranks as were killed.
 
 | figure                                                                                   | bar         |
 |------------------------------------------------------------------------------------------|-------------|
-| endings: 50 of a rank (before the first collective, inside one, between two; 2 and 4      | all         |
-| ranks, every rank in turn), 10 of the server, 10 of the launcher, by SIGKILL              |             |
-| seconds from the kill until every process is gone, the longest                           | at most 5   |
+| endings                                                                                  | all         |
+| seconds until every process is gone, the longest: SIGKILL and a full disk                | at most 5   |
+| seconds until every process is gone, the longest: SIGSTOP (the bound of 5 s, and 5 s)    | at most 10  |
+| restarts that did not come to their end by themselves                                    | at most 0   |
 | endings that did not name what died, in one message                                      | at most 0   |
+| trainings that could not go on; steps lost beyond the last checkpoint                    | at most 0   |
+| difference from an undisturbed training, the largest: every loss, every final parameter  | at most 1e-10 |
+| audits incomplete: a sample of an epoch missed or used twice                             | at most 0   |
 | processes left; entries of /dev/shm left; temporary folders left                         | at most 0   |
 
 The trainings are `python -m paragrad train kill_job.py`, which halts a rank where it is to be killed. Nobody tells for a
-killed launcher but its own exit by SIGKILL.
+killed launcher but its own exit by SIGKILL; what is left where all are killed the next start clears.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import os
-import select
+import random
 import signal
-import subprocess
 import sys
-import tempfile
-import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, replace
+from statistics import median
 
 from common import Bench
+from kill_ending import BOUND, GONE, SAME, Ending, Kill, ended, may_mount, place, undisturbed
+from kill_result import Trained
+from pages import table
 
-LIMIT = 60.0            # seconds for a training to reach the place
-GONE = 5.0              # seconds for everybody to be gone
-HERE = Path(__file__).parent
-PLACES = ("before", "inside", "between")
-
-
-@dataclass(frozen=True)
-class Kill:
-    """Whom to kill and where: a rank of so many, or the server or the launcher while that rank is there."""
-    who: str
-    place: str
-    ranks: int
-    rank: int
-
-
-@dataclass(frozen=True)
-class Ending:
-    """What became of a killed training."""
-    kill: Kill
-    seconds: float          # until every process was gone
-    processes: int          # left after GONE
-    shared: list[str]       # new entries of /dev/shm
-    folders: list[str]      # temporary folders left
-    message: str
-
-    @property
-    def named(self) -> bool:
-        """Does the message name what died, and nothing else?"""
-        if self.kill.who == "launcher":
-            return self.message == f"exited with {-signal.SIGKILL}"
-        if self.kill.who == "server":
-            return self.message.startswith("paragrad: the server of the ranks was killed by SIGKILL")
-        rank = "" if self.kill.place == "before" else f"rank {self.kill.rank}: the process of rank {self.kill.rank} "
-        return self.message.startswith(f"paragrad: {rank or 'rank '}") and self.message.endswith("was killed by SIGKILL")
+COUNT = {"rank": 96, "server": 30, "launcher": 30, "all": 30, "saving": 54, "stop": 20, "restart": 20, "disk": 20}
+QUICK = dict.fromkeys(COUNT, 1) | {"rank": 3, "saving": 2, "disk": 2}
+PLACES = ("inside", "between", "before")
+WRITING = ("SHA256SUMS", "moment", "optimizer.safetensors", "state.json", "renaming", "removing")
+# kind -> places
+KINDS = dict.fromkeys(COUNT, PLACES) | {"saving": WRITING, "stop": ("moment", "between", "before"), "disk": ("disk",),
+                                        "restart": ("between", *WRITING, "inside", "before")}
+LAYOUTS = ((2, 1), (4, 2), (2, 0), (4, 3), (4, 0), (4, 1))          # (ranks, the one to kill)
+WHO = ("rank", "server", "launcher", "all")
 
 
-def kills(count: dict[str, int]) -> list[Kill]:
-    """So many of each, through all places, sizes and ranks in turn."""
-    layouts = [(place, ranks, rank) for ranks, rank in ((2, 1), (4, 2), (2, 0), (4, 3), (4, 0), (4, 1)) for place in PLACES]
-    return [Kill(who, *layout) for who, number in count.items()
-            for layout in itertools.islice(itertools.cycle(layouts), number)]
+def drawn(kind: str, number: int, seed: int) -> Kill:
+    """The ending of that number of a kind: through all places, sizes and ranks in turn; the rest by chance."""
+    chance, places = random.Random(f"{seed} {kind} {number}"), KINDS[kind]
+    place, turn = places[number % len(places)], number // len(places)
+    ranks, rank = LAYOUTS[(turn if len(places) < len(LAYOUTS) else turn + number) % len(LAYOUTS)]
+    who = {"saving": WHO[(number + turn) % len(WHO)], "stop": "rank", "restart": "rank", "disk": "nobody"}.get(kind, kind)
+    each = place in ("moment", "disk")                  # a checkpoint after each step
+    return Kill(kind, who, place, ranks, rank, again=ranks if kind == "restart" else chance.choice((2, 4)),
+                step=chance.randrange(12, 50), loaders=chance.choice((0, 0, 1, 2)), save=1 if each else 4,
+                delay=chance.uniform(0.0, 0.05) if place == "moment" else 0.0,
+                spare=chance.randrange(chance.choice((8_000, 200_000))) if kind == "disk" else 0)
 
 
-def waited(path: Path, running: subprocess.Popen[str]) -> list[int]:
-    """The numbers in a file, once it is there."""
-    until = time.monotonic() + LIMIT
-    while not path.exists():
-        if running.poll() is not None or time.monotonic() > until:
-            running.kill()
-            raise SystemExit(f"the training did not come to {path.name}: {running.communicate()[0]}")
-        time.sleep(0.002)                               # of a process that is to be killed nothing is known but its files
-    return [int(word) for word in path.read_text().split()]
+class Expected:
+    """What undisturbed trainings come to, each made once."""
 
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.made: dict[tuple[int, bool], Trained] = {}
 
-def settled(pid: int) -> None:
-    """Wait until no thread of a process computes: in a collective, it can only wait. (Some look around now and then.)"""
-    quiet, until = 0, time.monotonic() + 2.0
-    while quiet < 5 and time.monotonic() < until:
-        states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-        quiet = 0 if "R" in states else quiet + 1
-        time.sleep(0.01)                                # between two samples of /proc
-
-
-def family(server: int) -> list[int]:
-    """A server and all that came from it."""
-    found, asked = [], [server]
-    while asked:
-        found.append(pid := asked.pop())
-        for path in Path(f"/proc/{pid}/task").glob("*/children"):
-            asked += map(int, path.read_text().split())
-    return found
-
-
-def gone(handles: list[int], seconds: float) -> int:
-    """Wait until the processes of these pidfds are gone; how many are not."""
-    poll, left, until = select.poll(), set(handles), time.monotonic() + seconds
-    for handle in handles:
-        poll.register(handle, select.POLLIN)
-    while left and (events := poll.poll(1000 * max(0.0, until - time.monotonic()))):
-        for handle, _ in events:
-            poll.unregister(handle)
-            left.remove(handle)
-    return len(left)
-
-
-def ended(kill: Kill, backend: str) -> Ending:
-    """Train, kill, and look at what is left."""
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as temporary:
-        before = set(os.listdir("/dev/shm"))
-        settings = {"KILL_PLACE": kill.place, "KILL_RANK": str(kill.rank), "KILL_FOLDER": folder, "TMPDIR": temporary}
-        words = [sys.executable, "-m", "paragrad", "train", str(HERE / "kill_job.py"), "--strategy", f"data({kill.ranks})",
-                 "--backend", backend, "--no-check", "--runs", folder]
-        with subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                              env={**os.environ, **settings}) as running:
-            victim, server = waited(Path(folder, "victim"), running)
-            if kill.place == "inside":
-                settled(victim)
-            pids = [running.pid, *family(server)]
-            handles = [os.pidfd_open(pid) for pid in pids]
-            os.kill({"rank": victim, "server": server, "launcher": running.pid}[kill.who], signal.SIGKILL)
-            begun = time.monotonic()
-            left = gone(handles, GONE)
-            seconds = time.monotonic() - begun
-            for handle in handles:
-                if left:
-                    signal.pidfd_send_signal(handle, signal.SIGKILL)
-                os.close(handle)
-            printed = running.communicate(timeout=LIMIT)[0]
-        said = [line for line in printed.splitlines() if line.startswith("paragrad: ")]
-        message = said[0] if len(said) == 1 else f"{len(said)} messages" if said else f"exited with {running.returncode}"
-        return Ending(kill, seconds, left, sorted(set(os.listdir("/dev/shm")) - before),
-                      [path.name for path in Path(temporary).glob("paragrad-*")], message)
+    def __call__(self, kill: Kill) -> Trained:
+        key = kill.ranks, kill.kind == "restart"
+        if key not in self.made:
+            with place(self.backend) as here:
+                self.made[key] = undisturbed(replace(kill, loaders=0), here, "runs")
+        return self.made[key]
 
 
 def main() -> None:
     def options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--backend", default="auto", help="of the ranks")
+        parser.add_argument("--only", choices=tuple(COUNT), help="one kind of ending")
+        parser.add_argument("--seed", type=int, help="of what is drawn by chance, otherwise another in each run")
 
     bench = Bench(__doc__, options)
-    count = {"rank": 6, "server": 2, "launcher": 2} if bench.quick else {"rank": 50, "server": 10, "launcher": 10}
-    endings = []
-    for number, kill in enumerate(kills(count)):
-        endings.append(ended(kill, bench.options.backend))
-        print(f"{number + 1} of {sum(count.values())}: {endings[-1]}", file=sys.stderr, flush=True)
-    bench.measured = {"endings": [{**asdict(ending), "named": ending.named} for ending in endings]}
-    bench.figure("endings", len(endings), at_least=sum(count.values()))
-    for who in count:
-        bench.figure(f"seconds until all are gone, {who} killed",
-                     [ending.seconds for ending in endings if ending.kill.who == who])
-    bench.figure("seconds until all are gone, the longest", max(ending.seconds for ending in endings), at_most=GONE)
-    bench.figure("endings that did not name what died", sum(not ending.named for ending in endings), at_most=0)
-    bench.figure("processes left", sum(ending.processes for ending in endings), at_most=0)
-    bench.figure("entries of /dev/shm left", sum(len(ending.shared) for ending in endings), at_most=0)
-    bench.figure("temporary folders left", sum(len(ending.folders) for ending in endings), at_most=0)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))             # with what it has started
+    count = dict(QUICK if bench.quick else COUNT)
+    if bench.options.rounds:
+        count = dict.fromkeys(count, bench.options.rounds)
+    if bench.options.only:
+        count = {bench.options.only: count[bench.options.only]}
+    if "disk" in count and not may_mount():
+        print(f"left out: {count.pop('disk')} endings on a full disk, which need root to make one", file=sys.stderr)
+    seed = bench.options.seed if bench.options.seed is not None else random.SystemRandom().randrange(10**6)
+    print(f"seed: {seed}", file=sys.stderr)
+    kills = [drawn(kind, number, seed) for kind, each in count.items() for number in range(each)]
+    random.Random(seed).shuffle(kills)
+    expected, endings = Expected(bench.options.backend), []
+    for number, kill in enumerate(kills):
+        endings.append(ended(kill, bench.options.backend, expected))
+        print(f"{number + 1} of {len(kills)}: {told(endings[-1])}", file=sys.stderr, flush=True)
+    bench.measured = {"seed": seed, "endings": [{**asdict(ending), "named": ending.named} for ending in endings]}
+    figures(bench, endings, len(kills))
+    print(table(["ending", "how many", "seconds until all are gone: median", "longest", "gone on with", "largest difference"],
+                [row(kind, [ending for ending in endings if ending.kill.kind == kind]) for kind in count]))
     bench.finish()
+
+
+def told(ending: Ending) -> str:
+    """A line of progress; all of an ending that is not as it should be."""
+    if not ending.good:
+        return f"NOT AS IT SHOULD BE: {ending}"
+    kill = ending.kill
+    what = f"disk, {kill.spare} bytes left" if kill.kind == "disk" else f"{kill.kind}, of {kill.who}, {kill.place}"
+    resumed = "nothing saved" if ending.resumed is None else f"on from step {ending.resumed} with {kill.again}"
+    same = "" if ending.difference is None else f", difference {ending.difference:.1e}"
+    return (f"{what}; rank {kill.rank} of {kill.ranks}, {kill.loaders} loaders: gone after {ending.seconds:.2f} s; "
+            f"{'restarted' if kill.kind == 'restart' else resumed}{same}")
+
+
+def row(kind: str, endings: list[Ending]) -> list[str]:
+    """Of the table that is printed at the end."""
+    times = [ending.seconds for ending in endings]
+    same = [ending.difference for ending in endings if ending.difference is not None]
+    return [kind, str(len(endings)), f"{median(times):.2f}", f"{max(times):.2f}", str(len(same)),
+            f"{max(same):.1e}" if same else "-"]
+
+
+def figures(bench: Bench, endings: list[Ending], wanted: int) -> None:
+    """The figures with their bars."""
+    bench.figure("endings", len(endings), at_least=wanted)
+    for kind in COUNT:
+        if times := [ending.seconds for ending in endings if ending.kill.kind == kind]:
+            bench.figure(f"seconds until all are gone, {kind}", times)
+    quick = [ending.seconds for ending in endings if ending.kill.kind not in ("stop", "restart")]
+    stopped = [ending.seconds for ending in endings if ending.kill.kind == "stop"]
+    for what, times, bar in (("SIGKILL and a full disk", quick, GONE), ("SIGSTOP", stopped, BOUND + GONE)):
+        if times:
+            bench.figure(f"seconds until all are gone, the longest: {what}", max(times), at_most=bar)
+    same = [ending.difference for ending in endings if ending.difference is not None]
+    bench.figure("restarts that did not come to their end", sum(ending.kill.kind == "restart" and not ending.named
+                                                                for ending in endings), at_most=0)
+    bench.figure("endings that did not name what died", sum(not ending.named for ending in endings), at_most=0)
+    bench.figure("trainings that could not go on", sum(bool(ending.wrong) for ending in endings), at_most=0)
+    bench.figure("steps lost beyond the last checkpoint", sum(ending.lost for ending in endings), at_most=0)
+    if same:
+        bench.figure("difference from an undisturbed training, the largest", max(same), at_most=SAME)
+    bench.figure("audits incomplete", sum(ending.audited is False for ending in endings), at_most=0)
+    bench.figure("processes left", sum(len(ending.processes) for ending in endings), at_most=0)
+    bench.figure("entries of /dev/shm left", sum(len(ending.shared) for ending in endings), at_most=0)
+    bench.figure("temporary folders left", sum(len(ending.temporary) for ending in endings), at_most=0)
 
 
 if __name__ == "__main__":

@@ -27,13 +27,15 @@ import paragrad as pg
 from paragrad.datasets.loading import Samples, loaded
 from paragrad.errors import Interrupted, RankFailed, StepFailed
 from paragrad.record.log import Log
-from paragrad.record.record import Record
+from paragrad.record.record import Record, Recorder
+from paragrad.training import checkpoint, loop
 from paragrad.training.admission import Admitted, admitted
 from paragrad.training.loop import train_rank
 from paragrad.training.saved import folders, step_of
 from paragrad.training.settings import Settings
 from paragrad.verbs import compare as comparing
-from paragrad.world.joining import of_this_start
+from paragrad.verbs import train as training
+from paragrad.world.joining import joined, of_this_start
 from paragrad.world.launching import Ranks
 from paragrad.world.launching.folders import LONGEST, clear, locked_folder, short_enough
 from paragrad.world.waiting import Watch
@@ -61,6 +63,49 @@ def test_a_checkpoint_is_of_a_step_that_all_records_hold(tmp_path: Path) -> None
     with Ranks(2) as ranks, pytest.raises(RankFailed, match="SIGKILL"):
         checked.on(ranks, killed_before_its_line, checked, tmp_path)
     assert [step_of(folder) for folder in folders(tmp_path)] == [3, 2]
+
+
+class Raises(nn.Linear):
+    """In a rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if dist.is_initialized():
+            raise ValueError("enough of it")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("writer", "name"), [(checkpoint, "save_tensors"), (loop, "save_weights")])
+def test_a_full_disk_keeps_nothing_half_written(tmp_path: Path, writer: Any, name: str) -> None:
+    """A half-written checkpoint stayed, and kept the disk full: the end of the run could not be recorded."""
+    def full(written: Any, path: Path) -> None:
+        path.write_bytes(b"half of it")
+        raise OSError(28, "No space left on device", str(path))
+    with mock.patch.object(writer, name, full), pytest.raises(OSError, match="No space left"):
+        train_rank(World(), admitted(JOB, "serial", Settings(save=5)), tmp_path, time.monotonic())
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_record_on_a_full_disk_is_named() -> None:
+    """Which file could not be written was not said; the launcher took it for what it prints."""
+    with Recorder(Path("/dev/full")) as record, pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        record.write("step", epoch=0)
+
+
+def test_a_failure_is_told_where_its_end_cannot_be_recorded(pool: Ranks, tmp_path: Path) -> None:
+    """On a full disk the record's own error stood in the place of the rank's."""
+    def full(record: Recorder, *_: Any) -> None:
+        raise OSError(28, "No space left on device", record.file.name)
+    job = make_job("raises", lambda: Raises(10, 4), VECTORS)
+    with mock.patch.object(training, "_write_end", full), pytest.raises(RankFailed, match="enough of it"):
+        training.run(pool, admitted(job, "data(2)", Settings()), tmp_path)
+
+
+def test_what_a_killed_save_left_goes_with_the_next(tmp_path: Path) -> None:
+    """It stayed for ever where the restarted training saved no checkpoint of the same step."""
+    (tmp_path / "checkpoint-00000003.partial").mkdir()
+    train_rank(World(), admitted(JOB, "serial", Settings(save=5)), tmp_path, time.monotonic())
+    assert [step_of(folder) for folder in folders(tmp_path)] == [6, 5]
+    assert not list(tmp_path.glob("*.partial"))
 
 
 # ---- torchrun starts ranks anew beside a store that stays ----------------------------------------------------------------
@@ -175,6 +220,41 @@ def test_how_long_ranks_wait_is_a_setting(tmp_path: Path, backend: str) -> None:
     job = make_job("hangs", lambda: Hangs(10, 4), VECTORS, epochs=9)
     with pytest.raises(RankFailed, match="rank 0, step "):
         pg.train(job, "data(2, reduce=ring)", runs=tmp_path, backend=backend, timeout=1.5)
+
+
+class Stopped(nn.Linear):
+    """On rank 1, in its tenth forward, by SIGSTOP."""
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Stopped.calls += 1
+        if Stopped.calls == 10 and dist.is_initialized() and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("strategy", "message"), [
+    ("data(4)", r"rank [023] gave up waiting for rank 1 in "),
+    pytest.param("data(4, reduce=ring)", r"rank [023] waits for .* from rank 1, which says nothing:", marks=pytest.mark.table)
+])
+def test_a_rank_that_was_stopped_is_named(tmp_path: Path, strategy: str, message: str) -> None:
+    """The others gave up "waiting in updating parameters": for whom, nobody said, though three wait for it by way of each
+    other. Along a ring it was said, within "Unable to cast ... to Tensor"."""
+    job = make_job("stopped", lambda: Stopped(10, 4), VECTORS, epochs=9)
+    with pytest.raises(RankFailed, match=rf"^rank \d, step \d+: {message}"):
+        pg.train(job, strategy, runs=tmp_path, timeout=4.0)
+
+
+def meets_nobody(world: World, rank: int, backend: str, store: Path) -> None:
+    with joined(rank, 3, store, backend, timeout=0.5):
+        pass
+
+
+@pytest.mark.parametrize(("backend", "rank", "others"), [("shm", 1, "0, 2"), ("shm", 0, "1, 2"), ("gloo", 2, "0, 1")])
+def test_who_does_not_come_at_all_is_named(pool: Ranks, tmp_path: Path, backend: str, rank: int, others: str) -> None:
+    """"Wait timeout" was all that was said."""
+    with pytest.raises(RankFailed, match=rf"rank\(s\) {others} did not come to where the 3 ranks meet within 0.5 s: "):
+        pool.run(meets_nobody, rank, backend, tmp_path / "store", size=1)
 
 
 class Stuck(Dataset):

@@ -75,9 +75,13 @@ class Recorder:
         self.write_text([encoded({"kind": kind, **fields})])
 
     def write_text(self, lines: list[str]) -> None:
-        """Lines that are encoded already, in one go."""
-        self.file.write("\n".join(lines) + "\n")
-        self.file.flush()
+        """Lines that are encoded already, in one go. Raises OSError with the file's name."""
+        try:
+            self.file.write("\n".join(lines) + "\n")
+            self.file.flush()
+        except OSError as error:
+            error.filename = self.file.name     # writing to an open file does not say to which
+            raise
 
 
 def cut_torn(path: Path) -> None:

@@ -71,27 +71,37 @@ def save(snapshot: Snapshot, parent: Path) -> Path:
             raise StepFailed(f"{later} is there, of a later step: another training was saved in {parent}; load it and go on "
                              "from it, or save elsewhere")
         shutil.rmtree(later)
+    for left in parent.glob("checkpoint-*.partial"):    # by a training that was killed as it wrote it
+        shutil.rmtree(left, ignore_errors=True)
     partial = folder.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    tensors, scalars = _divided(snapshot.state)
-    groups = [{name: value for name, value in group.items() if name != "params"} for group in snapshot.optimizer.param_groups]
-    save_weights(snapshot.model, partial / "model.safetensors")
-    save_tensors(tensors, partial / "optimizer.safetensors")
-    state = {"schema": SCHEMA, "step": snapshot.step, "strategy": snapshot.strategy, "identity": snapshot.identity,
-             "tensors": {name: contents(partial / name) for name in FILES if name.endswith(".safetensors")},
-             "optimizer": {"class": type(snapshot.optimizer).__name__, "groups": groups, "scalars": scalars},
-             "scheduler": snapshot.scheduler.state_dict() if snapshot.scheduler is not None else None}
-    (partial / "state.json").write_text(json.dumps(plain(state), indent=1))
-    (partial / SUMS).write_text("".join(f"{digest_of(partial / name)}  {name}\n" for name in FILES))
-    for path in [*partial.iterdir(), partial]:
-        _to_disk(path)
+    try:
+        _write(snapshot, partial)
+    except BaseException:                               # a full disk, say: what is half-written would keep it full
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     shutil.rmtree(folder, ignore_errors=True)           # of an earlier training, or damaged
     partial.rename(folder)
     _to_disk(parent)
     for old in folders(parent)[KEPT:]:
         shutil.rmtree(old, ignore_errors=True)
     return folder
+
+
+def _write(snapshot: Snapshot, folder: Path) -> None:
+    """A checkpoint's files, forced to disk."""
+    tensors, scalars = _divided(snapshot.state)
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in snapshot.optimizer.param_groups]
+    save_weights(snapshot.model, folder / "model.safetensors")
+    save_tensors(tensors, folder / "optimizer.safetensors")
+    state = {"schema": SCHEMA, "step": snapshot.step, "strategy": snapshot.strategy, "identity": snapshot.identity,
+             "tensors": {name: contents(folder / name) for name in FILES if name.endswith(".safetensors")},
+             "optimizer": {"class": type(snapshot.optimizer).__name__, "groups": groups, "scalars": scalars},
+             "scheduler": snapshot.scheduler.state_dict() if snapshot.scheduler is not None else None}
+    (folder / "state.json").write_text(json.dumps(plain(state), indent=1))
+    (folder / SUMS).write_text("".join(f"{digest_of(folder / name)}  {name}\n" for name in FILES))
+    for path in [*folder.iterdir(), folder]:
+        _to_disk(path)
 
 
 def identity_of(job: Job, facts: Findings) -> dict[str, Any]:

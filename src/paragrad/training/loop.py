@@ -50,7 +50,11 @@ def save_trained(trainer: Trainer, path: Path) -> None:
         model = trainer.whole()
         if trainer.world.rank == 0:
             partial = path.with_name(path.name + ".partial")
-            save_weights(model, partial)
+            try:
+                save_weights(model, partial)
+            except BaseException:                       # a full disk, say
+                partial.unlink(missing_ok=True)
+                raise
             partial.rename(path)
 
 

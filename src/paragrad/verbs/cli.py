@@ -5,7 +5,9 @@ A verb imports what only it needs: torch takes two seconds, in which `simulate` 
 
 from __future__ import annotations
 
+import atexit
 import codecs
+import gc
 import io
 import os
 import shlex
@@ -293,4 +295,5 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="spelled")
+    atexit.register(gc.freeze)                  # the last collection would look through all of torch: half a second
     app()

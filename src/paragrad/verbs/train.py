@@ -6,6 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +75,12 @@ def run(ranks: Ranks, checked: Admitted, folder: Path, *, progress: Progress | N
             statuses = checked.on(ranks, train_rank, checked, folder, record.origin,
                                   on_report=lambda rank, value: progress(value) if progress else None)
         except RankFailed as error:
-            _write_end(record, "failed", error)
+            with suppress(OSError):             # on a full disk, which may be what the rank failed of
+                _write_end(record, "failed", error)
             raise
         except BaseException as error:
-            _write_end(record, "interrupted")
+            with suppress(OSError):
+                _write_end(record, "interrupted")
             if isinstance(error, KeyboardInterrupt):
                 raise Interrupted(folder) from None
             raise
@@ -105,7 +108,8 @@ def _under_launcher(checked: Admitted, runs: Path, check: bool, progress: Progre
             except StepFailed as error:
                 failed = RankFailed(str(error), rank=world.rank, step=error.step, tensor=error.tensor,
                                     differs=error.differs)
-                _write_end(record, "failed", failed)
+                with suppress(OSError):
+                    _write_end(record, "failed", failed)
                 raise failed from error
             _write_end(record, status)
             if check and status == "finished" and not checked.resolved.reference:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import paragrad.world.backends  # noqa: F401         # registers shm
-from paragrad.errors import RankFailed, Refused
+from paragrad.errors import RankFailed, Refused, StepFailed
 from paragrad.world.launched import TORCHRUN, Launched, address, launch_name, launched, rendezvous_file
 from paragrad.world.signals import Request
 from paragrad.world.world import CPU, TIMEOUT, World
@@ -195,9 +195,19 @@ def _listening(host: str, port: int, rank: int, size: int, timeout: float) -> An
 
 
 def _initialize(rank: int, size: int, store: Any, backend: str, timeout: float) -> None:
+    """Make the default group. Raises StepFailed where ranks have not come, with their numbers."""
     limit = timedelta(seconds=timeout)
     store.set_timeout(limit)
-    dist.init_process_group(backend, timeout=limit, rank=rank, world_size=size, store=store)
+    here = [f"paragrad: here: {each}" for each in range(size)]
+    store.set(here[rank], "")
+    try:
+        dist.init_process_group(backend, timeout=limit, rank=rank, world_size=size, store=store)
+    except RuntimeError as error:
+        away = [str(each) for each in range(size) if not store.check([here[each]])]
+        if not away:
+            raise
+        raise StepFailed(f"rank(s) {', '.join(away)} did not come to where the {size} ranks meet within {timeout:g} s: "
+                         f"{error}") from error
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -133,7 +134,17 @@ class AllReduceExchange(Queued):
         self.counting.stop = float(self.stop)
         if self.some_unused:                            # DDP's own map of used parameters, int32
             self.count("used", computed_bytes("all_reduce", 4 * self.parameters, self.world.size), computed=True)
-        return contextlib.nullcontext()
+        return self._summing()
+
+    @contextlib.contextmanager
+    def _summing(self) -> Iterator[None]:
+        """What a bucket failed of is raised as it is: DDP takes the error for a sum, and says it cannot cast it to a tensor."""
+        try:
+            yield
+        except RuntimeError:
+            if self.queue.failure is None:
+                raise
+            raise self.queue.failure from None
 
     def finish(self, weight: float, loss: float) -> None:
         """After the last backward: everything was exchanged, or the names of what got no gradient."""

@@ -32,9 +32,9 @@ class HostMemory:
         inside, everything = _packed(parameters)
         size = world.size
         offsets, end = {}, aligned(TOKEN)
-        for name, count in (("words", WORDS), ("flags", 2 * LINE), ("barriers", size**2 * LINE), ("counts", size * LINE),
-                            ("norms", 8 * size), ("used", size * aligned(len(trained))), ("shared", everything),
-                            ("rows", size * self.row)):
+        for name, count in (("words", WORDS), ("looks", 8 * size), ("flags", 2 * LINE), ("barriers", size**2 * LINE),
+                            ("counts", size * LINE), ("norms", 8 * size), ("used", size * aligned(len(trained))),
+                            ("shared", everything), ("rows", size * self.row)):
             offsets[name] = end
             end += aligned(count)
         self.offsets = offsets
@@ -42,7 +42,8 @@ class HostMemory:
         flags, signals = (Semaphores(self.region.start + offsets[name], count)
                           for name, count in (("flags", 2), ("barriers", size**2)))
         spins = SPIN if size <= len(os.sched_getaffinity(0)) else CROWDED_SPIN
-        self.peers = Peers(world.rank, spins, flags, self._bytes(offsets["words"], WORDS))
+        self.peers = Peers(world.rank, spins, flags, self._bytes(offsets["words"], WORDS),
+                           self._bytes(offsets["looks"], 8 * size).cast("d"))
         self.gate = Barrier(world.rank, size, signals, self.peers)
         if world.rank == 0:
             flags.initialize(lambda number: 1 - number)

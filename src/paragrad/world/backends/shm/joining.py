@@ -38,9 +38,10 @@ class Layout:
         """name -> (offset, bytes)."""
         pairs = self.size**2
         found, offset = {}, aligned(TOKEN)
-        for name, count in (("pids", 8 * self.size), ("marks", 2 * self.size * LINE), ("words", WORDS), ("flags", 2 * LINE),
-                            ("barriers", pairs * LINE), ("filled", pairs * LINE), ("room", pairs * LINE),
-                            ("bells", self.size * LINE), ("titles", self.size * TITLE),
+        for name, count in (("pids", 8 * self.size), ("marks", 2 * self.size * LINE), ("words", WORDS),
+                            ("looks", 8 * self.size), ("flags", 2 * LINE), ("barriers", pairs * LINE),
+                            ("filled", pairs * LINE), ("room", pairs * LINE), ("bells", self.size * LINE),
+                            ("titles", self.size * TITLE),
                             ("areas", 2 * self.size * self.area), ("blocks", pairs * BLOCKS * (LINE + self.piece)),
                             ("end", 0)):
             found[name] = (offset, count)
@@ -107,7 +108,8 @@ def _carved(region: Region, layout: Layout, rank: int, crowded: bool) -> Joined:
     def tensor(name: str) -> Tensor:
         start, count = places[name]
         return region.bytes[start:start + count]
-    peers = Peers(rank, CROWDED_SPIN if crowded else SPIN, semaphores("flags", 2), _part(region, layout, "words"))
+    peers = Peers(rank, CROWDED_SPIN if crowded else SPIN, semaphores("flags", 2), _part(region, layout, "words"),
+                  _part(region, layout, "looks").cast("d"))
     port = Port(rank, size, tensor("areas").view(2, size, layout.area), _part(region, layout, "marks"),
                 _part(region, layout, "titles"), semaphores("barriers", size**2), peers, crowded)
     messages = Messages(rank, size, tensor("blocks").view(size, size, BLOCKS, LINE + layout.piece),

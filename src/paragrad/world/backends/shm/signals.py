@@ -8,7 +8,8 @@ here is a process-shared semaphore in the region: written before the post, read 
 Ends of a wait. A post; the time limit; the death of the rank waited for (its pidfd becomes readable when the process ends, also
 as a zombie, and never means another process); or that some rank gave the group up, which it tells all others through the
 region. A dead rank's last posts count first: who did its part and left is no failure. Whoever sees a death gives the group up,
-so that ranks which wait for somebody else end too. A blocked wait looks up every `SLICE` seconds.
+so that ranks which wait for somebody else end too. A blocked wait looks up every `SLICE` seconds, and says so in the region:
+who has not for `AWAY` seconds is not waiting, so it is the one that is waited for, if only by way of others.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Callable, Sequence
 from paragrad.world.backends.shm.region import LINE
 
 SLICE = 0.1             # seconds between two looks at the peers' lives
+AWAY = 1.0              # seconds after its last look, from which on a rank counts as not waiting
 SPIN = 100              # tries before a wait blocks, where every rank has a core to itself (about 0.2 ms)
 CROWDED_SPIN = 20       # ... where ranks share cores: each try gives the core to the next rank, which costs less than a sleep
 WORDS = 1024            # bytes for the words of who gave the group up
@@ -79,8 +81,9 @@ class Semaphores:
 class Peers:
     """The processes behind the ranks of a group: are they alive, and has one given the group up?"""
 
-    def __init__(self, rank: int, spins: int, flags: Semaphores, words: memoryview) -> None:
-        self.rank, self.spins, self.flags, self.words = rank, spins, flags, words       # flags: nobody gave up, somebody did
+    def __init__(self, rank: int, spins: int, flags: Semaphores, words: memoryview, looks: memoryview[float]) -> None:
+        """flags: nobody gave up, somebody did;  words: why;  looks: when each rank, in a blocked wait, looked up last."""
+        self.rank, self.spins, self.flags, self.words, self.looks = rank, spins, flags, words, looks
         self.lives: dict[int, int] = {}             # rank -> pidfd
         self.pids: dict[int, int] = {}
         self.broken: str | None = None              # why this process gave up
@@ -108,6 +111,7 @@ class Peers:
 
     def look(self, semaphores: Semaphores, number: int, frm: int | None, deadline: float, late: Callable[[], str]) -> bool:
         """One slice of a blocked wait; True if a post came. frm: whose, or None where any rank's would do."""
+        self.looks[self.rank] = time.monotonic()            # one clock for all processes of the host
         dead = [] if frm is not None and self.alive(frm) else self.dead()
         if semaphores.wait(number, 0):
             return True
@@ -119,8 +123,14 @@ class Peers:
                                f"{late()}")
         self.check(late)
         if time.monotonic() > deadline:
-            raise self.give_up(f"rank {self.rank} gave up waiting in {late()}")
+            raise self.give_up(f"rank {self.rank} gave up waiting for {self.away(frm)} in {late()}")
         return False
+
+    def away(self, frm: int | None) -> str:
+        """Who is waited for, in words: those that do not wait here themselves, otherwise whom this rank waits for."""
+        since = time.monotonic() - AWAY
+        away = [f"rank {rank}" for rank, looked in enumerate(self.looks) if looked < since and rank != self.rank]
+        return ", ".join(away) or ("any rank" if frm is None else f"rank {frm}")
 
     def alive(self, rank: int) -> bool:
         return rank not in self.lives or not _ended([self.lives[rank]])

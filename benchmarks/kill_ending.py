@@ -1,0 +1,300 @@
+"""One ending of kill.py: a training is started, ended in the middle, and gone on with; what is left, and what it came to."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kill_result import Trained, of_loop, of_run
+
+from paragrad.training.saved import folders
+
+LIMIT = 120.0           # seconds for a training to reach the place, to be restarted, to be gone on with
+GONE = 5.0              # seconds for everybody to be gone
+BOUND = 5.0             # seconds that ranks wait for a stopped one: --timeout
+SAME = 1e-10            # difference that rounding in float64 may make
+DISK = 16               # MB of a disk that becomes full
+HERE = Path(__file__).parent
+TORCHS_OWN = ("torchinductor_", "torchelastic_")        # temporary folders that torch leaves
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A training, and how it ends.
+
+    kind: as kill.py counts them;  who: gets the signal (rank, server, launcher, all; nobody where the disk becomes full);
+    place: before (the first collective), inside (one), between (two), disk (between, and then the disk is full), the part of a
+    checkpoint that comes next when one is half-written, or moment (`delay` seconds after the beginning of the step);  rank: the
+    one to kill;  again: so many ranks go on;  save: steps from checkpoint to checkpoint;  spare: bytes left on the disk.
+    """
+    kind: str
+    who: str
+    place: str
+    ranks: int
+    rank: int
+    again: int
+    step: int
+    loaders: int = 0
+    save: int = 4
+    delay: float = 0.0
+    spare: int = 0
+
+    @property
+    def bound(self) -> float:
+        """Seconds until everybody is to be gone."""
+        return {"stop": BOUND + GONE, "restart": LIMIT}.get(self.kind, GONE)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What became of it.
+
+    seconds: until every process was gone;  message: the one that says what died;  processes, shared, temporary: left behind;
+    resumed: from which step, None where nothing was saved;  difference: of losses and parameters from an undisturbed training,
+    None where it was not gone on with;  wrong: what went wrong otherwise, or "".
+    """
+    kill: Kill
+    seconds: float
+    message: str
+    processes: list[int]
+    shared: list[str]
+    temporary: list[str]
+    resumed: int | None = None
+    difference: float | None = None
+    audited: bool | None = None
+    wrong: str = ""
+
+    @property
+    def named(self) -> bool:
+        """Does the message name what died, and nothing else?"""
+        kill = self.kill
+        if kill.who in ("launcher", "all"):
+            return self.message == f"exited with {-signal.SIGKILL}"
+        if kill.kind == "restart":
+            return self.message == "exited with 0"
+        if kill.who == "server":
+            return self.message.startswith("paragrad: the server of the ranks was killed by SIGKILL")
+        if kill.kind == "disk":
+            return self.message.startswith("paragrad: rank ") and "No space left on device" in self.message
+        if kill.kind == "stop":
+            who = r"rank\(s\) \d did not come" if kill.place == "before" else rf"for rank {kill.rank} in"     # any of them
+            return self.message.startswith("paragrad: rank ") and re.search(who, self.message) is not None
+        rank = "" if kill.place == "before" else f"rank {kill.rank}: the process of rank {kill.rank} "
+        return self.message.startswith(f"paragrad: {rank or 'rank '}") and self.message.endswith("was killed by SIGKILL")
+
+    @property
+    def lost(self) -> int:
+        """Steps lost beyond those since the last checkpoint that was whole."""
+        kill = self.kill
+        return 0 if self.resumed is None else max(0, (kill.step - 1) // kill.save * kill.save - self.resumed)
+
+    @property
+    def good(self) -> bool:
+        """Is it as it should be?"""
+        left = self.processes or self.shared or self.temporary
+        return (self.seconds < self.kill.bound and self.named and not (self.wrong or left or self.lost)
+                and (self.difference or 0.0) <= SAME and self.audited is not False)
+
+
+class Astray(Exception):
+    """A training did something else than to come to the place."""
+
+
+@dataclass(frozen=True)
+class Here:
+    """Where an ending takes place: its folders, and what processes of it are known by."""
+    folder: Path
+    backend: str
+
+    def words(self, kill: Kill, runs: str, resume: Path | None = None) -> list[str]:
+        """The command of a training."""
+        if kill.kind == "restart":
+            return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(kill.ranks),
+                    "--max-restarts", "1", str(HERE / "kill_loop.py"), str(self.folder / runs), str(kill.save),
+                    str(kill.loaders), self.backend]
+        return [sys.executable, "-m", "paragrad", "train", str(HERE / "kill_job.py"), "--strategy", f"data({kill.ranks})",
+                "--backend", self.backend, "--no-check", "--runs", str(self.folder / runs), "--save", str(kill.save),
+                "--loaders", str(kill.loaders), *(["--timeout", f"{BOUND:g}"] if kill.kind == "stop" and not resume else []),
+                *(["--resume", str(resume)] if resume else [])]
+
+    @contextlib.contextmanager
+    def started(self, kill: Kill, words: list[str], halts: bool) -> Iterator[subprocess.Popen[bytes]]:
+        """A training; what it prints is in the file `printed`. At the end nobody of it is left."""
+        told = {"KILL": json.dumps(asdict(kill))} if halts else {}
+        environment = {**os.environ, **told, "KILL_FOLDER": str(self.folder), "TMPDIR": str(self.folder / "temporary")}
+        with (self.folder / "printed").open("wb") as printed, \
+                subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed, env=environment) as running:
+            try:
+                yield running
+            finally:
+                for pid in self.processes():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+
+    def printed(self) -> str:
+        return (self.folder / "printed").read_text(errors="replace")
+
+    def processes(self) -> list[int]:
+        """Every process of this ending, whoever its parent is: known by its environment."""
+        mark, found = f"KILL_FOLDER={self.folder}".encode(), []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):          # another user's, or gone
+                if mark in path.read_bytes().split(b"\0"):
+                    found.append(int(path.parent.name))
+        return found
+
+    def gone(self, seconds: float) -> list[int]:
+        """Wait until all of them are gone; those that are not."""
+        until = time.monotonic() + seconds
+        while (left := self.processes()) and (rest := until - time.monotonic()) > 0:
+            with contextlib.suppress(ProcessLookupError):
+                handle = os.pidfd_open(left[0])
+                select.select([handle], [], [], rest)
+                os.close(handle)
+        return left
+
+    def waited(self, what: str, running: subprocess.Popen[bytes]) -> list[int]:
+        """The numbers in a file, once it is there."""
+        until = time.monotonic() + LIMIT
+        while not (path := self.folder / what).exists():
+            if running.poll() is not None or time.monotonic() > until:
+                raise Astray(f"it did not come to {what}: {self.printed()[-2000:]}")
+            time.sleep(0.002)                           # of a process that is to be killed nothing is known but its files
+        return [int(word) for word in path.read_text().split()]
+
+    def temporary(self, kill: Kill) -> list[str]:
+        """Temporary folders, and what is half-written where somebody was left to remove it."""
+        partial = self.folder.glob("runs/**/*.partial") if kill.kind in ("disk", "restart") else ()
+        return [path.name for path in [*(self.folder / "temporary").iterdir(), *partial]
+                if not path.name.startswith(TORCHS_OWN)]
+
+
+def states(pid: int) -> list[str]:
+    """Of the threads of a process: R where one computes, T where it is stopped."""
+    return [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+
+
+def settled(pid: int) -> None:
+    """Wait until no thread of a process computes: in a collective, it can only wait. (Some look around now and then.)"""
+    quiet, until = 0, time.monotonic() + 2.0
+    while quiet < 5 and time.monotonic() < until:
+        quiet = 0 if "R" in states(pid) else quiet + 1
+        time.sleep(0.01)                                # between two samples of /proc
+
+
+@contextlib.contextmanager
+def disk(folder: Path, megabytes: int) -> Iterator[None]:
+    """A disk of its own below a folder. Raises CalledProcessError where this user may not make one."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", folder], check=True, capture_output=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True, capture_output=True)
+
+
+def may_mount() -> bool:
+    """Can a disk be made here that becomes full?"""
+    try:
+        with tempfile.TemporaryDirectory() as folder, disk(Path(folder), 1):
+            return True
+    except (OSError, subprocess.CalledProcessError):
+        return False
+
+
+def end(kill: Kill, here: Here, running: subprocess.Popen[bytes]) -> float:
+    """Wait until the training is at the place, and end it; when that was."""
+    victim, server = here.waited("victim", running)
+    if kill.place not in ("before", "inside", "between", "moment", "disk"):
+        here.waited("halted", running)
+    if kill.place == "inside":
+        settled(victim)
+    time.sleep(kill.delay)                              # the moment is drawn by chance
+    if kill.kind == "disk":
+        while set(states(victim)) != {"T"}:
+            time.sleep(0.002)                           # nothing tells when a process has stopped
+        runs = here.folder / "runs"
+        (runs / "ballast").write_bytes(bytes(max(0, shutil.disk_usage(runs).free - kill.spare)))
+        begun = time.monotonic()
+        os.kill(victim, signal.SIGCONT)
+        return begun
+    pids = {"rank": [victim], "server": [server], "launcher": [running.pid], "all": here.processes()}[kill.who]
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):   # by the end of another of them
+            os.kill(pid, signal.SIGSTOP if kill.kind == "stop" else signal.SIGKILL)
+    return time.monotonic()
+
+
+def ended(kill: Kill, backend: str, expected: Callable[[Kill], Trained]) -> Ending:
+    """Train, end it, look at what is left, go on, and compare. expected: what an undisturbed training comes to."""
+    shared = set(os.listdir("/dev/shm"))
+    with place(backend) as here:
+        runs = here.folder / "runs"
+        runs.mkdir()
+        with disk(runs, DISK) if kill.kind == "disk" else contextlib.nullcontext():
+            found = Ending(kill, kill.bound, "", [], [], [])
+            try:
+                found = _ended(kill, here)
+                run = next(runs.glob("*-kill-*"), None)
+                saved = folders(run) if run else []
+                if kill.kind == "restart":
+                    found = replace(found, **judged(of_loop(runs), expected(kill)))
+                elif saved or kill.who == "all":        # what all of them left the next start clears
+                    trained = undisturbed(replace(kill, ranks=kill.again), here, "again", run if saved else None)
+                    found = replace(found, **judged(trained, expected(kill)))
+            except (Astray, OSError) as error:
+                found = replace(found, wrong=f"{type(error).__name__}: {error}")
+        return replace(found, shared=sorted(set(os.listdir("/dev/shm")) - shared),
+                       temporary=sorted({*found.temporary, *here.temporary(kill)}),
+                       processes=[*found.processes, *here.gone(GONE)])
+
+
+def _ended(kill: Kill, here: Here) -> Ending:
+    with here.started(kill, here.words(kill, "runs"), halts=True) as running:
+        begun = end(kill, here, running)
+        left = here.gone(kill.bound)
+        seconds = time.monotonic() - begun
+    printed = here.printed()
+    said = [line for line in printed.splitlines() if line.startswith("paragrad: ")]
+    message = said[0] if len(said) == 1 else f"{len(said)} messages: {printed}" if said else f"exited with {running.returncode}"
+    if kill.kind == "restart" and running.returncode == 0:
+        message = "exited with 0"
+    return Ending(kill, seconds, message, left, [], [] if kill.who == "all" else here.temporary(kill))
+
+
+def undisturbed(kill: Kill, here: Here, runs: str, resume: Path | None = None) -> Trained:
+    """A training to its end: from a run's checkpoint, or from the start."""
+    (here.folder / runs).mkdir()
+    with here.started(kill, here.words(kill, runs, resume), halts=False) as running:
+        try:
+            code = running.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            raise Astray(f"a training was not done within {LIMIT:g} s: {here.printed()[-2000:]}") from None
+    if code:
+        raise Astray(f"a training exited with {code}: {here.printed()[-2000:]}")
+    return of_loop(here.folder / runs) if kill.kind == "restart" else of_run(next((here.folder / runs).glob("*-kill-*")))
+
+
+@contextlib.contextmanager
+def place(backend: str) -> Iterator[Here]:
+    """Where an ending takes place."""
+    with tempfile.TemporaryDirectory(prefix="kill-") as folder:
+        (Path(folder) / "temporary").mkdir()
+        yield Here(Path(folder), backend)
+
+
+def judged(found: Trained, expected: Trained) -> dict[str, Any]:
+    """Is it the training that it would have been?"""
+    return {"resumed": found.resumed, "difference": found.difference(expected), "audited": found.audited}

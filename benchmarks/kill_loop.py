@@ -1,0 +1,43 @@
+"""The same training as kill_job.py in a loop of its own, for torchrun, which restarts it: kill_loop.py FOLDER SAVE LOADERS
+BACKEND.
+
+The folder holds its checkpoints, `losses` (a line "STEP LOSS" for every step, those made again too) and at the end the model.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from kill_job import KILL, PLACE, Net, job, tell
+from safetensors.torch import save_file
+
+import paragrad as pg
+
+
+def main(folder, save, loaders, backend):
+    if PLACE == "before" and int(os.environ["RANK"]) == KILL["rank"]:
+        tell("victim")
+        signal.pause()
+    torch.manual_seed(job.seed)
+    model = Net().double()
+    optimizer = job.optimizer(model.parameters())
+    steps = len(job.train) // job.batch         # of an epoch
+    with pg.parallelize(model, job.loss, optimizer, scheduler=job.scheduler(optimizer), seed=job.seed,
+                        backend=backend) as trainer, \
+            (folder / "losses" if trainer.world.rank == 0 else Path(os.devnull)).open("a") as losses:
+        if any(folder.glob("checkpoint-????????")):
+            trainer.load(folder)
+        for epoch in range(trainer.steps // steps, job.epochs):
+            for batch in trainer.batches(job.train, job.batch, epoch, start=trainer.steps % steps, loaders=loaders):
+                result = trainer.step(*batch)
+                print(trainer.steps - 1, repr(result.loss), file=losses, flush=True)
+                if trainer.steps % save == 0:
+                    trainer.save(folder)
+        if trainer.world.rank == 0:
+            save_file(model.state_dict(), folder / "model.safetensors")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
