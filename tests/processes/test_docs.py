@@ -77,6 +77,12 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), target
 
 
+def test_the_cpu_build_is_the_one_that_make_takes() -> None:
+    """The advice to install torch's CPU build first was undone by make, which pins another version."""
+    (told,) = re.findall(r"pip install (torch==\S+) ", (ROOT / "README.md").read_text())
+    assert told in (ROOT / "constraints.txt").read_text().splitlines()
+
+
 def test_the_job_file_of_the_readme_trains(tmp_path: Path) -> None:
     code = re.search(r"```python\n# mine.py\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert code is not None
