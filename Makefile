@@ -2,11 +2,12 @@
 # make test    set everything up and pass all tests            make table   all tests but the zoo: the whole tables
 # make system  Debian packages that some tests use             make clean   remove what make made
 # make zoo     models from elsewhere, all of them: writes docs/models.md
+# make versions    a part of the tests on the lowest and on the newest versions of what paragrad stands on, in .venv-lowest, .venv-newest
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check table zoo system clean
+.PHONY: demo test check table zoo versions lowest newest system clean
 .DEFAULT_GOAL := test
 
 demo: .venv/ready
@@ -29,6 +30,29 @@ table: .venv/ready
 zoo: .venv/zoo
 	PARAGRAD_MODELS_PAGE=docs/models.md $(BIN)/pytest tests/zoo --timeout 300
 
+# what they cover: the command line, files, downloads, drawings, pages, the records and ranks of a training
+COVERING := $(addprefix tests/pure/test_,digits.py pages.py profile.py record.py) \
+            $(addprefix tests/processes/test_,cli.py page.py datasets.py job_files.py)
+
+versions: lowest newest
+
+lowest:
+	$(PYTHON) -m venv --clear .venv-lowest
+	.venv-lowest/bin/python -m pip install --quiet --constraint constraints-lowest.txt torch
+	.venv-lowest/bin/python -m pip install --quiet --constraint constraints-lowest.txt --editable '.[dev]'
+	.venv-lowest/bin/pytest $(COVERING) -m "not table"
+
+# from a source distribution, which has all that its tests need; torch is the pinned one
+newest:
+	$(PYTHON) -m venv --clear .venv-newest
+	grep '^torch==' constraints.txt >.venv-newest/torch.txt
+	.venv-newest/bin/python -m pip install --quiet --requirement .venv-newest/torch.txt build
+	.venv-newest/bin/python -m build --sdist --outdir .venv-newest >/dev/null
+	mkdir .venv-newest/sdist
+	tar -xzf .venv-newest/paragrad-*.tar.gz --directory .venv-newest/sdist --strip-components 1
+	.venv-newest/bin/python -m pip install --quiet --constraint .venv-newest/torch.txt '.venv-newest/sdist[dev]'
+	cd .venv-newest/sdist && ../bin/pytest $(COVERING) -m "not table"
+
 # mpirun for the tests of joining a world, a browser for those of the page, ip and tc for several hosts; tests that miss them
 # skip and say so
 system:
@@ -48,4 +72,4 @@ system:
 	touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf .venv .venv-lowest .venv-newest .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

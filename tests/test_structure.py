@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -42,6 +43,21 @@ def imports(path: Path) -> set[str]:
             assert node.level == 0, f"{path}: write imports in full"
             found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
     return found
+
+
+def test_the_lowest_versions_that_are_tried_are_the_lower_bounds() -> None:
+    """typer >= 0.15.4 was never tried, and was too low. torch is tried at one version."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {each for each in [*project["dependencies"], *project["optional-dependencies"]["dev"]] if not each.startswith("torch>")}
+    lines = (ROOT / "constraints-lowest.txt").read_text().splitlines()
+    tried = {line.replace("==", ">=") for line in lines if not line.startswith(("#", "torch=="))}
+    assert tried == wanted
+    assert set(re.findall("^torch==.*", "\n".join(lines), re.MULTILINE)) <= set((ROOT / "constraints.txt").read_text().splitlines())
+
+
+def test_the_version_is_said_once_more_in_the_citation() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"\nversion: {project['version']}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_the_rooms_are_those_of_the_architecture() -> None:

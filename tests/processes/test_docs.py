@@ -24,7 +24,7 @@ from paragrad.verbs.cli import app
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```\n\$ paragrad ((?:draw|work|train .* --dry-run).*)\n((?:.*\n)*?)```$", re.MULTILINE)
+BLOCK = re.compile(r"^```console\n\$ paragrad ((?:draw|work|train .* --dry-run).*)\n((?:.*\n)*?)```$", re.MULTILINE)
 SHOWN = [(page.name, command, text) for page in PAGES for command, text in BLOCK.findall(page.read_text())]
 
 
@@ -77,6 +77,12 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), target
 
 
+def test_the_cpu_build_is_the_one_that_make_takes() -> None:
+    """The advice to install torch's CPU build first was undone by make, which pins another version."""
+    (told,) = re.findall(r"pip install (torch==\S+) ", (ROOT / "README.md").read_text())
+    assert told in (ROOT / "constraints.txt").read_text().splitlines()
+
+
 def test_the_job_file_of_the_readme_trains(tmp_path: Path) -> None:
     code = re.search(r"```python\n# mine.py\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert code is not None
@@ -94,7 +100,7 @@ def test_the_job_file_of_the_readme_trains(tmp_path: Path) -> None:
 def test_the_data_of_your_data_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page had no example. This one is saved and run as typed, and learns what it is about."""
     text = (ROOT / "docs" / "your_data.md").read_text()
-    code = re.search(r"```python\n# readings.py\n(.*?)```\n\n```\n.venv/bin/paragrad (.*)\n```", text, re.DOTALL)
+    code = re.search(r"```python\n# readings.py\n(.*?)```\n\n```sh\n.venv/bin/paragrad (.*)\n```", text, re.DOTALL)
     assert code is not None
     (tmp_path / "readings.py").write_text(code.group(1))
     monkeypatch.chdir(tmp_path)

@@ -1,0 +1,114 @@
+"""What README, docs and examples tell a newcomer to type works as it stands, in a fresh clone of this repository."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.table          # `.ci/run` has them
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCED = re.compile(r"^```(sh|console|python)\n(.*?)^```$|`(python -c \".+?\")`", re.MULTILINE | re.DOTALL)
+
+# what is not typed here, by its first words, and why
+ELSEWHERE = {
+    "make test": "it is what CI runs beside this",
+    "python3 -m venv": "installing is where CI begins",
+    ".venv/bin/python -m pip install torch": "installing is where CI begins; the version is the pinned one (test_docs.py)",
+    "GLOO_SOCKET_IFNAME=eth0 ": "two hosts; tests/network/test_several_hosts.py types it on two",
+    "torchrun --nnodes 2 ": "two hosts; tests/network has them",
+    "srun ": "it wants Slurm; test_environment.py has its variables",
+    "python benchmarks/ring_vs_tree.py": "it takes an hour and a half",
+    ".venv/bin/paragrad compare mnist-mlp ": "nine trainings, minutes; test_cli.py and test_page.py have each option",
+    ".venv/bin/paragrad train mnist-cnn ": "minutes; test_datasets.py trains the job, test_loading.py and test_checkpoint.py have the options",
+    "paragrad compare mnist-mlp ": "up to 18 trainings, minutes each; test_equality.py has the algorithms, test_verify.py the planted bugs",
+    "paragrad compare mnist-cnn ": "minutes; test_datasets.py trains the job",
+    "paragrad compare shakespeare-lstm": "many minutes; test_datasets.py trains the job",
+    "paragrad train digits --strategy \"data(2, reduce=ring)\" --sabotage": "refused, as the page shows; a row of refused.md",
+}
+# what a command wants that is not on every machine: the words that show it, is it here, what is said otherwise
+WANTS = {
+    r"mnist|shakespeare": (lambda: "PARAGRAD_DATA" in os.environ, "PARAGRAD_DATA names no folder with the files of MNIST"),
+    r"mpirun": (lambda: shutil.which("mpirun") is not None, "mpirun is not installed (make system)"),
+    r"causal\.py": (lambda: importlib.util.find_spec("transformers") is not None, "transformers is not installed (make zoo)"),
+}
+
+
+def told(page: Path) -> list[tuple[str, str]]:
+    """What a page tells to save (name of the file, its text) and to type ("", the command), in its order."""
+    steps = []
+    for kind, block, inline in FENCED.findall(page.read_text()):
+        if kind == "python":
+            named = re.match(r"# (\w+\.py)\n", block)
+            steps += [(named.group(1), block)] if named else []
+        elif kind == "console":
+            steps += [("", line) for line in re.findall(r"^\$ (.+)$", block, re.MULTILINE)]
+        else:
+            steps += [("", line) for line in (inline or block).splitlines()]
+    return steps
+
+
+COMMANDS = {page: [line for name, line in told(page) if not name] for page in PAGES}
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A fresh clone, with what is changed and not committed yet, and in its .venv what `make` would install."""
+    clone = tmp_path / "paragrad"
+    if (ROOT / ".git").exists() and shutil.which("git"):
+        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+        changed = subprocess.run(["git", "diff", "--binary", "HEAD"], cwd=ROOT, capture_output=True, check=True).stdout
+        subprocess.run(["git", "apply", "--allow-empty"], cwd=clone, input=changed, check=True)
+    else:                                                   # an unpacked sdist
+        shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(".*", "runs", "__pycache__", "*.egg-info"))
+    (clone / ".venv").mkdir()
+    for each in Path(sys.prefix).iterdir():
+        if each.name not in ("ready", "zoo"):
+            (clone / ".venv" / each.name).symlink_to(each)
+    (clone / ".venv" / "ready").touch()                     # newer than what it is made of: make does not install
+    return clone
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if COMMANDS[page]], ids=lambda page: page.name)
+def test_as_typed(page: Path, clone: Path) -> None:
+    """Every command of a page ends with exit code 0, in the order of the page, the files that it shows saved beside it."""
+    environment = {**os.environ, "PATH": f"{clone}/.venv/bin{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(clone / "src"),
+                   "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}       # containers are root's
+    missed = set()
+    for name, text in told(page):
+        if name:
+            (clone / name).write_text(text)
+            continue
+        missing = {said for words, (here, said) in WANTS.items() if re.search(words, text) and not here()}
+        missed |= missing
+        if missing or any(text.startswith(words) for words in ELSEWHERE):
+            continue
+        typed = subprocess.run(["bash", "-c", text], cwd=clone, env=environment, stdin=subprocess.DEVNULL, capture_output=True,
+                               text=True, timeout=200, check=False)
+        assert typed.returncode == 0, f"{text}\n{typed.stdout}\n{typed.stderr}"
+    if missed:
+        pytest.skip(f"some commands were not typed: {'; '.join(sorted(missed))}")
+
+
+def test_what_is_not_typed_is_still_told() -> None:
+    """A line of the tables above that fits no command any more hides nothing, and goes."""
+    commands = [line for lines in COMMANDS.values() for line in lines]
+    assert [words for words in ELSEWHERE if not any(line.startswith(words) for line in commands)] == []
+    assert [words for words in WANTS if not any(re.search(words, line) for line in commands)] == []
+
+
+def test_commands_stand_where_they_are_seen() -> None:
+    """An indented or unnamed block of commands would be typed by nobody but newcomers."""
+    for page in PAGES:
+        text = page.read_text()
+        stray = re.findall(r"^(?:```\n| {4})(?:\$ )?(?:paragrad|python3?|torchrun|mpirun|pytest|make|\.venv/bin/\w+) .*", text,
+                           re.MULTILINE)
+        assert stray == [], page.name
