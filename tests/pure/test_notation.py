@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING
+from dataclasses import MISSING, replace
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from paragrad.errors import Refused
 from paragrad.notation.choices import Choice, Decimal, Flag, Integer, Integers, One, Word, options_of
 from paragrad.schedules.ring import Ring, RingAsync
+from paragrad.schedules.two_level import TwoLevel
 from paragrad.strategies import planned
 from paragrad.strategies.data import Data, Native
 from paragrad.strategies.serial import Serial
@@ -46,6 +47,8 @@ def choices(draw: st.DrawFn, cls: type[Choice]) -> Choice:
             arguments["workers"] = len(arguments["shares"])
         if "reduce" in arguments:
             arguments.pop("state", None)
+    if cls is TwoLevel:                     # it is the whole exchange that is reproducible
+        arguments |= {name: replace(arguments[name], reproducible=False) for name in ("inside", "across") if name in arguments}
     return cls(**arguments)
 
 
