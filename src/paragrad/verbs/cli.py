@@ -42,7 +42,7 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False,
 
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="a built-in job, path/file.py[:name], or module:name")]
 Strategy = Annotated[str, typer.Option(help="such as 'data(2, reduce=ring)'")]
-Runs = Annotated[Path, typer.Option(help="folder for the record of runs")]
+Runs = Annotated[Path, typer.Option(help="folder for the record of runs: some 250 bytes a step and rank")]
 Data = Annotated[Path | None, typer.Option(envvar="PARAGRAD_DATA", help="folder of data, for jobs that read files")]
 Device = Annotated[str, typer.Option(help="cpu or cuda")]
 Backend = Annotated[str, typer.Option(help="auto, shm, gloo or nccl")]

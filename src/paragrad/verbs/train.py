@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from paragrad.errors import Interrupted, RankFailed, StepFailed
-from paragrad.jobs.job import Job
+from paragrad.jobs.job import Job, accuracy
 from paragrad.record.record import SCHEMA, Recorder, new_folder
 from paragrad.report.run import Run
 from paragrad.strategies.strategy import Strategy
@@ -114,11 +115,12 @@ def _under_launcher(checked: Admitted, runs: Path, check: bool, progress: Progre
 def _write_header(record: Recorder, checked: Admitted, folder: Path) -> None:
     job, facts, settings = checked.job, checked.facts, checked.settings
     record.write(
-        "run", schema=SCHEMA, id=folder.name, strategy=str(checked.asked), resolved=str(checked.resolved), seed=job.seed,
+        "run", schema=SCHEMA, id=folder.name, date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        strategy=str(checked.asked), resolved=str(checked.resolved), seed=job.seed,
         job={"name": job.name, "arguments": {name: _as_json(value) for name, value in job.arguments},
              "batch": job.batch, "epochs": job.epochs,
-             "metric": job.metric_name, "samples": facts.samples, "parameters": facts.parameters,
-             "dtype": str(job.dtype).removeprefix("torch.")},
+             "metric": job.metric_name, "unit": "%" if job.metric is accuracy else "",
+             "samples": facts.samples, "parameters": facts.parameters, "dtype": str(job.dtype).removeprefix("torch.")},
         workers=checked.size - checked.resolved.servers, servers=checked.resolved.servers,
         backend=checked.backend if checked.size > 1 else None, device=settings.device,
         threads=checked.threads, prediction=None, reverse=settings.reverse,
