@@ -224,6 +224,11 @@ class Record:
         return most
 
     @property
+    def cpu(self) -> list[Line]:
+        """Who kept the cores busy, as every rank that came to the end of its training told it (`record.cpu`)."""
+        return [line for rank in range(len(self.ranks)) for line in self.of("cpu", rank)]
+
+    @property
     def memory(self) -> dict[str, int]:
         """Bytes by kind, each of the rank that holds most of it; empty where no rank came to the end of its training."""
         most: dict[str, int] = {}
