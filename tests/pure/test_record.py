@@ -103,14 +103,13 @@ def test_a_record_of_the_first_version_is_read_and_one_of_a_later_is_refused(tmp
         Record(tmp_path)
 
 
-def test_who_kept_the_cores_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_kept_the_cores_busy() -> None:
     """What everybody took, less what the ranks took, less what the two clocks may differ by; never below nothing."""
-    monkeypatch.setattr(cpu, "cores", lambda: 2)
     rank = {"seconds": 10.0, "own": 4.0, "all": 15.0, "interrupted": 3}
-    assert cpu.others([rank, rank]) == pytest.approx(0.7, abs=0.01)
-    assert cpu.others([rank, {**rank, "own": 20.0}]) == 0.0
-    assert cpu.others([{**rank, "all": None}]) is None
-    assert cpu.others([]) is None
+    assert cpu.others([rank, rank], 2) == pytest.approx(0.7, abs=0.01)
+    assert cpu.others([rank, {**rank, "own": 20.0}], 2) == 0.0
+    assert cpu.others([{**rank, "all": None}], 2) is None
+    assert cpu.others([], 2) is None
 
 
 def test_folders_of_the_same_second_differ(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paragrad.record.record import Line
-from paragrad.world.launched import cores
 
 RESOLUTION = 2          # ticks of a core's clock by which its two readings may be wrong
 
@@ -44,9 +43,9 @@ def _everybody() -> float | None:
     return sum(ticks) / os.sysconf("SC_CLK_TCK") if any(ticks) else None
 
 
-def others(lines: Sequence[Line]) -> float | None:
-    """How many cores others kept busy, at least, by what the ranks of one host told; None where nothing says."""
+def others(lines: Sequence[Line], cores: int) -> float | None:
+    """How many of a host's cores others kept busy, at least, by what all of its ranks told; None where nothing says."""
     if not lines or lines[0]["all"] is None or not lines[0]["seconds"]:
         return None
-    unknown = RESOLUTION * cores() / os.sysconf("SC_CLK_TCK")
+    unknown = RESOLUTION * cores / os.sysconf("SC_CLK_TCK")
     return max(0.0, lines[0]["all"] - sum(line["own"] for line in lines) - unknown) / lines[0]["seconds"]

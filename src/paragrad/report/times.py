@@ -62,10 +62,10 @@ def times_of(records: Sequence[Record]) -> Times | None:
     middle = median(map(median, runs))
     blocks = sorted(median(block) for seconds in runs for block in _blocks(seconds))
     place = _place(len(blocks))
-    clocks = [lines for record in records if (lines := record.cpu)]
+    clocks = [(lines, record.header["machine"]["cores"]) for record in records if (lines := record.cpu)]
     return Times(middle, min(middle, blocks[place]), max(middle, blocks[-1 - place]),
-                 max((found for lines in clocks if (found := others(lines)) is not None), default=None),
-                 max((line["interrupted"] / line["seconds"] for lines in clocks for line in lines), default=0.0))
+                 max((found for lines, cores in clocks if (found := others(lines, cores)) is not None), default=None),
+                 max((line["interrupted"] / line["seconds"] for lines, _ in clocks for line in lines), default=0.0))
 
 
 def _blocks(seconds: Sequence[float]) -> list[Sequence[float]]:
