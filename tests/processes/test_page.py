@@ -11,6 +11,7 @@ import struct
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from html import unescape
 from pathlib import Path
 from statistics import median
@@ -23,7 +24,7 @@ from rich.console import Console
 import paragrad
 from paragrad.jobs.finding import find
 from paragrad.record.record import Line, Record
-from paragrad.report import charts, page, table
+from paragrad.report import charts, page, palette, sections, table
 from paragrad.report.table import Table, columns_of
 from paragrad.report.times import times_of
 
@@ -137,7 +138,7 @@ def test_numbers_are_the_records(compared: Path) -> None:
         reached = [goal(record, 80.0, step) for record in records]
         for column, place, digits in (("seconds", 0, ".1f"), ("epochs", 1, ".1f"), ("samples", 2, ",.0f")):
             wanted = numpy.mean([each[place] for each in reached])
-            assert row[f"{column} to accuracy=80"] == f"{wanted:{digits}}"
+            assert row[f"{column} to accuracy=80"].rstrip("!") == f"{wanted:{digits}}"
         times = times_of(records)
         assert times
         assert float(row["ms/step"].rstrip("!")) == pytest.approx(step, abs=0.0051)
@@ -194,15 +195,60 @@ def test_needs_no_network_and_says_how_it_was_made(compared: Path) -> None:
     assert len(ids) == len(set(ids))
     assert set(re.findall(r'(?:href="|url\()#([^")]*)', text)) <= set(ids)
     shown = unescape(re.sub(r"<[^>]*>", "", text))
-    machine = Record(compared / "01-serial-seed-0").header["machine"]
+    header = Record(compared / "01-serial-seed-0").header
+    machine = header["machine"]
     for words in ("paragrad.compare(paragrad.job('digits', width=64).replace(batch=64, epochs=2), "
                   "'serial; data(2, reduce=ring)', seeds=2, twin=True, until='accuracy=80')", machine["cpu"],
                   f"torch {machine['torch']}", f"paragrad {paragrad.__version__}", "digits(width=64)", "float32",
+                  f"{datetime.fromisoformat(header['date']):%-d %B %Y, %H:%M} UTC, paragrad ",
                   "data(2, reduce=ring, state=replicated)", "gradients are exchanged while backward runs",
                   "memory of a rank: parameters 19.2 KB, optimizer 19.2 KB, gradients 19.2 KB, activations 17.9 KB, exchange "
                   "19.3 KB"):
         assert words in shown
     assert Table(compared).rows[1].memory == Record(compared / "02-data-2-reduce-ring-seed-0").memory
+
+
+@in_browser
+def test_the_page_at_night_and_on_paper(compared: Path) -> None:
+    """By night nothing keeps a light colour, charts neither; paper stays white, and no chart, row or entry is cut in two."""
+    seen = "getComputedStyle(document.querySelector(arguments[0]))[arguments[1]]"
+    with browser() as driver:
+        def look(theme: str, media: str = "") -> list[str]:
+            driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {
+                "media": media, "features": [{"name": "prefers-color-scheme", "value": theme}]})
+            return [driver.execute_script(f"return {seen}", *each) for each in (
+                ("body", "backgroundColor"), ("h1", "color"), ("section", "backgroundColor"), ("figure svg text", "fill"),
+                ("#loss path[style*='--accent']", "stroke"),
+                ("#sent path[style*='--steel']", "fill"))]
+        opened(driver, compared / "page.html")
+        day, night, paper = look("light"), look("dark"), look("dark", "print")
+        avoiding = driver.execute_script(
+            "return [...document.querySelectorAll('figure, tr, .whole')].map(each => getComputedStyle(each).breakInside)")
+    assert all(one != other for one, other in zip(day, night, strict=True))
+    assert [day[1], night[1], day[2], night[2]] == [rgb(palette.PALETTE[name][theme]) for name in ("ink", "paper")
+                                                    for theme in (0, 1)]
+    assert paper[1:] == day[1:]
+    assert set(avoiding) == {"avoid"}
+    assert not set(re.findall(r"#[0-9a-f]{6}", "".join(re.findall(r"<figure.*?</figure>", (
+        compared / "page.html").read_text(encoding="utf-8"), re.DOTALL)))) & {light for light, _ in palette.PALETTE.values()}
+
+
+def rgb(colour: str) -> str:
+    return "rgb(" + ", ".join(str(int(colour[place:place + 2], 16)) for place in (1, 3, 5)) + ")"
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_colours_are_told_from_their_paper(theme: int) -> None:
+    """Text by 4.5 to 1 and lines by 2 to 1, as WCAG counts contrast (lines have markers and a legend, too)."""
+    def luminance(colour: str) -> float:
+        parts = [int(colour[place:place + 2], 16) / 255 for place in (1, 3, 5)]
+        red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    paper = luminance(palette.PALETTE["paper"][theme])
+    for name, colours in palette.PALETTE.items():
+        dark, light = sorted((paper, luminance(colours[theme])))
+        contrast = (light + 0.05) / (dark + 0.05)
+        assert name in ("paper", "ground", "line") or contrast >= (4.5 if name in ("ink", "muted", "bad") else 2), name
 
 
 @in_browser
@@ -290,10 +336,56 @@ def test_no_distance_is_said_and_a_little_is_drawn_above_zero(tmp_path: Path) ->
     assert "10⁻¹²" in found
 
 
-def ticks(text: str, figure: str) -> list[str]:
-    """The labels of the y axis."""
+def ticks(text: str, figure: str, axis: str = "matplotlib.axis_2") -> list[str]:
+    """The labels of an axis, otherwise y."""
     chart = text.split(f'<figure id="{figure}">')[1].split("</figure>")[0]
-    return re.findall(r"<text[^>]*>([^<]*)</text>", chart.split('-matplotlib.axis_2">')[1].split('-patch_')[0])
+    return re.findall(r"<text[^>]*>([^<]*)</text>", re.split("-matplotlib.axis_2|-patch_", chart.split(f'-{axis}">')[1])[0])
+
+
+def test_percentages_and_their_goal_are_in_per_cent(compared: Path) -> None:
+    found = ticks((compared / "page.html").read_text(encoding="utf-8"), "chart-test-1")
+    assert len(found) > 2
+    assert all(re.fullmatch(r"[0-9.]+ %", each) for each in found[:-1])             # the last is the title
+    assert found[-1] == "accuracy"
+
+
+@pytest.mark.parametrize(("slower", "logarithmic"), [(99.0, False), (100.0, True)])
+def test_seconds_are_logarithmic_where_rows_differ_a_hundredfold(tmp_path: Path, slower: float, logarithmic: bool) -> None:
+    """A row that took a hundred times as long pressed all others into a stroke at the left edge."""
+    compared = written(tmp_path, ["serial", "data(2)"])
+    path = tmp_path / "01-0" / "rank-0.jsonl"
+    path.write_text(path.read_text().replace('"seconds": 0.5', f'"seconds": {0.5 * slower}'))
+    text = page_of(Table(compared.folder))
+    assert ("Seconds are logarithmic: rows differ more than a hundredfold." in text) == logarithmic
+    assert (ticks(text, "chart-loss-2", "matplotlib.axis_1")[:3] == ["1", "10", "100"]) == logarithmic
+    assert "1" not in ticks(text, "chart-loss-1", "matplotlib.axis_1")
+
+
+@pytest.mark.parametrize(("end", "why"), [
+    ({"status": "stopped", "error": None}, "asked to stop (SIGTERM)"),
+    ({"status": "interrupted", "error": None}, "interrupted (Ctrl-C)"),
+    ({"status": "failed", "error": {"rank": 1, "step": 4, "tensor": None, "message": "out of luck"}}, "failed: out of luck"),
+    ({"status": "finished", "error": None}, "the test reached accuracy=20"),
+    (None, "killed, for its record has no end")])
+def test_why_a_line_ends_is_beside_the_chart(tmp_path: Path, end: Line | None, why: str) -> None:
+    """A line ended at step 100 of 5,000, and nothing said whether it was stopped, had reached its goal or was killed."""
+    written(tmp_path, ["serial", "data(2)"])
+    for path in (tmp_path / "01-0" / "rank-0.jsonl", tmp_path / "01-0" / "run.jsonl", tmp_path / "compare.jsonl"):
+        path.write_text(path.read_text().replace('"until": null', '"until": "accuracy=20"'))
+    rank, run = tmp_path / "01-0" / "rank-0.jsonl", tmp_path / "01-0" / "run.jsonl"
+    rank.write_text("".join(rank.read_text().splitlines(keepends=True)[:3]))
+    run.write_text(run.read_text().splitlines()[0] + "\n" + (json.dumps({"kind": "end", **end}) + "\n" if end else ""))
+    text = unescape(page_of(Table(tmp_path)))
+    loss = text.split('<section id="loss">')[1].split("</section>")[0]
+    assert re.findall("<li>([^<]*)</li>", loss.split('class="ends"')[1]) == [f"data(2) ends at step 2 of 4: {why}."]
+    assert "ends at step 2" not in text.split('<section id="sent">')[1]
+
+
+def test_lines_that_end_alike_are_one_sentence(tmp_path: Path) -> None:
+    written(tmp_path, ["serial", "data(2)", "data(3)"])
+    for run in tmp_path.glob("*/run.jsonl"):
+        run.write_text(run.read_text().replace('"epochs": 2', '"epochs": 1000').replace('"finished"', '"stopped"'))
+    assert page.words.ends(Table(tmp_path)) == ["All lines end at step 4 of 2,000: asked to stop (SIGTERM)."]
 
 
 def test_losses_that_diverge_are_drawn(tmp_path: Path) -> None:
@@ -330,10 +422,10 @@ def test_a_long_comparison_stays_small_and_is_always_the_same(tmp_path: Path) ->
 
 
 def test_points_are_the_records(tmp_path: Path) -> None:
-    """(samples, seconds, value) at the end of every step and of every epoch; seconds begin with the first step."""
+    """(samples, steps, value) at the end of every step and of every epoch."""
     record = written(tmp_path, ["serial"]).records["00-0"]
-    assert page.losses(record) == [(8.0, 0.5, 2.0), (16.0, 1.5, 1.5), (24.0, 2.5, 1.0 + 1 / 3), (32.0, 3.5, 1.25)]
-    assert page.tests(record) == [(16.0, 1.5, 10.0), (32.0, 3.5, 30.0)]
+    assert sections.losses(record) == [(8.0, 1.0, 2.0), (16.0, 2.0, 1.5), (24.0, 3.0, 1.0 + 1 / 3), (32.0, 4.0, 1.25)]
+    assert sections.tests(record) == [(16.0, 2.0, 10.0), (32.0, 4.0, 30.0)]
 
 
 def test_bytes_in_the_units_that_people_use() -> None:

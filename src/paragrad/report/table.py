@@ -118,7 +118,7 @@ def cells(table: Results, row: Row) -> list[str]:
     if row.seconds_per_step is None:
         return [row.strategy, f"failed: {row.failure}" if row.resolved else "not run", *[""] * (len(columns_of(table)) - 2)]
     difference = "reference" if row.reference else "-" if row.difference is None else f"{row.difference:.1e}"
-    return [row.strategy, _test(row), *(_goal(row) if table.until else []), _milliseconds(table, row),
+    return [row.strategy, _test(row), *(_goal(table, row) if table.until else []), _milliseconds(table, row),
             _times(table, row.faster), _times(table, row.faster_than_one_thread), sent(row.sent),
             f"failed: {row.failure}" if row.failure else difference, row.tensor or "", " ".join(row.digests)]
 
@@ -129,13 +129,13 @@ def _test(row: Row) -> str:
     return f"{row.test:.2f}" + (f" ± {row.spread:.2f}" if row.spread is not None else "")
 
 
-def _goal(row: Row) -> list[str]:
+def _goal(table: Results, row: Row) -> list[str]:
     """Seconds, epochs and samples to the goal: means over the seeds, or how many seeds came there."""
     there = [reached for reached in row.reached if reached is not None]
     if len(there) < len(row.reached):
         return [f"{len(there)} of {len(row.reached)} seeds reach it", "-", "-"]
-    return [f"{fmean(each.seconds for each in there):.1f}", f"{fmean(each.epochs for each in there):.1f}",
-            f"{fmean(each.samples for each in there):,.0f}"]
+    return [f"{fmean(each.seconds for each in there):.1f}{_mark(table, row.times)}",
+            f"{fmean(each.epochs for each in there):.1f}", f"{fmean(each.samples for each in there):,.0f}"]
 
 
 def sent(kinds: dict[str, Line]) -> str:
@@ -169,7 +169,7 @@ def _mark(table: Results, told: Times | Ratio | None) -> str:
     return "!" if told and told.others is not None and told.others > BUSY * table.machine["cores"] else ""
 
 
-def _doubts(table: Results) -> list[str]:
+def doubts(table: Results) -> list[str]:
     """Why some times and ratios are not to be believed, or are not told."""
     times = [row.times for row in table.rows if row.times]
     ratios = [each for row in table.rows for each in (row.faster, row.faster_than_one_thread) if each]
@@ -196,7 +196,7 @@ def notes(table: Results) -> list[str]:
     lines += [f"machine: {machine['cores']} cores, {machine['cpu']}, torch {machine['torch']}, Python {machine['python']}",
              f"speed-up: over serial with all {machine['cores']} threads; difference: from serial in float64 over 20 steps; "
              "parameters: digest of the final ones"]
-    lines += _doubts(table)
+    lines += doubts(table)
     if any(row.seeds > 1 for row in table.rows):
         lines.append(f"test {table.metric}: mean ± standard deviation over {table.rows[0].seeds} seeds; "
                      "parameters: one digest per seed")
