@@ -66,6 +66,7 @@ class Row:
         """All of it, a number and from where to where it may be side by side."""
         told = asdict(self) | {name: getattr(self, name) for name in ("seconds_per_step", "speed_up", "speed_up_one_thread")}
         del told["times"], told["faster"], told["faster_than_one_thread"]
+        told["is_reference"] = told.pop("reference")
         for name, each in (("seconds_per_step", self.times), ("speed_up", self.faster),
                            ("speed_up_one_thread", self.faster_than_one_thread)):
             told[f"{name}_between"] = each and [each.low, each.high]

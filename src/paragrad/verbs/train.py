@@ -126,8 +126,7 @@ def _write_header(record: Recorder, checked: Admitted, folder: Path) -> None:
         threads=checked.threads, prediction=None, reverse=settings.reverse,
         resumed=checked.saved and {"run": str(checked.saved.folder.parent), "step": checked.saved.step},
         settings={name: str(value) for name, value in vars(settings).items() if value != getattr(Settings, name)},
-        machine={"cpu": _cpu(), "cores": cores(), "load": _load(), "torch": torch.__version__,
-                 "python": platform.python_version(), "paragrad": __version__})
+        machine=this_machine())
     for what, picked, because in _choices(checked):
         record.write("choice", what=what, bytes=None, picked=picked, because=because)
 
@@ -167,6 +166,12 @@ def folder_name(chosen: Strategy) -> str:
     """A strategy as part of a folder's name."""
     kept = "".join(sign if sign.isalnum() or sign in "_." else "-" for sign in str(chosen))
     return "-".join(part for part in kept.split("-") if part)
+
+
+def this_machine() -> dict[str, Any]:
+    """What a run ran on, and the versions."""
+    return {"cpu": _cpu(), "cores": cores(), "load": _load(), "torch": torch.__version__,
+            "python": platform.python_version(), "paragrad": __version__}
 
 
 def _cpu() -> str:
