@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,18 @@ def test_who_kept_the_cores_busy() -> None:
     assert cpu.others([rank, {**rank, "own": 20.0}], 2) == 0.0
     assert cpu.others([{**rank, "all": None}], 2) is None
     assert cpu.others([], 2) is None
+
+
+def test_a_rank_reads_what_it_took_of_its_cores() -> None:
+    """A tenth of a second of work is its own, and in the time of everybody as far as the system counts that."""
+    clock, began = cpu.Cpu(), time.process_time()
+    while time.process_time() - began < 0.1:
+        pass
+    told = clock.told()
+    assert 0.1 <= told["own"] <= 10.0
+    assert told["seconds"] > 0
+    assert told["interrupted"] >= 0
+    assert told["all"] is None or told["all"] > 0
 
 
 def test_folders_of_the_same_second_differ(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ class Sections:
             f" The dotted line is the goal, {self.table.until}." if self.table.until else "")
 
     def of_seconds(self, found: list[charts.Curve]) -> str:
-        return (" Seconds are logarithmic: rows differ more than a hundredfold." if charts.hundredfold(found) else "") + (
+        return (" Seconds are logarithmic: rows differ a hundredfold." if charts.hundredfold(found) else "") + (
             " What the table says of doubtful times holds here, too." if doubts(self.table) else "")
 
     # ---- distance and bytes --------------------------------------------------------------------------------------------

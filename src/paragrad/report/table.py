@@ -16,8 +16,6 @@ from paragrad.report.times import Ratio, Times
 
 TOO_SHORT = 5e-3        # seconds of a serial step below which one exchange costs more than a second worker saves
 
-BUSY = 0.1              # of all cores, kept busy by others, beyond which times are marked
-
 COMPUTED = "computed from the closed form of the backend's own collective"         # what * means at a number of bytes
 
 COLUMNS = ("strategy", "test {metric}", "ms/step", "speed-up", "over 1 thread", "sent/rank/step", "difference", "where largest",
@@ -166,7 +164,7 @@ def _times(table: Results, ratio: Ratio | None) -> str:
 
 def _mark(table: Results, told: Times | Ratio | None) -> str:
     """What stands behind a time that was taken while others kept the machine busy."""
-    return "!" if told and told.others is not None and told.others > BUSY * table.machine["cores"] else ""
+    return "!" if told and told.busy(table.machine["cores"]) else ""
 
 
 def doubts(table: Results) -> list[str]:

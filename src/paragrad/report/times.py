@@ -17,6 +17,7 @@ from paragrad.record.record import Record
 
 BLOCKS = 10             # of a run: consecutive steps
 SURE = 0.95             # how often the median is in its interval, at least, where there are enough blocks
+BUSY = 0.1              # of all cores, kept busy by others, beyond which times are doubted
 BROAD = 2.0             # an interval wider than by this factor says nothing about a ratio
 
 
@@ -28,6 +29,10 @@ class Times:
     high: float
     others: float | None = None         # cores that others kept busy meanwhile, in the run where they were most
     interrupted: float = 0.0            # how often a second they took a core from a rank
+
+    def busy(self, cores: int) -> bool:
+        """Others kept a good part of the machine's cores busy."""
+        return (self.others or 0.0) > BUSY * cores
 
     def over(self, other: Times) -> Ratio:
         """How many times these are the other's."""
@@ -42,6 +47,10 @@ class Ratio:
     low: float
     high: float
     others: float = 0.0                 # as in the times that it is of
+
+    def busy(self, cores: int) -> bool:
+        """As the times."""
+        return self.others > BUSY * cores
 
     @property
     def told(self) -> bool:
