@@ -102,6 +102,7 @@ def test_train_a_job_file(tmp_path: Path) -> None:
     assert facts["audit"] == "150 of 150 samples seen in each of 2 epoch(s), 0 twice, 0 missed"
     assert float(facts["difference from serial (relative, float64, 20 steps)"]) <= 1e-10
     assert facts["test accuracy"].endswith(" %")
+    assert facts["first step"].startswith("loss, weight, ")
     assert facts["time per step (median of the slowest rank)"].endswith(" ms")
     assert facts["bytes sent per rank and step"].startswith("gradients ")
     assert float(facts["loss of the last step (mean over its samples)"]) > 0

@@ -375,9 +375,9 @@ def test_why_a_line_ends_is_beside_the_chart(tmp_path: Path, end: Line | None, w
     rank.write_text("".join(rank.read_text().splitlines(keepends=True)[:3]))
     run.write_text(run.read_text().splitlines()[0] + "\n" + (json.dumps({"kind": "end", **end}) + "\n" if end else ""))
     text = unescape(page_of(Table(tmp_path)))
-    loss = text.split('<section id="loss">')[1].split("</section>")[0]
+    loss = text.split('<section id="loss"')[1].split("</section>")[0]
     assert re.findall("<li>([^<]*)</li>", loss.split('class="ends"')[1]) == [f"data(2) ends at step 2 of 4: {why}."]
-    assert "ends at step 2" not in text.split('<section id="sent">')[1]
+    assert "ends at step 2" not in text.split('<section id="sent"')[1]
 
 
 def test_lines_that_end_alike_are_one_sentence(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ class Log:
         self.recorder = recorder
         self.spans: list[tuple[str, str, float, float, int | None]] = []    # name, lane, start, seconds, bytes
         self.before: dict[str, str] = {}        # the fields of the last step
-        self.named = ""                         # the names of the last step's spans
+        self.named: list[tuple[str, str, int | None]] = []      # the last step's spans
 
     def now(self) -> float:
         """Seconds since the run began."""
@@ -60,9 +60,10 @@ class Log:
             return []
         spans, self.spans = sorted(self.spans, key=lambda span: span[0]), []
         start = min(span[2] for span in spans)
-        named = encoded([(name, lane, sent) for name, lane, _, _, sent in spans])
-        new, self.named = "" if named == self.named else f',"spans":{named}', named
-        micros = ",".join(f"{1e6 * (each - start):.0f},{1e6 * seconds:.0f}" for _, _, each, seconds, _ in spans)
+        named = [(name, lane, sent) for name, lane, _, _, sent in spans]
+        new, self.named = "" if named == self.named else f',"spans":{encoded(named)}', named
+        micros = ",".join([f"{int(1e6 * (each - start) + 0.5)},{int(1e6 * seconds + 0.5)}"
+                           for _, _, each, seconds, _ in spans])
         return [f'{{"kind":"spans","step":{number},"start":{start:.6f}{new},"micros":[{micros}]}}']
 
     def choice(self, what: str, picked: str, because: str, bytes: int | None = None) -> None:
