@@ -117,7 +117,7 @@ def ours(ranks: Ranks, strategy: str, setting: Setting, folder: Path) -> Callabl
         place.mkdir()
         checked = tried(ranks, admitted(setting.job(), strategy, Settings(limit=setting.steps)))
         run(ranks, checked, place)
-        return between([line["start"] for line in lines_of(place / "rank-0.jsonl", "span") if line["kind"] == "step"])
+        return between([line["start"] for line in lines_of(place / "rank-0.jsonl", spans=False) if line["kind"] == "step"])
     return milliseconds
 
 

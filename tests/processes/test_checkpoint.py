@@ -419,15 +419,15 @@ def test_sigterm_saves_and_exits_0_and_the_run_goes_on(tmp_path: Path) -> None:
                            check=False, env={**os.environ, "STOPS": "launcher"})
     assert first.returncode == 0, first.stderr
     told = json.loads(first.stdout)
-    record = Record(Path(told["record"]))
+    record = Record(Path(told["folder"]))
     assert record.end["status"] == "stopped"                                    # type: ignore[index]
     steps = len(record.of("step"))
     assert 0 < steps < 100
     assert len(record.of("step", rank=1)) == steps
-    assert told["stopped"] == f"at step {steps}"
-    assert "--strategy 'data(2, reduce=ring)'" in told["go on with"]
-    assert told["go on with"].endswith(f"--resume {record.folder}")
-    second = subprocess.run(told["go on with"], shell=True, capture_output=True, text=True, timeout=100, check=False,
+    assert told["stopped_at"] == steps
+    assert "--strategy 'data(2, reduce=ring)'" in told["go_on_with"]
+    assert told["go_on_with"].endswith(f"--resume {record.folder}")
+    second = subprocess.run(told["go_on_with"], shell=True, capture_output=True, text=True, timeout=100, check=False,
                             env={key: value for key, value in os.environ.items() if key != "STOPS"})
     assert second.returncode == 0, second.stderr
     whole = subprocess.run([*command], capture_output=True, text=True, timeout=100, check=False)

@@ -198,7 +198,7 @@ def test_measure_writes_a_file_that_simulate_reads(tmp_path: Path) -> None:
     assert str(path) in answer.output
     answer = invoke(["simulate", "data(4, reduce=ring)", "--bytes", "1MB", "--machine", str(path), "--json"])
     found = json.loads(answer.stdout)
-    assert found["machine"] == machine.measured
+    assert found["measured"] == machine.measured
     assert 0 < found["seconds"] < 1
 
 

@@ -243,7 +243,7 @@ def test_modes_of_an_optimizer_in_training_test_model_and_resume(kind: str, tmp_
     wanted, tested = plainly(each)
     for strategy_ in ("serial", "data(2)", "data(2, reduce=ring)"):
         run = train(each, strategy_, runs=tmp_path, save=4)
-        assert [line["test"]["value"] for line in lines_of(run.folder / "rank-0.jsonl", "span") if line["kind"] == "epoch"
+        assert [line["test"]["value"] for line in lines_of(run.folder / "rank-0.jsonl", spans=False) if line["kind"] == "epoch"
                 ] == pytest.approx(tested, rel=1e-10)
         cut = train(each.replace(epochs=2), strategy_, runs=tmp_path, save=4)
         again = train(each, strategy_, runs=tmp_path, resume=cut.folder)
@@ -311,7 +311,7 @@ def test_resume_from_serial_and_back(tmp_path: Path, optimizer: str) -> None:
 def test_the_record_says_who_updates_what(tmp_path: Path) -> None:
     run = train(job("clipped", mlp, VECTORS, optimizer=OPTIMIZERS["clipped together"], epochs=1), "data(2)", runs=tmp_path)
     assert run.resolved == strategy("data(2, state=shared_memory)")
-    choices = {line["what"]: line for path in ("run.jsonl", "rank-0.jsonl") for line in lines_of(run.folder / path, "span")
+    choices = {line["what"]: line for path in ("run.jsonl", "rank-0.jsonl") for line in lines_of(run.folder / path, spans=False)
                if line["kind"] == "choice"}
     assert choices["state"]["picked"] == "shared_memory"
     assert "rank 0 updates everything" in choices["slices"]["because"]

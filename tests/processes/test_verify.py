@@ -20,7 +20,7 @@ from paragrad.schedules.sabotage import SABOTAGES
 from paragrad.verbs.cli import app
 
 FIELDS = ["schema", "job", "digest", "strategy", "resolved", "device", "backend", "steps", "failure", "cause", "sabotage",
-          "versions", "folder", "tensor", "tensors", "first", "twin", "twins", "bound", "allowed", "chaotic", "dtype", "why",
+          "machine", "folder", "tensor", "tensors", "first", "twin", "twins", "bound", "allowed", "chaotic", "dtype", "why",
           "reference", "difference", "same"]
 BUILT_IN = ("digits", "mnist-mlp", "mnist-cnn", "shakespeare-lstm")
 
@@ -39,7 +39,7 @@ def test_the_certificate_of_the_same_training(tmp_path: Path) -> None:
     assert list(told) == FIELDS
     assert told["same"]
     assert told["strategy"] == "data(2, reduce=ring)"
-    assert told["versions"]["torch"] == torch.__version__
+    assert told["machine"]["torch"] == torch.__version__
     names = set(pg.job("digits").model().state_dict())
     assert set(told["tensors"]) == names | {f"gradient of {name}" for name in names}
     assert told["difference"] == max(told["tensors"].values()) <= 1e-10

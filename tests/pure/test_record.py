@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
 from paragrad.datasets.order import Order
 from paragrad.errors import Refused
-from paragrad.record.record import Record, Recorder, lines_of, new_folder
+from paragrad.record import cpu
+from paragrad.record.log import Log
+from paragrad.record.record import SCHEMA, Record, Recorder, lines_of, new_folder
 
 
 def written(folder: Path, shares: list[list[range]], samples: int = 10) -> Record:
@@ -55,6 +58,71 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"kind":"event","na')
     assert [line["name"] for line in lines_of(path)] == ["one"]
+
+
+STEPS = [({"epoch": 0, "loss": [2.0, 1.0], "sent": {"gradients": {"bytes": 8, "computed": False}}, "lr": 0.1}, [8]),
+         ({"epoch": 0, "loss": [1.0, 1.0], "sent": {"gradients": {"bytes": 8, "computed": False}}, "lr": 0.1}, [8]),
+         ({"epoch": 1, "loss": [1.0, 1.0], "sent": {"gradients": {"bytes": 9, "computed": False}}, "lr": 0.1}, [9, 9]),
+         ({"epoch": 1, "loss": [0.5, 1.0], "sent": {}, "lr": 0.05}, [])]
+
+
+def test_what_is_not_written_again_is_read_back(tmp_path: Path) -> None:
+    """Fields and names of spans are written where they differ from the step before; a reader sees all of them in every step."""
+    with Recorder(tmp_path / "rank-0.jsonl") as record:
+        log = Log(record)
+        for number, (fields, sizes) in enumerate(STEPS):
+            for place, size in enumerate(sizes):
+                log.add_span("reduce 0", "send", 0.001 * number + 0.0001 * place, bytes=size, seconds=0.0005)
+                log.add_span("B0", "compute", 0.001 * number - 0.0002 + 0.0001 * place, seconds=0.25)
+            log.step(number, 0.001 * number, **fields)
+    found = list(lines_of(tmp_path / "rank-0.jsonl"))
+    steps = [line for line in found if line["kind"] == "step"]
+    assert [{name: line[name] for name in fields} for line, (fields, _) in zip(steps, STEPS, strict=True)] == [
+        fields for fields, _ in STEPS]
+    assert [line["start"] for line in steps] == [0.0, 0.001, 0.002, 0.003]
+    assert [(line["step"], line["name"], line["lane"], line["start"], line["seconds"], line["bytes"]) for line in found
+            if line["kind"] == "span"] == [
+        (0, "B0", "compute", -0.0002, 0.25, None), (0, "reduce 0", "send", 0.0, 0.0005, 8),
+        (1, "B0", "compute", 0.0008, 0.25, None), (1, "reduce 0", "send", 0.001, 0.0005, 8),
+        (2, "B0", "compute", 0.0018, 0.25, None), (2, "B0", "compute", 0.0019, 0.25, None),
+        (2, "reduce 0", "send", 0.002, 0.0005, 9), (2, "reduce 0", "send", 0.0021, 0.0005, 9)]
+    text = (tmp_path / "rank-0.jsonl").read_text()
+    assert (text.count('"lr"'), text.count('"epoch"'), text.count('"spans":')) == (2, 2, 2)
+    assert [line["kind"] for line in lines_of(tmp_path / "rank-0.jsonl", spans=False)] == ["step"] * 4
+
+
+def test_a_record_of_the_first_version_is_read_and_one_of_a_later_is_refused(tmp_path: Path) -> None:
+    """The first had every field in every step, and a line for every span; a later one may mean anything."""
+    record = written(tmp_path, [[range(3), range(3, 10)]])
+    with Recorder(tmp_path / "rank-0.jsonl") as rank:
+        rank.write("span", step=0, name="F0", lane="compute", start=0.5, seconds=0.25, bytes=None, peer=None)
+    assert Record(tmp_path).losses == record.losses
+    assert Record(tmp_path).of("span")[0]["start"] == 0.5
+    (tmp_path / "run.jsonl").write_text(f'{{"kind":"run","schema":{SCHEMA + 1},"machine":{{"paragrad":"9.9"}}}}\n')
+    with pytest.raises(Refused, match=f"a record of version {SCHEMA + 1}, this paragrad reads versions up to {SCHEMA}; read it "
+                                      "with paragrad 9.9"):
+        Record(tmp_path)
+
+
+def test_who_kept_the_cores_busy() -> None:
+    """What everybody took, less what the ranks took, less what the two clocks may differ by; never below nothing."""
+    rank = {"seconds": 10.0, "own": 4.0, "all": 15.0, "interrupted": 3}
+    assert cpu.others([rank, rank], 2) == pytest.approx(0.7, abs=0.01)
+    assert cpu.others([rank, {**rank, "own": 20.0}], 2) == 0.0
+    assert cpu.others([{**rank, "all": None}], 2) is None
+    assert cpu.others([], 2) is None
+
+
+def test_a_rank_reads_what_it_took_of_its_cores() -> None:
+    """A tenth of a second of work is its own, and in the time of everybody as far as the system counts that."""
+    clock, began = cpu.Cpu(), time.process_time()
+    while time.process_time() - began < 0.1:
+        pass
+    told = clock.told()
+    assert 0.1 <= told["own"] <= 10.0
+    assert told["seconds"] > 0
+    assert told["interrupted"] >= 0
+    assert told["all"] is None or told["all"] > 0
 
 
 def test_folders_of_the_same_second_differ(tmp_path: Path) -> None:

@@ -2,14 +2,17 @@
 
 | kind       | fields                                                                                                   |
 |------------|----------------------------------------------------------------------------------------------------------|
-| run        | schema, id, job {name, arguments, batch, epochs, metric, samples, parameters, dtype}, strategy, resolved,   |
-|            | seed, workers, servers, backend, device, threads, machine {cpu, cores, load, torch, python, paragrad},     |
+| run        | schema, id, date, job {name, arguments, batch, epochs, metric, unit, samples, parameters, dtype},         |
+|            | strategy, resolved, seed, workers, servers, backend, device, threads,                                     |
+|            | machine {cpu, cores, load, torch, python, paragrad},                                                      |
 |            | prediction, reverse, resumed {run, step} or null, settings (those that are not the default)               |
 | step       | epoch, step, start, seconds, loss [sum, weight], order [first, stop], sent {kind: {bytes, computed}}, lr  |
 | epoch      | epoch, test {value, weight} or null, start, seconds                                                       |
 | span       | step, name, lane (compute, send, receive, wait, update, data), start, seconds, bytes, peer                |
 | choice     | what, bytes, picked, because                                                                              |
 | memory     | parameters, gradients, optimizer, activations, exchange, resident (bytes)                                 |
+| cpu        | seconds of the training; own: CPU seconds of this rank; all: of everybody on its cores, null where the   |
+|            | system does not say; interrupted: how often another took its core                                        |
 | event      | name, numbers                                                                                             |
 | end        | status (finished, failed, stopped, interrupted), seconds, error {rank, step, tensor, message} or null;    |
 |            | of a comparison: error a text or null                                                                    |
@@ -22,9 +25,12 @@
 `computed` marks bytes that come from the closed form because a backend's own collective moved them. The span of an exchange
 (lane send) is the whole of it; those of the same name in wait, receive and compute are its parts: blocked until the first
 message came, blocked for the others, and the rest. A step that failed has its spans up to there, and no line of its own.
-`resident` is the most that the process ever held, also in runs that it served before. `load` is the mean number of busy or
-waiting threads of the host in the minute before the run, null where the system does not say. Without an `end` line the run
-died.
+What is as in the step before is not written again, and `lines_of` puts it back: fields of a step; and the spans of a step are
+one line {kind: spans, step, start, spans [[name, lane, bytes], ...], micros [start, length, ...]}, microseconds after `start`
+and in the order of `spans`, which is left out where it is the step before's. A step costs some 250 bytes on every rank.
+`date` is when the run began, UTC. `unit` is what the test's value is in (% or nothing). `resident` is the most that the process
+ever held, also in runs that it served before. `load` is the mean number of busy or waiting threads of the host in the minute
+before the run, null where the system does not say. Without an `end` line the run died.
 """
 
 from __future__ import annotations
@@ -44,7 +50,7 @@ from typing import Any
 from paragrad.datasets.order import permutation
 from paragrad.errors import Refused
 
-SCHEMA = 1
+SCHEMA = 2          # 1 wrote every field of every step, and a line for every span; it is read as well
 Line = dict[str, Any]
 
 
@@ -107,16 +113,39 @@ def new_folder(parent: Path, name: str) -> Path:
     raise Refused(f"{parent} is full of runs of this second; give another folder with --runs")
 
 
-def lines_of(path: Path, without: str | None = None) -> Iterator[Line]:
-    """The lines of a file, but for those of one kind; a last one that was cut off by the end of its process is left out."""
+def lines_of(path: Path, spans: bool = True) -> Iterator[Line]:
+    """The lines of a file, as the table above has them; a last one that was cut off by the end of its process is left out."""
+    before: Line = {}                           # the step before
+    named: list[Any] = []                       # its spans
+    for line in _stored(path, spans):
+        if line["kind"] == "step":
+            line = before = {**before, **line}
+        if line["kind"] == "spans":
+            named = line.get("spans", named)
+            yield from _spans(line, named)
+        else:
+            yield line
+
+
+def _stored(path: Path, spans: bool) -> Iterator[Line]:
+    """The lines as they are stored. spans: with those of spans, which are most of a file."""
     if path.is_file():                          # a FIFO would be waited for
-        for line in path.read_text(encoding="utf-8").splitlines():
-            if without and line.startswith(f'{{"kind":"{without}"'):
+        for text in path.read_text(encoding="utf-8").splitlines():
+            if not spans and text.startswith('{"kind":"span'):
                 continue
             try:
-                yield json.loads(line)
+                yield json.loads(text)
             except json.JSONDecodeError:
                 return
+
+
+def _spans(line: Line, named: list[Any]) -> list[Line]:
+    """A line for each span of a step, by when they began."""
+    micros = iter(line["micros"])
+    found = [{"kind": "span", "step": line["step"], "name": name, "lane": lane, "start": round(line["start"] + 1e-6 * start, 6),
+              "seconds": round(1e-6 * seconds, 6), "bytes": sent, "peer": None}
+             for (name, lane, sent), start, seconds in zip(named, micros, micros, strict=True)]
+    return sorted(found, key=lambda span: span["start"])
 
 
 @dataclass(frozen=True)
@@ -136,15 +165,18 @@ class Audit:
 
 
 class Record:
-    """What a run's folder says, read back. spans: with them, which are most of it."""
+    """What a run's folder says, read back. spans: with them, which are half of it. Raises Refused: of a later version."""
 
     def __init__(self, folder: Path, spans: bool = True) -> None:
         self.folder = folder
         own = list(lines_of(folder / "run.jsonl"))
         self.header: Line = next((line for line in own if line["kind"] == "run"), {})
+        if self.header.get("schema", SCHEMA) > SCHEMA:
+            raise Refused(f"{folder} is a record of version {self.header['schema']}, this paragrad reads versions up to "
+                          f"{SCHEMA}; read it with paragrad {self.header['machine']['paragrad']}, which wrote it")
         self.end: Line | None = next((line for line in own if line["kind"] == "end"), None)
         files = sorted(folder.glob("rank-*.jsonl"), key=lambda path: int(path.stem.split("-")[1]))
-        self.ranks: list[list[Line]] = [list(lines_of(path, None if spans else "span")) for path in files]
+        self.ranks: list[list[Line]] = [list(lines_of(path, spans)) for path in files]
         self.difference: Line | None = next((line for line in own if line["kind"] == "difference"), None)
         self.choices = [line for line in own if line["kind"] == "choice"]
 
@@ -173,11 +205,16 @@ class Record:
         return values[-1] if values else None
 
     @property
+    def step_seconds(self) -> list[float]:
+        """Of every step of the rank whose median is the slowest (without the first, which warms up, where there are more)."""
+        ranks = [seconds[1:] or seconds for rank in range(len(self.ranks))
+                 if (seconds := [line["seconds"] for line in self.of("step", rank)])]
+        return max(ranks, key=median, default=[])
+
+    @property
     def seconds_per_step(self) -> float | None:
-        """The median step of the slowest rank (without the first step, which warms up, where there are more)."""
-        medians = [median(seconds[1:] or seconds) for rank in range(len(self.ranks))
-                   if (seconds := [line["seconds"] for line in self.of("step", rank)])]
-        return max(medians) if medians else None
+        """The median step of the slowest rank."""
+        return median(self.step_seconds) if self.step_seconds else None
 
     @property
     def sent_per_step(self) -> dict[str, Line]:
@@ -191,6 +228,11 @@ class Record:
         return most
 
     @property
+    def cpu(self) -> list[Line]:
+        """Who kept the cores busy, as every rank that came to the end of its training told it (`record.cpu`)."""
+        return [line for rank in range(len(self.ranks)) for line in self.of("cpu", rank)]
+
+    @property
     def memory(self) -> dict[str, int]:
         """Bytes by kind, each of the rank that holds most of it; empty where no rank came to the end of its training."""
         most: dict[str, int] = {}
@@ -198,6 +240,12 @@ class Record:
             for line in self.of("memory", rank):
                 most |= {kind: max(held, most.get(kind, 0)) for kind, held in line.items() if kind != "kind"}
         return most
+
+    @property
+    def steps_planned(self) -> int:
+        """How many steps all epochs of its job have."""
+        job = self.header["job"]
+        return int(job["epochs"] * -(-job["samples"] // job["batch"]))
 
     def used(self) -> list[Line]:
         """The step lines of all ranks; of a resumed run, after those that led to its checkpoint."""

@@ -42,7 +42,7 @@ class Certificate(Difference):
     failure: str | None             # what a rank said of replicas that are not equal
     cause: str | None               # the likeliest, where it is not the same and one is known
     sabotage: str | None
-    versions: dict[str, str]
+    machine: dict[str, Any]         # as in a record: cpu, cores, load, versions
     folder: Path
 
     @property
@@ -56,7 +56,7 @@ class Certificate(Difference):
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON, what it is of first: a difference that is not finite is null, and `tensor` says where."""
-        told = {"schema": 1, **dict.fromkeys(Certificate.__annotations__), **asdict(self), "folder": str(self.folder),
+        told = {"schema": 2, **dict.fromkeys(Certificate.__annotations__), **asdict(self), "folder": str(self.folder),
                 "difference": self.difference, "same": self.same}
         del told["value"], told["step"]
         return told | {name: _finite(told[name]) for name in ("difference", "twin", "allowed", "tensors", "twins")}

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 
 from paragrad.record.record import Line
+from paragrad.report.palette import COLOURS, FAINT, INK, KINDS, MUTED, PAPER, TWIN, themed
 
 if TYPE_CHECKING:                   # matplotlib takes a second to import, and only a page needs it
     from matplotlib.axes import Axes
@@ -27,11 +28,8 @@ POINTS = 200                        # of a line, at most: one every two units
 SMOOTH = 60                         # of a line of noisy values
 LINE = 58                           # letters across a chart
 MARKS = 6                           # along a line
-INK, MUTED, FAINT = "#1f2933", "#5f6c7b", "#e3e8ee"
-# told apart by most colour-blind eyes (Okabe and Ito 2008, without their yellow, which paper swallows; then Tol 2021)
-COLOURS = ("#1f2933", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#882255", "#8a8a2e", "#7a4b2a")
+HUNDRED = 100.0                     # times as long as another
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p")
-KINDS = ("#3d6b8e", "#c58a2b", "#6b9a5b", "#8a5a83", "#777777")        # of bytes
 
 
 @dataclass(frozen=True)
@@ -40,13 +38,13 @@ class Style:
     colour: str
     marker: str
     dashes: str = "-"
-    inside: str = "white"       # of the marker
+    inside: str = PAPER         # of the marker
 
 
 def style(place: int, twin: bool = False) -> Style:
     """The style of a table's row."""
     if twin:
-        return Style("#6b7280", "x", "--", inside="#6b7280")
+        return Style(TWIN, "x", "--", inside=TWIN)
     return Style(COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)], "-" if place < len(COLOURS) else "-.")
 
 
@@ -84,23 +82,35 @@ def curve(seen: Style, name: str, runs: Sequence[Sequence[tuple[float, float]]],
 
 
 def lines(name: str, curves: Sequence[Curve], *, x_label: str, y_label: str, alt: str, logarithmic: bool | None = None,
-          goal: float | None = None) -> str:
+          goal: float | None = None, unit: str = "") -> str:
     """A chart of lines; logarithmic: whether y is (None: where values span more than a factor of 30); zeros lie on the floor.
+    x is logarithmic where one line is a hundred times as long as another.
 
-    name: unique in the page;  goal: a dotted line across.
+    name: unique in the page;  goal: a dotted line across;  unit: of y.
     """
     with drawing(name, WIDTH, HEIGHT) as figure:
         axes = _axes(figure, y_label, x_label)
         finite = [value for each in curves for value in each.y if math.isfinite(value)]
         if logarithmic is None:
             logarithmic = min(finite) > 0 and max(finite) > 30 * min(finite)
-        floor = _decades(axes, finite) if logarithmic else 0.0
+        floor = _decades(axes, "y", finite) if logarithmic else 0.0
+        if unit and not logarithmic:
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} {unit}")
         for place, each in enumerate(curves):
             _line(axes, each, place, len(curves), floor)
-        axes.set_xlim(left=0)
+        if hundredfold(curves):
+            _decades(axes, "x", [value for each in curves for value in each.x])
+        else:
+            axes.set_xlim(left=0)
         if goal is not None:
             axes.axhline(goal, color=MUTED, linewidth=1, linestyle=":", zorder=1)
         return inline(figure, name, alt)
+
+
+def hundredfold(curves: Sequence[Curve]) -> bool:
+    """Whether one line is a hundred times as long as another, which would be a stroke at the edge."""
+    ends = [max(each.x) for each in curves]
+    return min(ends) > 0 and max(ends) >= HUNDRED * min(ends)
 
 
 def _line(axes: Axes, each: Curve, place: int, of: int, floor: float) -> None:
@@ -115,22 +125,22 @@ def _line(axes: Axes, each: Curve, place: int, of: int, floor: float) -> None:
               markerfacecolor=each.style.inside, markeredgewidth=1.2, zorder=3 + place)
 
 
-def _decades(axes: Axes, values: list[float]) -> float:
-    """Make y logarithmic. Zeros, of which there is no logarithm, get a floor below the rest: where it is, or 0."""
+def _decades(axes: Axes, which: str, values: list[float]) -> float:
+    """Make x or y logarithmic. Zeros, of which there is no logarithm, get a floor below the rest: where it is, or 0."""
     above = [value for value in values if value > 0] or [1.0]
     low, high = min(above) / 1.4, max(above) * 1.4
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    factors = (1, 2, 5) if last - first < 4 else (1,)
+    factors = (1, 2, 5) if last - first < 4 and which == "y" else (1,)                  # x has no room for three
     ticks = [(factor * 10.0 ** exponent, _scientific(factor, exponent))
              for exponent in range(first, last, max(1, (last - first) // 6)) for factor in factors]
     ticks = [(value, text) for value, text in ticks if low <= value <= high]
     floor = low / (high / low) ** 0.15 if any(value <= 0 for value in values) else 0.0
     if floor:
         ticks.append((floor, "0"))
-    axes.set_yscale("log")
-    axes.set_ylim(0.8 * floor if floor else low, high)
-    axes.set_yticks([value for value, _ in ticks], [text for _, text in ticks])
-    axes.set_yticks([], minor=True)
+    axes.set(**{f"{which}scale": "log", f"{which}lim": (0.8 * floor if floor else low, high)})
+    axis = getattr(axes, f"{which}axis")
+    axis.set_ticks([value for value, _ in ticks], labels=[text for _, text in ticks])
+    axis.set_ticks([], minor=True)
     return floor
 
 
@@ -144,7 +154,7 @@ def bars(name: str, rows: Sequence[tuple[str, str, dict[str, Line]]], kinds: Seq
             start = 0
             for kind, number in sent.items():
                 axes.barh(place, number["bytes"], left=start, height=0.3 if short else 0.22,
-                          color=KINDS[kinds.index(kind) % len(KINDS)], edgecolor="white", linewidth=0.6,
+                          color=KINDS[kinds.index(kind) % len(KINDS)], edgecolor=PAPER, linewidth=0.6,
                           hatch="////" if number["computed"] else None, zorder=3)
                 start += number["bytes"]
             axes.annotate(_shortened(strategy), (0, place), (0, 9.5), textcoords="offset points", color=INK, fontsize=TEXT)
@@ -186,7 +196,7 @@ def drawing(name: str, width: float, height: float) -> Iterator[Figure]:
         warnings.filterwarnings("ignore", message="Glyph")      # of matplotlib's font; the browser draws text in its own
         matplotlib.rcdefaults()
         matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": name, "text.parse_math": False, "font.size": TEXT,
-                                    "hatch.color": "white", "hatch.linewidth": 1.2})
+                                    "hatch.color": PAPER, "hatch.linewidth": 1.2})
         yield Figure(figsize=(width / 72, height / 72), layout="constrained" if width == WIDTH else None)
 
 
@@ -236,6 +246,8 @@ def inline(figure: Figure, name: str, alt: str) -> str:
     text = re.sub(r' (id="|xlink:href="#)', rf" \1{name}-", text).replace("url(#", f"url(#{name}-")
     text = re.sub(r' (?:d|x|y|transform|style)="[^"]*"', lambda found: re.sub(
         r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", found[0]), text)
+    text = re.sub(r' fill="(#[0-9a-f]{6})"', r' style="fill: \1"', text)                    # attributes know no var()
+    text = re.sub(r' style="[^"]*"', lambda found: themed(found[0]), text)
     told = f'role="img" aria-label="{escape(alt)}"' if alt else 'aria-hidden="true"'
     width, height = figure.get_size_inches() * 72
     opening = (f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {told} '

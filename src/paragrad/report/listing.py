@@ -8,13 +8,11 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from paragrad.jobs.job import accuracy
 from paragrad.players.draw import draw as drawn
 from paragrad.players.proof import check
 from paragrad.record.record import Record
@@ -23,6 +21,7 @@ from paragrad.report.drawing import write_space_time
 from paragrad.report.printing import print_facts, print_rows
 from paragrad.report.run import Run
 from paragrad.report.table import COMPUTED, Table, held, sent, show
+from paragrad.report.times import times_of
 from paragrad.strategies.shares import Division, micro_batches
 from paragrad.strategies.strategy import Strategy
 from paragrad.strategies.table import algorithms, known, plan_of
@@ -32,34 +31,31 @@ from paragrad.training.saved import folders, step_of
 
 def run(finished: Run, as_json: bool, typed: Sequence[str] = ("paragrad", "train", "JOB")) -> None:
     """The summary of one run. typed: the command that made it, program first, as sys.argv has it."""
-    header, difference = finished.header, finished.difference
-    stopped = {"stopped": f"at step {finished.resumable}", "go on with": again(
-        typed, finished.folder, finished.header["settings"].get("data"))} if finished.stopped else {}
-    facts = {"strategy": header["strategy"], "resolved": header["resolved"], "test": finished.test,
-             "loss": finished.losses[-1] if finished.losses else None, "seconds per step": finished.seconds_per_step,
-             "sent per step": finished.sent_per_step, "memory": finished.memory, "audit": asdict(finished.audit),
-             "difference from serial": difference and difference["value"],
-             "where largest": difference and difference["tensor"], **stopped, "record": str(finished.folder)}
+    go_on = again(typed, finished.folder, finished.header["settings"].get("data")) if finished.stopped else None
+    found = {**finished.as_json(), "go_on_with": go_on}
     if as_json:
-        print(json.dumps(facts))
+        print(json.dumps(found))
     else:
-        print_facts((name, value) for name, value in _labelled(finished, facts).items() if value is not None)
+        print_facts((name, value) for name, value in _told(finished, found).items() if value is not None)
 
 
-def _labelled(finished: Run, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts of a run for people: every number with what it is and its unit."""
-    test, seconds, moved = finished.test, finished.seconds_per_step, sent(finished.sent_per_step)
-    named = {"test": f"test {finished.header['job']['metric']}", "loss": "loss of the last step (mean over its samples)",
-             "seconds per step": "time per step (median of the slowest rank)", "sent per step": "bytes sent per rank and step",
-             "memory": "memory of a rank (the most that any holds)",
-             "difference from serial": "difference from serial (relative, float64, 20 steps)"}
-    texts = {"test": None if test is None else f"{test:.2f}" + (" %" if finished.job.metric is accuracy else ""),
-             "loss": None if facts["loss"] is None else f"{facts['loss']:.4f}",
-             "seconds per step": None if seconds is None else f"{1e3 * seconds:.2f} ms",
-             "sent per step": moved + (f" (*: {COMPUTED})" if "*" in moved else ""),
-             "memory": held(finished.memory) or None, "audit": str(finished.audit),
-             "difference from serial": facts["difference from serial"] and f"{facts['difference from serial']:.1e}"}
-    return {named.get(name, name): texts.get(name, value) for name, value in facts.items()}
+def _told(finished: Run, found: Mapping[str, Any]) -> dict[str, Any]:
+    """A run for people: every number with what it is and its unit."""
+    seconds, moved, unit = found["seconds_per_step"], sent(found["sent"]), finished.header["job"]["unit"]
+    taken, cores = times_of([finished]), found["machine"]["cores"]
+    return {
+        "strategy": found["strategy"], "resolved": found["resolved"],
+        f"test {found['metric']}": None if found["test"] is None else f"{found['test']:.2f} {unit}".strip(),
+        "loss of the last step (mean over its samples)": None if found["loss"] is None else f"{found['loss']:.4f}",
+        "time per step (median of the slowest rank)": None if seconds is None else f"{1e3 * seconds:.2f} ms",
+        "meanwhile": f"others kept {taken.others:.1f} of {cores} cores busy, so that time says little"
+                     if taken and taken.busy(cores) else None,
+        "bytes sent per rank and step": moved + (f" (*: {COMPUTED})" if "*" in moved else ""),
+        "memory of a rank (the most that any holds)": held(found["memory"]) or None, "audit": str(finished.audit),
+        "first step": found["first_step"],
+        "difference from serial (relative, float64, 20 steps)": found["difference"] and f"{found['difference']:.1e}",
+        "where largest": found["tensor"], "stopped": found["stopped_at"] and f"at step {found['stopped_at']}",
+        "go on with": found["go_on_with"], "record": found["folder"]}
 
 
 def comparison(found: Table, as_json: bool, typed: Sequence[str], data: str | None) -> None:
@@ -107,7 +103,7 @@ def certificate(found: Certificate, as_json: bool) -> None:
         return
     print_rows(("tensor", "difference", "rounding twin"), [
         (name, f"{value:.1e}", f"{found.twins[name]:.1e}" if name in found.twins else "-")
-        for name, value in found.tensors.items()], False)
+        for name, value in found.tensors.items()])
     facts: dict[str, Any] = {"job": f"{found.job} ({found.digest[:12]})", "strategy": found.resolved, "planted": found.sabotage,
                              "steps": found.steps, "failure": found.failure}
     if found.first:
@@ -129,16 +125,19 @@ def dry_run(checked: Admitted, as_json: bool) -> None:
     order, job = checked.facts.order, checked.job
     division = checked.resolved.division
     batches = list(order.batches())
-    facts: dict[str, Any] = {
-        "job": job.name, "resolved": str(checked.resolved), "workers": checked.size, "threads per rank": checked.threads,
-        "samples": order.samples, "batch": job.batch, "steps per epoch": order.steps, "epochs": job.epochs,
-        "steps": order.steps * job.epochs, "shares": _shares(batches[0], division)}
-    if len(batches[-1]) < len(batches[0]):
-        facts["shares of the short last batch"] = _shares(batches[-1], division)
+    found: dict[str, Any] = {
+        "job": job.name, "strategy": str(checked.asked), "resolved": str(checked.resolved), "workers": checked.size,
+        "threads": checked.threads, "samples": order.samples, "batch": job.batch, "steps_per_epoch": order.steps,
+        "epochs": job.epochs, "steps": order.steps * job.epochs, "shares": _shares(batches[0], division),
+        "last_shares": _shares(batches[-1], division)}
     if as_json:
-        print(json.dumps(facts))
+        print(json.dumps(found))
         return
-    print_facts(facts.items())
+    named = {"threads": "threads per rank", "last_shares": "shares of the short last batch"}
+    if found["shares"] == found["last_shares"]:
+        del found["last_shares"]
+    del found["strategy"]
+    print_facts((named.get(name, name.replace("_", " ")), value) for name, value in found.items())
 
 
 def _shares(batch: range, division: Division) -> list[list[int]]:
@@ -160,16 +159,25 @@ def draw(chosen: Strategy, svg: Path | None) -> None:
 
 def jobs(known: dict[str, Callable[..., Any]], as_json: bool) -> None:
     """Every built-in job: name, arguments, one line."""
-    rows = [(name, ", ".join(f"{argument.name}={argument.default}" for argument in inspect.signature(make).parameters.values()),
-             _line(make)) for name, make in known.items()]
-    print_rows(("job", "arguments", "what it trains"), rows, as_json)
+    rows = [(name, {argument.name: argument.default for argument in inspect.signature(make).parameters.values()}, _line(make))
+            for name, make in known.items()]
+    if as_json:
+        print(json.dumps([dict(zip(("job", "arguments", "what"), row, strict=True)) for row in rows], indent=1, default=str))
+    else:
+        print_rows(("job", "arguments", "what it trains"), [
+            (name, ", ".join(f"{argument}={value}" for argument, value in arguments.items()), what)
+            for name, arguments, what in rows])
 
 
 def strategies(as_json: bool) -> None:
     """Every strategy and algorithm: how it is written, whether it is built, one line with its source."""
-    rows = [(kind, cls.name, "yes" if cls.built else "not yet", _line(cls))
+    rows = [(kind, cls.name, cls.built, _line(cls))
             for kind, classes in (("strategy", known()), ("reduce", algorithms())) for cls in classes.values()]
-    print_rows(("kind", "name", "built", "what it is, and its source"), rows, as_json)
+    if as_json:
+        print(json.dumps([dict(zip(("kind", "name", "built", "what"), row, strict=True)) for row in rows], indent=1))
+    else:
+        print_rows(("kind", "name", "built", "what it is, and its source"), [
+            (kind, name, "yes" if built else "not yet", what) for kind, name, built, what in rows])
 
 
 def _line(thing: Any) -> str:

@@ -1,8 +1,7 @@
-"""Facts and rows on standard output: tables at a terminal, plain lines in a pipe, JSON where that was asked for."""
+"""Facts and rows on standard output: tables at a terminal, plain lines in a pipe."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,15 +14,13 @@ def print_facts(facts: Iterable[tuple[str, Any]]) -> None:
         Console(soft_wrap=True).print(f"{name}: {value}", highlight=False, markup=False)
 
 
-def print_rows(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]], as_json: bool) -> None:
+def print_rows(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     console = Console()
-    if as_json:
-        print(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], indent=1))
-    elif not console.is_terminal:
+    if not console.is_terminal:
         for row in rows:
             print("\t".join(row))
-    else:
-        table = Table(*columns)
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+        return
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)

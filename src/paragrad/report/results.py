@@ -6,11 +6,12 @@ import hashlib
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, stdev
 from typing import Any
 
 from paragrad.errors import RankFailed
 from paragrad.record.record import Line, Record, lines_of
+from paragrad.report.times import Ratio, Times, times_of
 from paragrad.strategies.serial import Serial
 from paragrad.training.settings import Settings
 
@@ -20,7 +21,7 @@ TWIN = "rounding twin"          # serial, every batch back to front
 @dataclass(frozen=True)
 class Reached:
     """Where a run reached the goal of `--until`."""
-    seconds: float              # since the first step began, tests included
+    seconds: float              # of its steps, each by the row's time per step
     epochs: int
     samples: int
 
@@ -33,9 +34,9 @@ class Row:
     test: float | None = None                       # the job's metric (accuracy: per cent): the mean over seeds
     spread: float | None = None                     # its standard deviation over seeds
     seeds: int = 1
-    seconds_per_step: float | None = None           # median of the slowest rank; median over seeds
-    speed_up: float | None = None                   # over serial with all threads
-    speed_up_one_thread: float | None = None
+    times: Times | None = None                      # of a step
+    faster: Ratio | None = None                     # than serial with all threads
+    faster_than_one_thread: Ratio | None = None
     sent: dict[str, Line] = field(default_factory=dict)     # per rank and step, by kind: {bytes, computed}
     memory: dict[str, int] = field(default_factory=dict)    # bytes by kind, each of the rank that holds most of it
     difference: float | None = None                 # from serial, float64, first seed
@@ -45,6 +46,31 @@ class Row:
     runs: tuple[str, ...] = ()                      # folders, by seed
     failure: str | None = None
     reference: bool = False                         # serial itself, which the others are compared with
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """The median of the slowest rank; median over seeds."""
+        return self.times.seconds if self.times else None
+
+    @property
+    def speed_up(self) -> float | None:
+        """Over serial with all threads; None where noise would have made it."""
+        return self.faster.value if self.faster and self.faster.told else None
+
+    @property
+    def speed_up_one_thread(self) -> float | None:
+        """Over serial with one thread, likewise."""
+        return self.faster_than_one_thread.value if self.faster_than_one_thread and self.faster_than_one_thread.told else None
+
+    def as_json(self) -> Line:
+        """All of it, a number and from where to where it may be side by side."""
+        told = asdict(self) | {name: getattr(self, name) for name in ("seconds_per_step", "speed_up", "speed_up_one_thread")}
+        del told["times"], told["faster"], told["faster_than_one_thread"]
+        told["is_reference"] = told.pop("reference")
+        for name, each in (("seconds_per_step", self.times), ("speed_up", self.faster),
+                           ("speed_up_one_thread", self.faster_than_one_thread)):
+            told[f"{name}_between"] = each and [each.low, each.high]
+        return told | {"others": self.times and self.times.others}
 
 
 @dataclass(frozen=True)
@@ -112,8 +138,8 @@ class Results:
         return {line["run"]: line for line in lines_of(self.folder / "compare.jsonl") if line["kind"] == kind}
 
     def as_json(self) -> Line:
-        return {"schema": 2, "job": self.job, "metric": self.metric, "until": self.until, "folder": str(self.folder),
-                "machine": self.machine, "rows": [asdict(row) for row in self.rows]}
+        return {"schema": 3, "job": self.job, "metric": self.metric, "until": self.until, "folder": str(self.folder),
+                "machine": self.machine, "rows": [row.as_json() for row in self.rows]}
 
 
 def _row(results: Results, strategy: str, names: list[str]) -> Row:
@@ -133,31 +159,33 @@ def _row(results: Results, strategy: str, names: list[str]) -> Row:
     if len(records) < len(names):
         return Row(**named, failure=f"{len(records)} of {len(names)} seeds were run")
     tests = [record.test for record in records if record.test is not None]
-    seconds = median([record.seconds_per_step for record in records if record.seconds_per_step] or [0.0]) or None
-    all_threads, one_thread = _serial_seconds(results, int(results.machine["cores"])), _serial_seconds(results, 1)
+    taken = times_of(records)
     difference = results.lines("difference").get(names[0], {})
     failure = {} if names[0] in results.lines("distance") else results.lines("event").get(names[0], {})
     return Row(**named, test=fmean(tests) if tests else None, spread=stdev(tests) if len(tests) > 1 else None,
-               seconds_per_step=seconds, speed_up=all_threads / seconds if all_threads and seconds else None,
-               speed_up_one_thread=one_thread / seconds if one_thread and seconds else None,
+               times=taken, faster=_faster(results, header, taken, int(results.machine["cores"])),
+               faster_than_one_thread=_faster(results, header, taken, 1),
                sent=records[0].sent_per_step, memory=records[0].memory, difference=difference.get("value"),
                tensor=difference.get("tensor"), digests=tuple(map(_digest, records)), failure=failure.get("message"),
-               reached=tuple(_reached(results, record) for record in records) if results.until else ())
+               reached=tuple(_reached(results, record, taken) for record in records) if results.until else ())
 
 
-def _serial_seconds(results: Results, threads: int) -> float | None:
-    """The median step of plain serial with so many threads, over its runs."""
-    found = [record.seconds_per_step for record in results.records.values()
-             if record.header["resolved"] == str(Serial(threads=threads)) and not record.header["reverse"]]
-    return median([seconds for seconds in found if seconds] or [0.0]) or None
+def _faster(results: Results, header: Line, taken: Times | None, threads: int) -> Ratio | None:
+    """A step of plain serial with so many threads over this row's; exactly 1 where it is that row itself."""
+    baseline = [record for record in results.records.values()
+                if record.header["resolved"] == str(Serial(threads=threads)) and not record.header["reverse"]]
+    serial = times_of(baseline)
+    if taken is None or serial is None:
+        return None
+    return Ratio(1.0, 1.0, 1.0) if header in [record.header for record in baseline] else serial.over(taken)
 
 
-def _reached(results: Results, record: Record) -> Reached | None:
+def _reached(results: Results, record: Record, taken: Times | None) -> Reached | None:
     goal = Settings(until=results.until).goal
     for line in record.of("epoch"):
-        if goal and line["test"] and goal.reached(line["test"]["value"]):
-            return Reached(line["start"] + line["seconds"] - record.of("step")[0]["start"], line["epoch"] + 1,
-                           (line["epoch"] + 1) * record.header["job"]["samples"])
+        if goal and taken and line["test"] and goal.reached(line["test"]["value"]):
+            steps = sum(each["epoch"] <= line["epoch"] for each in record.of("step"))
+            return Reached(steps * taken.seconds, line["epoch"] + 1, (line["epoch"] + 1) * record.header["job"]["samples"])
     return None
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 from torch import nn
 
 from paragrad.errors import Refused
 from paragrad.jobs.job import Job
-from paragrad.record.record import Record
+from paragrad.record.record import Line, Record
+from paragrad.report.times import times_of
 from paragrad.strategies.strategy import Strategy
 from paragrad.strategies.table import strategy
 from paragrad.training.saved import folders, step_of
@@ -34,6 +36,25 @@ class Run(Record):
         if self.stopped:
             told.append(f"stopped at step {self.resumable}, to go on with resume={str(self.folder)!r}")
         return ", ".join([*told, f"in {self.folder}"])
+
+    def as_json(self) -> Line:
+        """What it was and found, in plain JSON ([keys](docs/json.md))."""
+        difference, taken, header = self.difference or {}, times_of([self]), self.header
+        return {"schema": 1, "job": self.job.name, "strategy": header["strategy"], "resolved": header["resolved"],
+                "workers": header["workers"], "machine": header["machine"], "metric": header["job"]["metric"],
+                "test": self.test, "loss": self.losses[-1] if self.losses else None, "steps": len(self.steps()),
+                "seconds_per_step": self.seconds_per_step,
+                "seconds_per_step_between": taken and [taken.low, taken.high], "others": taken and taken.others,
+                "sent": self.sent_per_step, "memory": self.memory, "audit": asdict(self.audit), "first_step": self.first_step,
+                "difference": difference.get("value"), "tensor": difference.get("tensor"),
+                "stopped_at": self.resumable if self.stopped else None, "folder": str(self.folder)}
+
+    @property
+    def first_step(self) -> str | None:
+        """What its comparison with one worker's said, or why there was none."""
+        told = [line["message"] for line in self.of("event") if line["name"] == "checked"]
+        told += [f"{line['picked']}: {line['because']}" for line in self.of("choice") if line["what"] == "first step"]
+        return str(told[0]) if told else None
 
     @property
     def resolved(self) -> Strategy:

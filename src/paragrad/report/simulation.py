@@ -19,11 +19,11 @@ def simulation(found: Simulation, as_json: bool) -> None:
     """Print a simulation: a line per fact, or JSON with plain numbers."""
     if as_json:
         print(json.dumps({"strategy": str(found.strategy), "workers": found.workers, "bytes": found.bytes,
-                          "seconds": found.timeline.seconds, "interval": found.interval, "closed form": found.closed,
+                          "seconds": found.timeline.seconds, "interval": found.interval, "closed_form": found.closed,
                           "messages": found.timeline.messages, "price": found.price and asdict(found.price),
-                          "least": asdict(found.least),
-                          "work": found.work and asdict(found.work), "cluster": asdict(found.cluster),
-                          "machine": found.machine.measured}, indent=1))
+                          "least": asdict(found.least), "work": found.work and found.work.work,
+                          "depth": found.work and found.work.depth, "cluster": asdict(found.cluster),
+                          "measured": found.machine.measured}, indent=1))
     else:
         print_facts((name, value) for name, value in _told(found).items() if value is not None)
 

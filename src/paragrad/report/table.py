@@ -12,6 +12,7 @@ from rich.table import Table as Drawn
 
 from paragrad.record.record import Line
 from paragrad.report.results import Results, Row
+from paragrad.report.times import Ratio, Times
 
 TOO_SHORT = 5e-3        # seconds of a serial step below which one exchange costs more than a second worker saves
 
@@ -115,8 +116,8 @@ def cells(table: Results, row: Row) -> list[str]:
     if row.seconds_per_step is None:
         return [row.strategy, f"failed: {row.failure}" if row.resolved else "not run", *[""] * (len(columns_of(table)) - 2)]
     difference = "reference" if row.reference else "-" if row.difference is None else f"{row.difference:.1e}"
-    return [row.strategy, _test(row), *(_goal(row) if table.until else []), f"{1e3 * row.seconds_per_step:.2f}",
-            _times(row.speed_up), _times(row.speed_up_one_thread), sent(row.sent),
+    return [row.strategy, _test(row), *(_goal(table, row) if table.until else []), _milliseconds(table, row),
+            _times(table, row.faster), _times(table, row.faster_than_one_thread), sent(row.sent),
             f"failed: {row.failure}" if row.failure else difference, row.tensor or "", " ".join(row.digests)]
 
 
@@ -126,13 +127,13 @@ def _test(row: Row) -> str:
     return f"{row.test:.2f}" + (f" ± {row.spread:.2f}" if row.spread is not None else "")
 
 
-def _goal(row: Row) -> list[str]:
+def _goal(table: Results, row: Row) -> list[str]:
     """Seconds, epochs and samples to the goal: means over the seeds, or how many seeds came there."""
     there = [reached for reached in row.reached if reached is not None]
     if len(there) < len(row.reached):
         return [f"{len(there)} of {len(row.reached)} seeds reach it", "-", "-"]
-    return [f"{fmean(each.seconds for each in there):.1f}", f"{fmean(each.epochs for each in there):.1f}",
-            f"{fmean(each.samples for each in there):,.0f}"]
+    return [f"{fmean(each.seconds for each in there):.1f}{_mark(table, row.times)}",
+            f"{fmean(each.epochs for each in there):.1f}", f"{fmean(each.samples for each in there):,.0f}"]
 
 
 def sent(kinds: dict[str, Line]) -> str:
@@ -153,8 +154,34 @@ def _sized(number: float) -> str:
     return f"{number:,.1f} GB"
 
 
-def _times(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f}x"
+def _milliseconds(table: Results, row: Row) -> str:
+    return f"{1e3 * (row.seconds_per_step or 0.0):.2f}{_mark(table, row.times)}"
+
+
+def _times(table: Results, ratio: Ratio | None) -> str:
+    return "-" if ratio is None else f"{ratio}{_mark(table, ratio)}"
+
+
+def _mark(table: Results, told: Times | Ratio | None) -> str:
+    """What stands behind a time that was taken while others kept the machine busy."""
+    return "!" if told and told.busy(table.machine["cores"]) else ""
+
+
+def doubts(table: Results) -> list[str]:
+    """Why some times and ratios are not to be believed, or are not told."""
+    times = [row.times for row in table.rows if row.times]
+    ratios = [each for row in table.rows for each in (row.faster, row.faster_than_one_thread) if each]
+    found: list[Times | Ratio] = [*times, *ratios]
+    told = []
+    if any(_mark(table, each) for each in found):
+        most = max(each.others or 0.0 for each in found)
+        often = max((each.interrupted for each in times if _mark(table, each)), default=0.0)
+        told.append(f"!: other work kept up to {most:.1f} of {table.machine['cores']} cores busy meanwhile" + (
+            f", and took a rank's core up to {often:,.0f} times a second" if often >= 1 else "") + "; such times say little")
+    if any(not each.told for each in ratios):
+        told.append("two numbers (as 0.8-1.3x) in place of a speed-up: the times of steps scatter so much that it may lie "
+                    "anywhere between them (95 % interval)")
+    return told
 
 
 def notes(table: Results) -> list[str]:
@@ -167,10 +194,7 @@ def notes(table: Results) -> list[str]:
     lines += [f"machine: {machine['cores']} cores, {machine['cpu']}, torch {machine['torch']}, Python {machine['python']}",
              f"speed-up: over serial with all {machine['cores']} threads; difference: from serial in float64 over 20 steps; "
              "parameters: digest of the final ones"]
-    load = machine.get("load")
-    if load is not None and load > machine["cores"] / 2:
-        lines.append(f"the machine was busy: a load of {load:.1f} on {machine['cores']} cores in the minute before the first "
-                     "run; other work ran beside it, or had just ended, and the times say little")
+    lines += doubts(table)
     if any(row.seeds > 1 for row in table.rows):
         lines.append(f"test {table.metric}: mean ± standard deviation over {table.rows[0].seeds} seeds; "
                      "parameters: one digest per seed")

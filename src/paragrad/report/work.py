@@ -22,7 +22,7 @@ def work(found: Profile, as_json: bool) -> None:
         return
     rows = [_row(layer, name) for layer in found.layers for name in PASSES if name == "output" or getattr(layer, name).bytes
             or getattr(layer, name).work]
-    print_rows(COLUMNS, rows, False)
+    print_rows(COLUMNS, rows)
     print_facts(_summary(found).items())
     print_facts(("not counted", each) for each in found.not_counted)
 

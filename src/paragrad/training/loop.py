@@ -11,6 +11,7 @@ from torch import Tensor
 from paragrad.datasets.loading import Dataset, parted
 from paragrad.errors import StepFailed
 from paragrad.jobs.job import opened
+from paragrad.record.cpu import Cpu
 from paragrad.record.record import Recorder
 from paragrad.record.tensorboard import events
 from paragrad.training import checkpoint
@@ -31,8 +32,9 @@ def train_rank(world: World, checked: Admitted, folder: Path, origin: float, rep
             events(folder if settings.tensorboard and world.rank == 0 else None) as show:
         trainer = Trainer.of_job(world, checked.job, checked.resolved, settings, record=record, seen=checked.facts.probe)
         try:
-            training = Training(trainer, checked, folder, record, report or (lambda told: None), show)
+            training, cpu = Training(trainer, checked, folder, record, report or (lambda told: None), show), Cpu()
             status = training.run()
+            record.write("cpu", **cpu.told())
             log_memory(trainer)
             if not trainer.serves:
                 if status == "finished":

@@ -39,7 +39,7 @@ class Saved:
 
     def tested(self, epoch: int) -> dict[str, Any] | None:
         """What the record of the run that was saved says of an epoch's end and test; None if it did not come to it."""
-        return next((line for line in lines_of(self.folder.parent / "rank-0.jsonl", "span")
+        return next((line for line in lines_of(self.folder.parent / "rank-0.jsonl", spans=False)
                      if line["kind"] == "epoch" and line["epoch"] == epoch), None)
 
 

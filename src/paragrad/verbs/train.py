@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from paragrad.errors import Interrupted, RankFailed, StepFailed
-from paragrad.jobs.job import Job
+from paragrad.jobs.job import Job, accuracy
 from paragrad.record.record import SCHEMA, Recorder, new_folder
 from paragrad.report.notebook import below_the_cell
 from paragrad.report.run import Run
@@ -121,18 +122,18 @@ def _under_launcher(checked: Admitted, runs: Path, check: bool, progress: Progre
 def _write_header(record: Recorder, checked: Admitted, folder: Path) -> None:
     job, facts, settings = checked.job, checked.facts, checked.settings
     record.write(
-        "run", schema=SCHEMA, id=folder.name, strategy=str(checked.asked), resolved=str(checked.resolved), seed=job.seed,
+        "run", schema=SCHEMA, id=folder.name, date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        strategy=str(checked.asked), resolved=str(checked.resolved), seed=job.seed,
         job={"name": job.name, "arguments": {name: _as_json(value) for name, value in job.arguments},
              "batch": job.batch, "epochs": job.epochs,
-             "metric": job.metric_name, "samples": facts.samples, "parameters": facts.parameters,
-             "dtype": str(job.dtype).removeprefix("torch.")},
+             "metric": job.metric_name, "unit": "%" if job.metric is accuracy else "",
+             "samples": facts.samples, "parameters": facts.parameters, "dtype": str(job.dtype).removeprefix("torch.")},
         workers=checked.size - checked.resolved.servers, servers=checked.resolved.servers,
         backend=checked.backend if checked.size > 1 else None, device=settings.device,
         threads=checked.threads, prediction=None, reverse=settings.reverse,
         resumed=checked.saved and {"run": str(checked.saved.folder.parent), "step": checked.saved.step},
         settings={name: str(value) for name, value in vars(settings).items() if value != getattr(Settings, name)},
-        machine={"cpu": _cpu(), "cores": cores(), "load": _load(), "torch": torch.__version__,
-                 "python": platform.python_version(), "paragrad": __version__})
+        machine=this_machine())
     for what, picked, because in _choices(checked):
         record.write("choice", what=what, bytes=None, picked=picked, because=because)
 
@@ -172,6 +173,12 @@ def folder_name(chosen: Strategy) -> str:
     """A strategy as part of a folder's name."""
     kept = "".join(sign if sign.isalnum() or sign in "_." else "-" for sign in str(chosen))
     return "-".join(part for part in kept.split("-") if part)
+
+
+def this_machine() -> dict[str, Any]:
+    """What a run ran on, and the versions."""
+    return {"cpu": _cpu(), "cores": cores(), "load": _load(), "torch": torch.__version__,
+            "python": platform.python_version(), "paragrad": __version__}
 
 
 def _cpu() -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,7 @@ from paragrad.training.first_step.causes import of_difference
 from paragrad.training.loop import Progress
 from paragrad.training.settings import Settings
 from paragrad.verbs.lockstep import STEPS, difference
-from paragrad.verbs.train import folder_name
-from paragrad.version import __version__
+from paragrad.verbs.train import folder_name, this_machine
 from paragrad.world.joining import launched_size
 from paragrad.world.launching import Ranks
 
@@ -61,7 +59,7 @@ def verify(job: Job, strategy: str | Strategy, *, runs: str | Path = "runs", dat
         **vars(found), job=job.name, digest=digest(checked), strategy=str(checked.asked), resolved=str(checked.resolved),
         device=device, backend=checked.backend if checked.size > 1 else "none", steps=STEPS, failure=failure, cause=cause,
         sabotage=checked.settings.sabotage, folder=folder,
-        versions={"paragrad": __version__, "torch": torch.__version__, "python": platform.python_version()})
+        machine=this_machine())
     partial = folder / "certificate.json.partial"
     partial.write_text(json.dumps(certificate.as_json(), indent=1, allow_nan=False) + "\n")
     partial.rename(folder / "certificate.json")

@@ -1,0 +1,96 @@
+"""What verbs print as JSON is what docs/json.md says; the command and Python begin with the same settings."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import paragrad
+from paragrad.players.machine import ASSUMED, Machine
+from paragrad.report import simulation
+from paragrad.training.settings import Settings
+from paragrad.verbs import cli
+
+ROOT = Path(__file__).parents[2]
+VERBS = {
+    "train": ["train", "digits", "--epochs", "1", "--strategy", "data(2, reduce=ring)", "--check"],
+    "dry run": ["train", "digits", "--dry-run"],
+    "compare": ["compare", "digits", "--epochs", "1", "--strategies", "serial; data(2)", "--until", "accuracy=1"],
+    "verify": ["verify", "digits", "--strategy", "data(2)"],
+    "simulate": ["simulate", "data(4, reduce=ring)", "--bytes", "1MB"],
+    "work": ["work", "digits"], "jobs": ["jobs"], "strategies": ["strategies"]}
+
+
+def documented(verb: str) -> set[str]:
+    text = (ROOT / "docs" / "json.md").read_text(encoding="utf-8").split("\n## ")[0]
+    rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| .+ \|$", text, re.MULTILINE)
+    assert len({key for key, _ in rows}) == len(rows) > 80
+    assert {each for _, verbs in rows for each in verbs.split(", ")} == {*VERBS, "measure"}
+    return {key for key, verbs in rows if verb in verbs.split(", ")}
+
+
+def printed(value: Any, at: str = "") -> Iterator[str]:
+    """The path of every value in an answer; rows of a comparison and of a list are as their keys."""
+    if isinstance(value, dict):
+        for name, each in value.items():
+            yield from printed(each, f"{at}.{name}" if at else name)
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        for each in value:
+            yield from printed(each, "" if at in ("", "rows") else f"{at}[]")
+    else:
+        yield at
+
+
+def compared(verb: str, answer: str) -> None:
+    rows, found = documented(verb), set(printed(json.loads(answer)))
+    patterns = {row: re.compile(re.escape(row).replace(r"\*", ".+")) for row in rows}
+    assert {row for row, pattern in patterns.items() if not any(map(pattern.fullmatch, found))} == set(), "not printed"
+    inside = {row.split(".")[0].removesuffix("[]") for row in rows}           # an object that is null here
+    assert {path for path in found if path not in inside
+            and not any(pattern.fullmatch(path) for pattern in patterns.values())} == set(), "not documented"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_page_has_every_key_that_a_verb_prints(verb: str, tmp_path: Path) -> None:
+    """One verb said `seconds per step`, another seconds_per_step; one had `record`, the others folder; none was documented."""
+    words = VERBS[verb]
+    runs = ["--runs", str(tmp_path)] if words[0] in ("train", "compare", "verify") else []
+    compared(verb, CliRunner().invoke(cli.app, [*words, *runs, "--json"]).stdout)
+
+
+def test_the_page_has_every_key_of_a_machine_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = Machine({"shm": ASSUMED.link()}, ASSUMED.gamma, 2, "by hand", {"shm": 0.1}, 1e9, 1e9, 1)
+    simulation.machine(machine, tmp_path / "machine.json", True)
+    compared("measure", capsys.readouterr().out)
+
+
+def test_a_key_that_is_missing_or_new_is_found() -> None:
+    """The comparison itself: of an answer with one key less, and with one more."""
+    whole = [{"kind": "reduce", "name": "ring", "built": True, "what": "x"}]
+    compared("strategies", json.dumps(whole))
+    with pytest.raises(AssertionError, match="not printed"):
+        compared("strategies", json.dumps([{name: whole[0][name] for name in ("kind", "name", "built")}]))
+    with pytest.raises(AssertionError, match="not documented"):
+        compared("strategies", json.dumps([{**whole[0], "source": "y"}]))
+
+
+@pytest.mark.parametrize("verb", ["train", "compare", "verify"])
+def test_the_command_and_python_begin_with_the_same_settings(verb: str) -> None:
+    """`paragrad train` compared 20 steps with serial unless told not to, and `paragrad.train` did not unless told to."""
+    typed = {name: each.default for name, each in inspect.signature(getattr(cli, verb)).parameters.items()}
+    called = {each.name: each.default for each in fields(Settings)} | {
+        name: each.default for name, each in inspect.signature(getattr(paragrad, verb)).parameters.items()}
+    both = [name for name in typed if name in called and typed[name] is not inspect.Parameter.empty and name != "timeout"]
+    assert {"runs", "device", "backend", "loaders" if verb != "verify" else "data"} <= set(both)
+    for name in both:
+        if called[name] is not inspect.Parameter.empty:
+            wanted = str(called[name]) if isinstance(called[name], str | Path) else called[name]
+            assert (str(typed[name]) if isinstance(typed[name], Path) else typed[name]) == wanted, name

@@ -1,0 +1,69 @@
+"""How sure a time per step is: disturbed steps widen its interval, and a ratio of such times is not told."""
+
+from __future__ import annotations
+
+import random
+from itertools import chain
+
+import pytest
+
+from paragrad.record.record import Record
+from paragrad.report import times
+
+
+class Written(Record):
+    """A record of one rank with these steps."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        self.ranks = [[{"kind": "step", "seconds": each} for each in [9.0, *seconds]]]      # the first warms up
+
+
+def taken(*runs: list[float]) -> times.Times:
+    found = times.times_of([Written(seconds) for seconds in runs])
+    assert found is not None
+    return found
+
+
+def scattered(middle: float, seed: int, count: int = 200) -> list[float]:
+    """Steps as a quiet machine takes them: within some per cent, now and then a late one."""
+    draw = random.Random(seed)
+    return [middle * draw.uniform(0.97, 1.03) * (10 if draw.random() < 0.05 else 1) for _ in range(count)]
+
+
+@pytest.mark.parametrize(("count", "place"), [(1, 0), (5, 0), (8, 0), (9, 1), (10, 1), (20, 5), (30, 9)])
+def test_where_the_median_lies_is_a_matter_of_coins(count: int, place: int) -> None:
+    """As in the tables of the sign test at 5 %."""
+    assert times._place(count) == place
+
+
+def test_a_quiet_machine_tells_a_ratio_and_late_steps_do_not_matter() -> None:
+    ratio = taken(scattered(1.0, 0)).over(taken(scattered(0.5, 1)))
+    assert ratio.told
+    assert ratio.value == pytest.approx(2.0, rel=0.02)
+    assert 0.95 * ratio.high < ratio.low < ratio.value < ratio.high
+    assert str(ratio) == f"{ratio.value:.2f}x"
+
+
+def test_two_that_are_as_quick_are_told_by_where_their_ratio_may_be() -> None:
+    ratio = taken(scattered(1.0, 0)).over(taken(scattered(1.0, 1)))
+    assert not ratio.told
+    assert ratio.low < 1.0 < ratio.high
+
+
+def test_bursts_and_a_disturbed_seed_widen_the_interval() -> None:
+    """Half the time something else ran; then one seed was disturbed from its first step to its last."""
+    bursts = list(chain.from_iterable([20.0 if block % 2 else 1.0] * 20 for block in range(9)))
+    assert not taken(bursts).over(taken(scattered(0.5, 0))).told
+    assert taken(scattered(1.0, 1), scattered(80.0, 2)).high > 70
+
+
+def test_a_single_step_is_itself_and_none_is_nothing() -> None:
+    assert (taken([0.25]).low, taken([0.25]).high) == (0.25, 0.25)
+    assert times.times_of([]) is None
+
+
+@pytest.mark.parametrize(("value", "low", "high", "told"), [
+    (0.004, 0.003, 0.005, "0.004x"), (1.5, 1.4, 1.6, "1.50x"), (47.0, 20.0, 60.0, "20-60x"), (1.0, 1.0, 1.0, "1.00x"),
+    (1.1, 0.951, 1.24, "0.95-1.2x"), (47.0, 40.0, 60.0, "47.00x")])
+def test_a_ratio_in_words(value: float, low: float, high: float, told: str) -> None:
+    assert str(times.Ratio(value, low, high)) == told
