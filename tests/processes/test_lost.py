@@ -27,7 +27,7 @@ import paragrad as pg
 from paragrad.datasets.loading import Samples, loaded
 from paragrad.errors import Interrupted, RankFailed, StepFailed
 from paragrad.record.log import Log
-from paragrad.record.record import Record
+from paragrad.record.record import Record, Recorder
 from paragrad.training.admission import Admitted, admitted
 from paragrad.training.loop import train_rank
 from paragrad.training.saved import folders, step_of
@@ -284,6 +284,8 @@ def test_a_comparison_keeps_the_rows_that_are_done(tmp_path: Path, status: str) 
     assert (table.folder / table.rows[0].runs[0] / "run.jsonl").stat().st_mtime_ns == begun     # it was not made anew
     with pytest.raises(pg.Refused, match="go on with the same"):
         pg.compare(JOB.replace(epochs=4), "serial; data(2)", runs=tmp_path, resume=table.folder)
+    with Recorder(whole.folder / "compare.jsonl", alone=True), pytest.raises(pg.Refused, match="is still being written to"):
+        pg.compare(JOB.replace(epochs=4), ROWS, runs=tmp_path, resume=table.folder)
     with pytest.raises(pg.Refused, match="holds no comparison"):
         pg.compare(JOB, ROWS, runs=tmp_path, resume=tmp_path)
 

@@ -7,7 +7,7 @@ is one argument of the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -151,7 +151,7 @@ def refuse_loader(dataset: Any, what: str) -> None:
                       "memory, list(stream) is one; otherwise let __getitem__ read sample `index` from where the stream reads")
 
 
-def loaded(samples: Samples, keys: list[Any], loaders: int = 0) -> Iterator[Any]:
+def loaded(samples: Samples, keys: Iterable[Any], loaders: int = 0) -> Iterator[Any]:
     """samples[key] for every key in order; loaders: so many processes load ahead, 0 loads here."""
     if loaders == 0:
         return (samples[key] for key in keys)

@@ -128,13 +128,13 @@ def dry_run(checked: Admitted, as_json: bool) -> None:
     """What a run would do: shares, steps, resolved choices."""
     order, job = checked.facts.order, checked.job
     division = checked.resolved.division
-    batches = list(order.batches())
+    first, last = order.at(0), order.at(order.steps - 1)
     facts: dict[str, Any] = {
         "job": job.name, "resolved": str(checked.resolved), "workers": checked.size, "threads per rank": checked.threads,
         "samples": order.samples, "batch": job.batch, "steps per epoch": order.steps, "epochs": job.epochs,
-        "steps": order.steps * job.epochs, "shares": _shares(batches[0], division)}
-    if len(batches[-1]) < len(batches[0]):
-        facts["shares of the short last batch"] = _shares(batches[-1], division)
+        "steps": order.steps * job.epochs, "shares": _shares(first, division)}
+    if len(last) < len(first):
+        facts["shares of the short last batch"] = _shares(last, division)
     if as_json:
         print(json.dumps(facts))
         return

@@ -31,7 +31,6 @@ from paragrad.world.backends.shm.region import unavailable
 from paragrad.world.joining import check_interfaces, launched_size, ranks_here
 from paragrad.world.launched import cores
 from paragrad.world.launching import Ranks, files
-from paragrad.world.world import TIMEOUT
 
 
 @dataclass(frozen=True)
@@ -67,9 +66,8 @@ class Admitted:
     def on(self, ranks: Ranks, function: Callable[..., Any], *arguments: Any,
            on_report: Callable[[int, Any], None] | None = None) -> list[Any]:
         """function(world, *arguments) on as many ranks as the strategy wants: the answers of all. Raises RankFailed."""
-        asked = {"timeout": self.settings.timeout} if self.settings.timeout != TIMEOUT else {}
         return ranks.run(function, *arguments, size=self.size, threads=self.threads, backend=self.backend,
-                         device=self.settings.device, on_report=on_report, **asked)
+                         device=self.settings.device, timeout=self.settings.timeout, on_report=on_report)
 
 
 @dataclass(frozen=True)
