@@ -14,7 +14,7 @@ import torch
 
 from paragrad.errors import Refused
 from paragrad.jobs.job import Job
-from paragrad.notation.choices import Integer
+from paragrad.notation.choices import Integer, Integers
 from paragrad.players.proof import GOALS, check
 from paragrad.schedules.sabotage import sabotaged
 from paragrad.strategies.strategy import Here, Promise, Strategy, factors_of
@@ -183,7 +183,7 @@ def _check_answers(asked: Strategy, found: Strategy) -> None:
         if axis.divides not in ("samples", "domain", "model"):
             raise Refused(f"{asked}: axis {axis.name} divides {axis.divides!r}; let it divide samples, domain or model")
     for what, value in (("shares", found.division.shares), ("micro", found.division.micro), ("threads", found.threads or 1)):
-        if any(each not in Integer() for each in (value if isinstance(value, tuple) else (value,))):
+        if value not in (Integers() if isinstance(value, tuple) else Integer()):
             raise Refused(f"{asked} says {what} {value!r}; let it be of whole numbers from 1")
     if found.batch_norm not in ("whole", "share"):
         raise Refused(f"{asked} says batch_norm {found.batch_norm!r}; let it be whole or share")

@@ -170,7 +170,9 @@ def draw(strategy: Annotated[str, typer.Argument(help="such as 'data(4, reduce=r
     with answering():
         if job:
             _job(job, None, None, None, None)
-        listing.draw(read_strategy(strategy), svg)
+        with Console(stderr=True).status("drawing"):
+            drawn = listing.draw(read_strategy(strategy), svg)
+        print(drawn)
 
 
 @app.command()
@@ -197,10 +199,11 @@ def simulate(strategy: Annotated[str, typer.Argument(help="such as 'data(4096, r
     with answering():
         if job:
             _job(job, None, None, None, None)
-        with Console(stderr=True).status("simulating"):
+        with Shown(Console(stderr=True), transient=True) as shown:
+            show = shown.run(f"simulate {strategy}", "message")
             found = simulated(read_strategy(strategy), read_bytes(size), machine_of(machine, cores()), link=link, inside=inside,
                               per_link=per_link, per_core=per_core, slow=tuple(map(read_slow, slow or ())),
-                              spans=timeline is not None)
+                              spans=timeline is not None, tell=lambda done, of: show({"step": done, "steps": of}))
         simulation.simulation(found, as_json)
         if timeline is not None:
             simulation.timeline(found, timeline)
