@@ -84,8 +84,11 @@ class Recorder:
 
     def write_text(self, lines: list[str]) -> None:
         """Lines that are encoded already, in one go."""
-        self.file.write("\n".join(lines) + "\n")
-        self.file.flush()
+        try:
+            self.file.write("\n".join(lines) + "\n")
+            self.file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self.file.name) from error
 
 
 def cut_torn(path: Path) -> None:

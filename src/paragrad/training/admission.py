@@ -118,8 +118,11 @@ def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, 
         resolved.refuse(Asked(job, facts, settings.folder), asked, settings.unchecked)
     refuse_crowded(job, asked, resolved, facts, settings.folder, settings.device)
     check_plans(asked, resolved, settings)
+    backend = backend_of(settings, resolved.size)
+    if resolved.size > 1 and resolved.plans():          # schedules go over gloo, whatever the backend
+        check_interfaces()
     saved = checkpoint.found(Path(settings.resume), job, facts) if settings.resume else None
-    return Admitted(job, asked, resolved, settings, facts, here, backend_of(settings, resolved.size), saved)
+    return Admitted(job, asked, resolved, settings, facts, here, backend, saved)
 
 
 def here_for(settings: Settings, own_loop: bool = False) -> Here:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from paragrad.errors import Interrupted, RankFailed, Refused
+from paragrad.errors import Interrupted, RankFailed, Refused, no_room
 from paragrad.planner.simulation import read_bytes, read_slow
 from paragrad.planner.simulation import simulate as simulated
 from paragrad.players.machine import machine_of
@@ -273,7 +273,7 @@ def answering() -> Iterator[None]:
     except BrokenPipeError:                     # the reader of a pipe has left, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:                    # a full disk, a folder that is gone
-        print(f"paragrad: {error.filename or 'what it prints'}: {error.strerror or error}", file=sys.stderr)
+        print(f"paragrad: {no_room(error, error.filename or 'what it prints')}", file=sys.stderr)
         try:
             sys.stdout.flush()
         except OSError:                         # Python would try it again, and say so in its own words
