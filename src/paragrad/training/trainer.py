@@ -166,7 +166,8 @@ class Trainer:
                 own = self.gradients_of(batch, inputs, target)
                 own, result, rate = self._update(batch, inputs, target, own)
         except Exception as error:
-            raise self.failed(error) from error
+            cause = error if self.exchange is None else self.exchange.cause(error)
+            raise self.failed(cause) from cause
         assert self.exchange is not None
         if self.layout.cut:
             self.exchange.count("parts", self.layout.sent, computed=True)

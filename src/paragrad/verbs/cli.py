@@ -6,6 +6,7 @@ A verb imports what only it needs: torch takes two seconds, in which `simulate` 
 from __future__ import annotations
 
 import codecs
+import errno
 import io
 import os
 import shlex
@@ -14,7 +15,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -271,14 +272,22 @@ def answering() -> Iterator[None]:
         print("paragrad: stopped", file=sys.stderr)
         raise typer.Exit(130) from None
     except BrokenPipeError:                     # the reader of a pipe has left, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _to_nobody(sys.stdout)
     except OSError as error:                    # a full disk, a folder that is gone
+        if error.errno == errno.EIO and error.filename is None:         # the terminal was closed: nobody is left to tell
+            _to_nobody(sys.stdout)
+            _to_nobody(sys.stderr)
+            return
         print(f"paragrad: {no_room(error, error.filename or 'what it prints')}", file=sys.stderr)
         try:
             sys.stdout.flush()
         except OSError:                         # Python would try it again, and say so in its own words
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _to_nobody(sys.stdout)
         raise typer.Exit(1) from None
+
+
+def _to_nobody(stream: TextIO) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 SPELLED = {"\N{PLUS-MINUS SIGN}": "+-", "\N{MULTIPLICATION SIGN}": "x", "\N{HORIZONTAL ELLIPSIS}": "..."}

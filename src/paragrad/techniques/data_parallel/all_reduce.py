@@ -93,6 +93,10 @@ class Queued(Exchange):
     def _picked(self, bytes_: int, pick: Pick) -> None:
         self.log.choice("reduce", str(pick.algorithm), pick.because, bytes_)
 
+    def cause(self, error: Exception) -> Exception:
+        """DDP gets an exception in the place of a bucket and says that it cannot cast it to a tensor."""
+        return self.queue.failure or error
+
     def close(self) -> None:
         self.queue.close()
 

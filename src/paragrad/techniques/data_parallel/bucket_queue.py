@@ -46,6 +46,7 @@ class BucketQueue:
         self.world = world.twin(through_host=not isinstance(algorithm, Native))
         self.chooser = Chooser(self.world, Native(), self._sum, machine, told=picked) if algorithm == "auto" else None
         self.queue: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
+        self.failure: Exception | None = None               # what went wrong first
         self.thread = threading.Thread(target=self._run, name="paragrad-buckets", daemon=True)
         self.thread.start()
 
@@ -66,6 +67,7 @@ class BucketQueue:
                 self.played(bucket, start, traffic)
                 bucket.future.set_result(bucket.vector)
             except Exception as error:
+                self.failure = self.failure or error
                 bucket.future.set_exception(error)
 
     def _play(self, vector: Tensor) -> Traffic:
