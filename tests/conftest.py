@@ -34,5 +34,5 @@ def pool() -> Iterator[Ranks]:
     """
     with Ranks(4) as ranks:
         run = ranks.run
-        ranks.run = lambda *args, **kwargs: run(*args, **{"timeout": 20.0, "deadline": 60.0, **kwargs})
+        ranks.run = lambda *args, timeout=20.0, **kwargs: run(*args, timeout=min(timeout, 20.0), **{"deadline": 60.0, **kwargs})
         yield ranks

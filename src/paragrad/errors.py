@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sysconfig
 import traceback
@@ -11,6 +12,10 @@ from typing import Any
 
 FOLDERS = (Path(__file__).parent, *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
 LIBRARIES = (*(f"{folder}{os.sep}" for folder in FOLDERS), "<")         # frames there are no user's; "<": of no file
+
+
+ROOM = {errno.ENOSPC: "make room there", errno.EDQUOT: "make room there, or have the quota raised",
+        errno.EFBIG: "a process may write no longer files here: raise the limit (ulimit -f unlimited)"}
 
 
 class Refused(ValueError):
@@ -76,11 +81,18 @@ class StepFailed(RuntimeError):
 
 def told(error: BaseException) -> str:
     """An error of somebody's code in a line: its kind, what it says, and where, by the last line that is no library's."""
+    if isinstance(error, OSError) and error.filename and error.errno in ROOM:
+        return no_room(error, error.filename)
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(LIBRARIES)]
     where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
     if isinstance(error, SyntaxError) and error.filename:
         where = ""                          # it says so itself
     return f"{type(error).__name__}: {error}{where}"
+
+
+def no_room(error: OSError, where: str) -> str:
+    """What could not be written where, and the repair where it is one of room."""
+    return f"{where}: {error.strerror or error}" + (f"; {ROOM[error.errno]}" if error.errno in ROOM else "")
 
 
 def traced(error: BaseException) -> str:

@@ -154,7 +154,7 @@ def test_a_failing_run_shows_the_first_traceback_and_the_message_last(tmp_path: 
     assert done.returncode == 1
     assert done.stderr.count("Traceback (most recent call last)") == 1          # of one rank, and of the user's code alone
     assert done.stderr.rstrip().splitlines()[-1] == (
-        "paragrad: rank 1, step 0: RuntimeError: two is one too many")
+        f"paragrad: rank 1, step 0: RuntimeError: two is one too many ({JOB_FILES / 'fails_on_two.py'}:10)")
 
 
 def test_stopped_by_the_user(tmp_path: Path) -> None:

@@ -204,9 +204,16 @@ def test_downloads_once_then_the_cache(server: Server, cache: Path, capfd: pytes
     assert capfd.readouterr().err == ""
 
 
-def test_a_given_folder_without_the_files_leaves_the_cache(server: Server, cache: Path, tmp_path: Path) -> None:
+def test_a_given_folder_without_the_files_starts_no_download(server: Server, cache: Path, tmp_path: Path) -> None:
+    """A slip in the name of a folder was answered with a download; nor is the cache taken for it."""
     (tmp_path / "other").mkdir()
-    assert located("small", tmp_path / "other") == {"a": cache / "a.gz", "b.txt": cache / "b.txt"}
+    with pytest.raises(Refused, match=rf"other holds no file of the data set small; put a and b\.txt there, .*, or name no "
+                                      rf"folder .*: they are then downloaded once, from {server.url}$"):
+        located("small", tmp_path / "other")
+    assert server.asked == []
+    located("small", None)
+    with pytest.raises(Refused, match="holds no file of the data set small"):
+        located("small", tmp_path / "other")
 
 
 def test_a_given_folder_comes_before_the_cache_and_needs_no_checksum(server: Server, tmp_path: Path) -> None:
@@ -260,7 +267,7 @@ def test_nothing_half_written_stays(server: Server, cache: Path, monkeypatch: py
     assert left(cache) == (["a.gz"] if len(SETS["small"]) == 2 else [])
 
 
-def test_without_network_it_says_what_to_put_where(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_network_it_says_what_to_put_where(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))                     # nobody listens there, and nobody else will
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
@@ -268,8 +275,6 @@ def test_without_network_it_says_what_to_put_where(cache: Path, monkeypatch: pyt
         with pytest.raises(Refused, match=r"a\.gz could not be got from http.*refused.*; or put a, b\.txt and c, each with or "
                                           r"without \.gz, into a folder and give it with --data FOLDER"):
             located("small", None)
-        with pytest.raises(Refused, match=r"data set small: .* holds none of its files, and a\.gz could not be got"):
-            located("small", tmp_path)
     assert left(cache) == []
 
 

@@ -162,7 +162,11 @@ def test_every_job_that_is_shown_is_the_same_training(page: str, name: str, code
         assert json.loads(result.stdout)["same"]
 
 
-def test_the_pages_show_the_own_loop_that_is_tested() -> None:
-    example = (ROOT / "examples" / "own_loop.py").read_text()
-    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_loop.md").read_text(), re.DOTALL):
-        assert block in example
+@pytest.mark.parametrize(("page", "example"), [("own_loop.md", "own_loop.py"), ("hook.md", "ddp_hook.py")])
+def test_the_pages_show_what_is_tested(page: str, example: str) -> None:
+    """Code and commands are the example's, which test_examples.py runs as it says."""
+    text, shown = (ROOT / "docs" / page).read_text(), (ROOT / "examples" / example).read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert blocks
+    assert all(block in shown for block in blocks)
+    assert [line for line in text.splitlines() if line.startswith("torchrun") and line not in shown] == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections import namedtuple
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy
@@ -16,9 +17,14 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import paragrad as pg
 from paragrad.datasets.loading import Samples, brought, called, cut, loaded, mapped, parted
+from paragrad.datasets.order import Order
 from paragrad.jobs.job import CPU
+from paragrad.record.log import Log
+from paragrad.strategies.shares import Division
 from paragrad.training.admission import admitted
+from paragrad.training.batches import Batch, batch_of
 from paragrad.training.door import examined
+from paragrad.training.feed import Feed
 from paragrad.training.settings import Settings
 from paragrad.verbs.train import run
 from paragrad.world.launching import Ranks
@@ -51,6 +57,22 @@ def test_a_sample_draws_by_seed_epoch_and_index_alone() -> None:
     assert torch.equal(first[1:], torch.cat(drawn(batches=((1,), (2,)))))
     assert not torch.equal(first, torch.cat(drawn(seed=1)))
     assert not torch.equal(first, torch.cat(drawn(epoch=1)))
+
+
+@pytest.mark.parametrize(("loaders", "most"), [(0, 1), (1, 3)])
+def test_batches_are_made_as_they_are_loaded(loaders: int, most: int) -> None:
+    """All of an epoch were made before the first: about a hundred bytes a sample, in every rank."""
+    made: list[int] = []
+
+    def batches() -> Iterator[Batch]:
+        for step in range(20):
+            made.append(step)
+            yield batch_of(Order(40, 2, 0), 0, range(2 * step, 2 * step + 2), Division(), (0,))
+    given = Feed(Log(None), CPU, None).give(Samples(Augmented()), batches(), loaders)
+    next(given)
+    assert len(made) <= most                                # each loader has two to go on with
+    assert len(list(given)) == 19
+    assert made == list(range(20))
 
 
 @pytest.mark.parametrize("loaders", [1, 2, 3])

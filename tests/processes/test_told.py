@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 import warnings
@@ -143,7 +145,50 @@ def test_a_full_disk_behind_standard_output(tmp_path: Path) -> None:
     with open("/dev/full", "wb") as full:
         ran = command(*SHORT, "--runs", str(tmp_path), stdout=full.fileno())
     assert ran.returncode == 1
-    assert ran.stderr.strip().splitlines()[-1] == "paragrad: what it prints: No space left on device"
+    assert ran.stderr.strip().splitlines()[-1] == "paragrad: what it prints: No space left on device; make room there"
+
+
+def in_spaces(kinds: str, shell: str, *words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """The command in namespaces of its own, after a line of shell in them."""
+    if not shutil.which("unshare") or subprocess.run(["unshare", kinds, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("namespaces of its own want root and the command unshare")
+    ran = [sys.executable, "-m", "paragrad", *words, "--runs", str(folder)]
+    return subprocess.run(["unshare", kinds, "sh", "-c", f"{shell} && exec {shlex.join(ran)}"], capture_output=True, text=True,
+                          timeout=100, check=False)
+
+
+@pytest.mark.table
+def test_a_full_dev_shm_behind_loaders(tmp_path: Path) -> None:
+    """It said that no space was left on some device. Ranks themselves do without /dev/shm."""
+    full = "mount -t tmpfs -o size=4k tmpfs /dev/shm && head -c 4096 /dev/zero > /dev/shm/full"
+    ran = in_spaces("-m", full, *SHORT, "--strategy", "data(2)", "--loaders", "1", folder=tmp_path)
+    assert ran.returncode == 1
+    message = ran.stderr.strip().splitlines()[-1]
+    assert ": /dev/shm, through which 1 loader(s) hand over samples, is full; make room there, mount it larger" in message
+    ran = in_spaces("-m", full, *SHORT, "--strategy", "data(2)", folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("words", [("--backend", "gloo"), ("--strategy", "data(2, reduce=ring)")], ids=["gloo", "a schedule"])
+def test_a_loopback_that_is_down(tmp_path: Path, words: tuple[str, str]) -> None:
+    """What gloo said ended in "Unable to find address for: lo", of a file of its own."""
+    ran = in_spaces("-n", "true", *SHORT, "--strategy", "data(2)", *words, folder=tmp_path)
+    assert ran.returncode == 2
+    assert "the ranks of this host talk over its loopback, which is down (Network is unreachable); bring it up" in ran.stderr
+
+
+@pytest.mark.table
+@pytest.mark.parametrize(("strategy", "limit", "where"), [("serial", 1, "run.jsonl"), ("data(2)", 200, "shared memory")])
+def test_a_limit_on_the_length_of_files(tmp_path: Path, strategy: str, limit: int, where: str) -> None:
+    """`ulimit -f` was answered with the advice to start fewer ranks."""
+    words = [sys.executable, "-m", "paragrad", *SHORT, "--strategy", strategy, "--runs", str(tmp_path)]
+    ran = subprocess.run(["sh", "-c", f"ulimit -f {limit}; exec {shlex.join(words)}"], capture_output=True, text=True,
+                         timeout=100, check=False)
+    assert ran.returncode == 1
+    message = ran.stderr.strip().splitlines()[-1]
+    assert where in message
+    assert message.endswith("a process may write no longer files here: raise the limit (ulimit -f unlimited)")
 
 
 @pytest.mark.table

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
+from paragrad.players import uniform
 from paragrad.players.clock import Durations, timed
+from paragrad.players.counting import TooLong
 from paragrad.players.machine import Cluster, Link
 from paragrad.players.uniform import simulated, timed_uniform
 from paragrad.schedules.actions import Collective, Compute, Program, Recv, ScheduleError, Send
@@ -211,3 +214,22 @@ def test_thousands_of_ranks() -> None:
     assert plain.messages == 2 * size * (size - 1)
     assert plain.seconds == 2 * (size - 1) * (3.0 + 0.5 * 400) + (size - 1) * 0.25 * 400
     assert simulated(Ring(), size, length, Cluster(LINK, 0.25, slow=((7, 3.0),))).seconds > 1.5 * plain.seconds
+
+
+@pytest.mark.parametrize(("schedule", "size", "goes"), [(Ring(), 1 << 20, "65,536"), (Halving(2), 1 << 16, "64"),
+                                                        (Direct(), 10**6, "32")])
+def test_more_messages_than_can_be_played_are_refused_with_a_size_that_goes(
+        schedule: Any, size: int, goes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million ranks were silent for minutes, or took all memory."""
+    monkeypatch.setattr(uniform, "PLAYED", 2000)
+    with pytest.raises(TooLong, match=rf"over {size:,} ranks has more than .* messages, .*; take fewer ranks: {goes} go$"):
+        simulated(schedule, size, 250_000, Cluster(LINK))
+
+
+@pytest.mark.parametrize(("schedule", "size"), [(Ring(), 128), (Halving(2), 128)])
+def test_who_waits_for_a_clock_is_told_how_far_it_is(schedule: Any, size: int) -> None:
+    told: list[tuple[int, int]] = []
+    timeline = simulated(schedule, size, 1000, Cluster(LINK), tell=lambda done, total: told.append((done, total)))
+    assert told == sorted(told)
+    assert {total for _, total in told} == {timeline.messages}
+    assert 0 < told[0][0] < timeline.messages

@@ -160,7 +160,8 @@ def test_a_simulation_says_what_the_formula_says() -> None:
     ("data(4, reduce=ring)", {"per_core": 3}, "3 ranks per core do not make up 4 ranks"),
     ("data(4, reduce=ring)", {"link": "gloo"}, "no link 'gloo'"),
     ("data(4, reduce=two_level(group=3))", {}, "groups of 3 do not make up 4 ranks"),
-    ("data(4096, reduce=ring)", {"spans": True}, "a timeline of more than 100,000 messages is too long to keep"),
+    ("data(4096, reduce=ring)", {"spans": True},
+     "more than 100,000 messages, too many to be kept as a timeline one by one; take fewer ranks: 128 go"),
 ])
 def test_a_simulation_is_refused(text: str, options: dict[str, object], says: str) -> None:
     with pytest.raises(Refused, match=says):

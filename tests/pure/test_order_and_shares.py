@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from itertools import chain
+from unittest import mock
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paragrad.datasets.order import Order, permutation
+from paragrad.errors import Refused
 from paragrad.schedules.actions import evenly
 from paragrad.strategies.shares import Division, divide, micro_batches
 
@@ -22,9 +26,17 @@ def test_every_sample_once_per_epoch(samples: int, batch: int, seed: int, epoch:
 
 def test_the_order_is_fixed_for_ever() -> None:
     """A run saved today and resumed by a later version meets the same samples."""
-    assert permutation(10, seed=0, epoch=0) == (2, 3, 6, 5, 8, 7, 1, 0, 4, 9)
-    assert permutation(10, seed=0, epoch=1) != permutation(10, seed=0, epoch=0)
-    assert permutation(10, seed=1, epoch=0) != permutation(10, seed=0, epoch=0)
+    orders = [permutation(10, seed, epoch).tolist() for seed, epoch in ((0, 0), (0, 1), (1, 0))]
+    assert orders[0] == [2, 3, 6, 5, 8, 7, 1, 0, 4, 9]
+    assert orders[0] not in orders[1:]
+
+
+@given(st.integers(0, 300), st.integers(0, 5), st.integers(0, 5))
+def test_the_order_is_that_of_keys_drawn_one_by_one(samples: int, seed: int, epoch: int) -> None:
+    """As it was drawn and sorted before numpy did."""
+    draw = random.Random(f"paragrad order {seed} {epoch}").random
+    keys = [draw() for _ in range(samples)]
+    assert permutation(samples, seed, epoch).tolist() == sorted(range(samples), key=keys.__getitem__)
 
 
 @given(st.integers(0, 200), st.lists(st.integers(1, 9), min_size=1, max_size=8))
@@ -56,3 +68,27 @@ def test_evenly(length: int, parts: int) -> None:
     assert list(chain(*ranges)) == list(range(length))
     assert max(map(len, ranges)) == -(-length // parts)
     assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
+
+
+def test_an_order_takes_eight_bytes_a_sample() -> None:
+    """It was a tuple of Python's numbers, sorted from a list of them: about a hundred, in every rank."""
+    order = permutation(100_000, seed=0, epoch=0)
+    assert order.nbytes == 8 * len(order)
+    assert not order.flags.writeable                        # everybody is given the same one
+
+
+@pytest.mark.parametrize(("samples", "batch", "steps"), [(10**12, 64, 15_625_000_000), (7, 3, 3)])
+def test_any_batch_of_an_epoch_is_found_without_those_before(samples: int, batch: int, steps: int) -> None:
+    order = Order(samples, batch, seed=0)
+    assert order.steps == steps
+    assert order.at(steps - 1).stop == samples
+    assert next(order.batches(steps - 1)) == order.at(steps - 1)
+
+
+@pytest.mark.parametrize(("samples", "left", "message"), [
+    (10**12, None, r"an epoch has 1000000000000 samples, whose end nobody would see; let its __len__ say how many"),
+    (10**9, 10**10, r"order takes 28 bytes a sample while it is made, and there is memory for 357142857; let its __len__")])
+def test_more_samples_than_can_be_put_in_order(samples: int, left: int | None, message: str) -> None:
+    """A dataset that said it had 10^12 samples took all memory."""
+    with mock.patch("paragrad.datasets.order.memory_left", return_value=left), pytest.raises(Refused, match=message):
+        Order(samples, 1, seed=0).indices(0, range(1))

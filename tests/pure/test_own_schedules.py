@@ -250,11 +250,11 @@ def test_a_schedule_without_a_program() -> None:
 
 
 @pytest.mark.parametrize(("parts", "message"), [
-    (lambda size: 0, "parts(3) is 0: give a whole number from 1"),
-    (lambda size: -3, "parts(3) is -3: give a whole number from 1"),
-    (lambda size: 1.5, "parts(3) is 1.5: give a whole number from 1"),
-    (lambda size: True, "parts(3) is True: give a whole number from 1"),
-    (lambda size: None, "parts(3) is None: give a whole number from 1"),
+    (lambda size: 0, "parts(3) is 0: give a whole number from 1 to 4,194,304"),
+    (lambda size: -3, "parts(3) is -3: give a whole number from 1 to 4,194,304"),
+    (lambda size: 1.5, "parts(3) is 1.5: give a whole number from 1 to 4,194,304"),
+    (lambda size: True, "parts(3) is True: give a whole number from 1 to 4,194,304"),
+    (lambda size: None, "parts(3) is None: give a whole number from 1 to 4,194,304"),
     (lambda size: [3][size], "parts(3) raised IndexError: list index out of range"),
     (lambda: 3, "parts(3) raised TypeError: <lambda>() takes 0 positional arguments but 1 was given"),
     (lambda size: next(calls) + 3, "parts(3) is 3, and 4 when asked again; let it depend on the size alone"),

@@ -139,3 +139,23 @@ def test_an_unwritable_folder_is_refused(tmp_path: Path) -> None:
 def test_the_order_recorded_is_the_order_trained_on() -> None:
     order = Order(10, 4, 3)
     assert [len(batch) for batch in order.batches()] == [4, 4, 2]
+
+
+def test_who_is_refused_has_cut_nothing(tmp_path: Path) -> None:
+    """Going on with a running comparison cut off the line that it was writing, and was refused afterwards."""
+    path = tmp_path / "compare.jsonl"
+    with Recorder(path, alone=True) as first:
+        first.file.write('{"kind":"dist')
+        first.file.flush()
+        with pytest.raises(Refused, match=r"compare\.jsonl is still being written to; let the command that does so end"):
+            Recorder(path, alone=True)
+        assert path.read_text() == '{"kind":"dist'
+    with Recorder(path, alone=True) as second:              # the lock went with the first; what is torn now is cut off
+        second.write("event")
+    assert path.read_text() == '{"kind":"event"}\n'
+
+
+def test_parts_that_overlap_are_counted_without_their_samples(tmp_path: Path) -> None:
+    """An epoch of 10^8 samples was counted sample by sample."""
+    audit = written(tmp_path, [[range(3), range(2, 6)], [range(2, 4), range(0)]]).audit
+    assert (audit.seen, audit.twice, audit.missed) == (6, 2, 4)

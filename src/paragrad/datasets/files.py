@@ -52,12 +52,12 @@ SETS: dict[str, tuple[Original, ...]] = {
 
 
 def located(dataset: str, data: Path | None) -> dict[str, Path]:
-    """All files of a data set, by their unpacked names: in data/<dataset> or data, else from the cache or the network.
+    """All files of a data set, by their unpacked names: in data/<dataset> or data; without a folder, from the cache or the
+    network.
 
     Raises Refused where some cannot be had, with the names of what to put where.
     """
-    given = {} if data is None else _given(dataset, data)
-    return given or {original.name: _kept(dataset, original, data) for original in SETS[dataset]}
+    return {original.name: _kept(dataset, original) for original in SETS[dataset]} if data is None else _given(dataset, data)
 
 
 def content(path: Path) -> bytes:
@@ -91,15 +91,17 @@ def _given(dataset: str, data: Path) -> dict[str, Path]:
                           "each with or without .gz")
         if held:
             return held
-    return {}
+    source = SETS[dataset][0].url.rpartition("/")[0]
+    raise Refused(f"{data} holds no file of the data set {dataset}; put {_listed(_names(dataset))} there, each with or without "
+                  f".gz, or name no folder (--data, PARAGRAD_DATA): they are then downloaded once, from {source}")
 
 
-def _kept(dataset: str, original: Original, data: Path | None) -> Path:
+def _kept(dataset: str, original: Original) -> Path:
     """The file in the cache, downloaded first where it is not there or is no longer the original."""
     try:
         import pooch
     except ImportError as error:
-        raise _unavailable(dataset, data, "the cache and the download need pooch: pip install pooch") from error
+        raise _unavailable(dataset, "the cache and the download need pooch: pip install pooch") from error
     cache = Path(pooch.os_cache("paragrad")) / dataset
     level = pooch.get_logger().level
     pooch.get_logger().setLevel("ERROR")        # our own line names what is downloaded
@@ -109,9 +111,9 @@ def _kept(dataset: str, original: Original, data: Path | None) -> Path:
         if isinstance(error, urllib.error.HTTPError):
             error.close()                       # it holds the connection
         why = shorten(f"{type(error).__name__}: {error}", 160)
-        raise _unavailable(dataset, data, f"{original.published} could not be got from {original.url} ({why})") from error
+        raise _unavailable(dataset, f"{original.published} could not be got from {original.url} ({why})") from error
     except ValueError as error:                 # pooch compared, and threw away what it had got
-        raise _unavailable(dataset, data, f"what {original.url} sends is not the original {original.published}: its sha256 "
+        raise _unavailable(dataset, f"what {original.url} sends is not the original {original.published}: its sha256 "
                            f"is not {original.sha256}; nothing of it was kept") from error
     finally:
         pooch.get_logger().setLevel(level)
@@ -131,11 +133,13 @@ def _download(url: str, target: str, _: Any) -> None:
             raise ConnectionError(f"the connection broke off after {file.tell()} of {promised} bytes")
 
 
-def _unavailable(dataset: str, data: Path | None, why: str) -> Refused:
-    looked = "" if data is None else f"{data} holds none of its files, and "
-    names = _listed([original.name for original in SETS[dataset]])
-    return Refused(f"data set {dataset}: {looked}{why}; or put {names}, each with or without .gz, into a folder "
+def _unavailable(dataset: str, why: str) -> Refused:
+    return Refused(f"data set {dataset}: {why}; or put {_listed(_names(dataset))}, each with or without .gz, into a folder "
                    "and give it with --data FOLDER")
+
+
+def _names(dataset: str) -> list[str]:
+    return [original.name for original in SETS[dataset]]
 
 
 def _listed(names: list[str]) -> str:

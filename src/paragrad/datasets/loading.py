@@ -7,7 +7,8 @@ is one argument of the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import errno
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from paragrad.world.world import TIMEOUT
 
 Dataset = Any           # map-style: __len__ and __getitem__(index) -> (input, target) or {name: value}
 Collate = Callable[[list[Any]], Any]
+FULL = ("unable to allocate shared memory(shm)", "Bus error")     # in what torch says where /dev/shm is full
 FEW = 5                 # samples by which a collate is looked at
 OF_A_SHARE = ("; if it drops samples, let it keep them with targets that do not count, or leave them out of the dataset; if it "
               "wants the whole batch, give it that: collate=paragrad.WholeBatch(collate)")
@@ -151,13 +153,27 @@ def refuse_loader(dataset: Any, what: str) -> None:
                       "memory, list(stream) is one; otherwise let __getitem__ read sample `index` from where the stream reads")
 
 
-def loaded(samples: Samples, keys: list[Any], loaders: int = 0) -> Iterator[Any]:
+def loaded(samples: Samples, keys: Iterable[Any], loaders: int = 0) -> Iterator[Any]:
     """samples[key] for every key in order; loaders: so many processes load ahead, 0 loads here."""
     if loaders == 0:
         return (samples[key] for key in keys)
+    return _loaded_ahead(samples, keys, loaders)
+
+
+def _loaded_ahead(samples: Samples, keys: Iterable[Any], loaders: int) -> Iterator[Any]:
     own = torch.Generator()         # DataLoader draws a seed; not from the generator that the model may use
-    return map(_or_raised, DataLoader(Sent(samples), batch_size=None, sampler=keys, num_workers=loaders,    # type: ignore
-                                      collate_fn=_as_it_is, generator=own))
+    try:
+        for batch in DataLoader(Sent(samples), batch_size=None, sampler=keys, num_workers=loaders,    # type: ignore
+                                collate_fn=_as_it_is, generator=own):
+            if isinstance(batch, StepFailed):
+                raise batch
+            yield batch
+    except (OSError, RuntimeError) as error:
+        full = error.errno == errno.ENOSPC if isinstance(error, OSError) else any(word in str(error) for word in FULL)
+        if isinstance(error, StepFailed) or not full:
+            raise
+        raise StepFailed(f"/dev/shm, through which {loaders} loader(s) hand over samples, is full; make room there, "
+                         "mount it larger (a container's --shm-size), or load without them (leave out --loaders)") from error
 
 
 @dataclass(frozen=True)
@@ -173,12 +189,6 @@ class Sent:
             return self.samples[key]
         except StepFailed as error:
             return error
-
-
-def _or_raised(batch: Any) -> Any:
-    if isinstance(batch, StepFailed):
-        raise batch
-    return batch
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -6,6 +6,15 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
+
+import numpy
+
+from paragrad.errors import Refused
+from paragrad.world.launched import memory_left
+
+PLACE = 28              # bytes a sample while an order is made: key 8, number 8, sorting 4, and 8 of the epoch's before
+ENDLESS = 10**10        # samples: at a million a second nearly three hours for one look at each
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,22 +29,48 @@ class Order:
         """Steps per epoch."""
         return -(-self.samples // self.batch)
 
-    def batches(self) -> Iterator[range]:
-        """The batches of an epoch as ranges of positions in its order."""
-        for start in range(0, self.samples, self.batch):
-            yield range(start, min(start + self.batch, self.samples))
+    def at(self, step: int) -> range:
+        """The batch of a step of an epoch as a range of positions in its order."""
+        start = step * self.batch
+        return range(start, min(start + self.batch, self.samples))
+
+    def batches(self, start: int = 0) -> Iterator[range]:
+        """The batches of an epoch, from a step on."""
+        return map(self.at, range(start, self.steps))
 
     def indices(self, epoch: int, positions: range) -> list[int]:
         """The samples that stand at these positions of an epoch's order."""
-        return list(permutation(self.samples, self.seed, epoch)[positions.start:positions.stop])
+        return permutation(self.samples, self.seed, epoch)[positions.start:positions.stop].tolist()  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=2)           # one epoch ends where the next begins
-def permutation(samples: int, seed: int, epoch: int) -> tuple[int, ...]:
-    """All of 0..samples-1, shuffled by sorting on random keys.
+def permutation(samples: int, seed: int, epoch: int) -> Any:
+    """An array of all of 0..samples-1, shuffled by sorting on random keys. Raises Refused where memory cannot hold it.
 
-    Only `random.random()` is drawn on: of Python's generators it alone promises the same numbers in every version.
+    The keys are those of `random.Random(text).random()`, which of Python's generators alone promises the same numbers in every
+    version; numpy's RandomState, which promises it too, goes on from its state, in one call for all.
     """
-    draw = random.Random(f"paragrad order {seed} {epoch}").random
-    keys = [draw() for _ in range(samples)]
-    return tuple(sorted(range(samples), key=keys.__getitem__))
+    refuse_unordered(samples, "an epoch")
+    _, (*state, position), _ = random.Random(f"paragrad order {seed} {epoch}").getstate()
+    draws = numpy.random.RandomState()
+    draws.set_state(("MT19937", state, position, 0, 0.0))
+    order = numpy.argsort(draws.random_sample(samples), kind="stable")         # stable: of equal keys the lower sample first
+    order.flags.writeable = False               # it is everybody's
+    return order
+
+
+def refuse_endless(samples: int, what: str) -> None:
+    """Refuse a dataset that says it has more samples than anybody will see."""
+    if samples > ENDLESS:
+        raise Refused(f"{what} has {samples} samples, whose end nobody would see; let its __len__ say how many an epoch has, "
+                      f"at most {ENDLESS}")
+
+
+def refuse_unordered(samples: int, what: str, ranks: int = 1) -> None:
+    """Refuse a dataset so long that this host cannot hold its order, in as many ranks."""
+    refuse_endless(samples, what)
+    left = memory_left()
+    if left is not None and ranks * PLACE * samples > left:
+        every, fewer = (f" in each of {ranks} ranks", ", or start fewer ranks") if ranks > 1 else ("", "")
+        raise Refused(f"{what} has {samples} samples, whose order takes {PLACE} bytes a sample while it is made{every}, and "
+                      f"there is memory for {left // (ranks * PLACE)}; let its __len__ say no more{fewer}")

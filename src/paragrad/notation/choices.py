@@ -24,14 +24,15 @@ MEANT = {"gpu": "cuda"}          # what people say elsewhere, too far from our w
 # ---- what a field takes ------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Integer:
-    """A whole number from `least`."""
+    """A whole number from `least` to `most`: of ranks, segments, micro-batches there are no more anywhere."""
     least: int = 1
+    most: float = 1 << 20
 
     def __contains__(self, value: object) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= self.least
+        return isinstance(value, int) and not isinstance(value, bool) and self.least <= value <= self.most
 
     def __str__(self) -> str:
-        return f"a whole number from {self.least}"
+        return f"a whole number from {self.least}" + (f" to {self.most:,}" if self.most < float("inf") else "")
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Integers:
     least: int = 1
 
     def __contains__(self, value: object) -> bool:
-        return isinstance(value, tuple) and bool(value) and all(number in Integer(self.least) for number in value)
+        return isinstance(value, tuple) and bool(value) and all(number in Integer(self.least, float("inf")) for number in value)
 
     def __str__(self) -> str:
         return f"a list of whole numbers from {self.least}, such as [3, 1]"

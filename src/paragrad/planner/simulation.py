@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from paragrad.errors import Refused
 from paragrad.planner.interval import interval
 from paragrad.planner.price import Price, least, price, seconds
 from paragrad.players.clock import Timeline, timed
+from paragrad.players.counting import TooLong, refuse_long
 from paragrad.players.machine import Cluster, Machine
 from paragrad.players.proof import check
-from paragrad.players.uniform import simulated
+from paragrad.players.uniform import Tell, simulated
 from paragrad.players.work import WorkAndDepth, work_and_depth
-from paragrad.schedules.actions import ScheduleError, Send
+from paragrad.schedules.actions import ScheduleError
 from paragrad.strategies.strategy import Strategy
 from paragrad.strategies.table import plan_of
 
@@ -43,11 +43,11 @@ class Simulation:
 
 def simulate(strategy: Strategy, size: int, machine: Machine, *, link: str | None = None, inside: str | None = None,
              per_link: int = 1, per_core: int = 1, slow: tuple[tuple[int, float], ...] = (), element: int = 4,
-             spans: bool = False) -> Simulation:
+             spans: bool = False, tell: Tell | None = None) -> Simulation:
     """Play a strategy's schedule over `size` bytes on a cluster of hosts like `machine`. Raises Refused.
 
     per_link: ranks of a host, which share its link to others;  inside: the link among them (otherwise the same as outside);
-    per_core: ranks that share a core;  slow: (rank, how many times slower).
+    per_core: ranks that share a core;  slow: (rank, how many times slower);  tell: see `players.uniform`.
     """
     resolved, plan = plan_of(strategy, "simulate", per_link)
     workers, schedule = plan.size, plan.schedule
@@ -62,26 +62,21 @@ def simulate(strategy: Strategy, size: int, machine: Machine, *, link: str | Non
             raise Refused(f"{number} ranks per {what} do not make up {workers} ranks; give a number that divides {workers}")
     length = size // element
     cluster = Cluster(machine.link(link), machine.gamma, machine.link(inside) if inside else None, per_link, per_core, 1, slow)
-    if spans:
-        _refuse_long(schedule, workers)
     try:
+        if spans:
+            refuse_long(schedule, workers, KEPT, "kept as a timeline")
         timeline = (timed(schedule, workers, length, cluster, element=element, spans=True) if spans else
-                    simulated(schedule, workers, length, cluster, element=element))
+                    simulated(schedule, workers, length, cluster, element=element, tell=tell))
         around = interval(timeline.seconds, cluster,
-                          lambda other: simulated(schedule, workers, length, other, element=element).seconds)
+                          lambda other: simulated(schedule, workers, length, other, element=element, tell=tell).seconds)
+    except TooLong as error:
+        raise Refused(str(error)) from None
     except ScheduleError as error:                  # of a user's own, for more ranks than are proved
         raise Refused(f"{schedule} is no {plan.what} of {workers} ranks: {error}; mend the schedule") from None
     closed, terms = _closed(schedule, workers, length, cluster, element)
     return Simulation(resolved, workers, size, cluster, machine, timeline, around, closed, terms, least(workers, length),
                       work_and_depth(schedule, workers, length) if workers <= WALKED else None,
                       element)
-
-
-def _refuse_long(schedule: Any, workers: int) -> None:
-    """A timeline of more messages than can be kept is refused before they are played."""
-    sends = (action for rank in range(workers) for action in schedule.program(rank, workers) if isinstance(action, Send))
-    if next(islice(sends, KEPT, None), None) is not None:
-        raise Refused(f"a timeline of more than {KEPT:,} messages is too long to keep; simulate fewer ranks")
 
 
 def _closed(schedule: Any, workers: int, length: int, cluster: Cluster, element: int) -> tuple[float | None, Price | None]:

@@ -19,6 +19,8 @@ from paragrad.players.machine import Cluster, Link
 from paragrad.players.reading import read
 from paragrad.schedules.actions import Compute, Recv, Schedule, ScheduleError, Send, Slot, lengths_of, parts_in, shown
 
+TOLD = 1000             # messages after which somebody is told how many there were
+
 Durations = Mapping[str, float] | Callable[[int, Compute], float]      # seconds of a Compute: by its name, or of (rank, action)
 
 
@@ -60,14 +62,15 @@ class Transfer:
 
 
 def timed(schedule: Schedule, size: int, length: int | Mapping[Slot, int], cluster: Cluster, *, element: int = 4,
-          durations: Durations | None = None, spans: bool = False) -> Timeline:
+          durations: Durations | None = None, spans: bool = False, tell: Callable[[int], None] | None = None) -> Timeline:
     """Play a schedule over a vector of `length` elements of `element` bytes on a cluster of `size` ranks.
 
     length: or the elements of every slot, by name;  durations: of what is computed, in seconds of a rank that is not slow;
-    spans: also keep every message, addition and Compute. Raises ScheduleError where the ranks wait for one another.
+    spans: also keep every message, addition and Compute;  tell: now and then, how many messages there were. Raises
+    ScheduleError where the ranks wait for one another.
     """
     clock = Clock(schedule, size, lengths_of(schedule, size, length), cluster, element, durations, spans)
-    clock.run()
+    clock.run(tell)
     return Timeline(max(clock.ends), tuple(clock.ends), clock.messages, tuple(clock.spans or ()))
 
 
@@ -94,12 +97,16 @@ class Clock:
         self.messages = 0
         self.spans: list[Span] | None = [] if spans else None
 
-    def run(self) -> None:
+    def run(self, tell: Callable[[int], None] | None = None) -> None:
         for rank in range(len(self.programs)):
             self.at(0.0, self.advance, rank)
+        due = TOLD
         while self.events:
             time, _, _, event, arguments = heapq.heappop(self.events)
             event(time, *arguments)
+            if tell and self.messages >= due:
+                tell(self.messages)
+                due += TOLD
         if stuck := [rank for rank, end in enumerate(self.ends) if end < 0]:
             raise ScheduleError(f"rank {stuck[0]} waits for ever (and {len(stuck) - 1} more)")
 

@@ -8,27 +8,45 @@ and so are the peers and slots of its actions. It is the same program, read for 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from paragrad.players.clock import Timeline, timed
+from paragrad.players.counting import TooLong, refuse_long, sent_by
 from paragrad.players.machine import Cluster
 from paragrad.schedules.actions import Collective, Recv, Send, lengths_of
 
+PLAYED = 1 << 20        # messages up to which the clock plays them one by one: a minute or two
+TOGETHER = 2 * 10**10   # where all ranks send at once
+SETTLED = 8             # actions after which it is one distance at which all send, or this clock gave up
 
-def simulated(schedule: Collective, size: int, length: int, cluster: Cluster, *, element: int = 4) -> Timeline:
-    """`timed`, by whichever way is quicker."""
-    return timed_uniform(schedule, size, length, cluster, element) or timed(schedule, size, length, cluster, element=element)
+Tell = Callable[[int, int], None]       # (messages that were played, of how many)
 
 
-def timed_uniform(schedule: Collective, size: int, length: int, cluster: Cluster, element: int = 4) -> Timeline | None:
-    """All ranks at once; None where the schedule makes a choice by rank, or where ranks meet on a link or a core."""
+def simulated(schedule: Collective, size: int, length: int, cluster: Cluster, *, element: int = 4,
+              tell: Tell | None = None) -> Timeline:
+    """`timed`, by whichever way is quicker; tell: called now and then. Raises TooLong where that would take too long."""
+    if (found := timed_uniform(schedule, size, length, cluster, element, tell)) is not None:
+        return found
+    total = refuse_long(schedule, size, PLAYED, "timed")
+    return timed(schedule, size, length, cluster, element=element, tell=tell and (lambda done: tell(done, total)))
+
+
+def timed_uniform(schedule: Collective, size: int, length: int, cluster: Cluster, element: int = 4,
+                  tell: Tell | None = None) -> Timeline | None:
+    """All ranks at once; None where the schedule makes a choice by rank, or where ranks meet on a link or a core.
+
+    Raises TooLong.
+    """
     if cluster.sharing > 1 or size < 2 or cluster.cores > 1:
         return None
     try:
-        return UniformClock(schedule, size, length, cluster, element).run()
+        return UniformClock(schedule, size, length, cluster, element).run(tell)
+    except TooLong:
+        raise
     except Exception:       # NotUniform; or what numpy, and anybody's program, answers to a choice by rank or a range of parts
         return None
 
@@ -43,6 +61,7 @@ class UniformClock:
     def __init__(self, schedule: Collective, size: int, length: int, cluster: Cluster, element: int) -> None:
         self.ranks = np.arange(size)
         self.cluster, self.size = cluster, size
+        self.schedule = schedule
         self.program = schedule.program(self.ranks, size)                               # type: ignore[arg-type]
         self.bytes = element * np.array(list(lengths_of(schedule, size, length).values()))
         self.slow = np.array([cluster.factor(rank) for rank in range(size)])
@@ -54,8 +73,13 @@ class UniformClock:
         self.peers: dict[int, Any] = {}
         self.messages = 0
 
-    def run(self) -> Timeline:
-        for action in self.program:
+    def run(self, tell: Tell | None = None) -> Timeline:
+        total = 0
+        for number, action in enumerate(self.program):
+            if number == SETTLED:
+                total = self.total()
+            elif tell and total and number % 100 == 0:
+                tell(self.messages, total)
             if isinstance(action, Send) and not action.wait:
                 self.send(action)
             elif isinstance(action, Recv):
@@ -63,6 +87,15 @@ class UniformClock:
             else:
                 raise NotUniform
         return Timeline(float(self.now.max()), tuple(self.now.tolist()), self.messages)
+
+    def total(self) -> int:
+        """The messages of all ranks, who send as many each. Raises TooLong."""
+        def by_each(size: int) -> int | None:
+            return sent_by(self.schedule, 0, size, TOGETHER // size)
+        found = by_each(self.size)
+        if found is None:
+            raise TooLong(self.schedule, self.size, TOGETHER, "timed", by_each)
+        return self.size * found
 
     def send(self, action: Send) -> None:
         shift = self.shift_of(action.to)

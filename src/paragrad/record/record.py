@@ -36,18 +36,17 @@ before the run, null where the system does not say. Without an `end` line the ru
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from types import TracebackType
 from typing import Any
 
-from paragrad.datasets.order import permutation
 from paragrad.errors import Refused
 
 SCHEMA = 2          # 1 wrote every field of every step, and a line for every span; it is read as well
@@ -60,10 +59,19 @@ encoded = json.JSONEncoder(separators=(",", ":")).encode      # json.dumps would
 class Recorder:
     """Appends lines to a file, each whole and at once, so that it survives the end of its process."""
 
-    def __init__(self, path: Path, origin: float | None = None) -> None:
+    def __init__(self, path: Path, origin: float | None = None, alone: bool = False) -> None:
+        """alone: Refused where another process holds the file so, before anything in it is touched. The lock goes with it."""
         self.origin = time.monotonic() if origin is None else origin
-        cut_torn(path)
         self.file = path.open("a", encoding="utf-8")
+        if alone:
+            try:
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self.file.close()
+                raise Refused(f"{path} is still being written to; let the command that does so end, or stop it") from None
+            except OSError:                         # a file system without locks
+                pass
+        cut_torn(path)
 
     def __enter__(self) -> Recorder:
         return self
@@ -86,8 +94,7 @@ class Recorder:
             self.file.write("\n".join(lines) + "\n")
             self.file.flush()
         except OSError as error:
-            error.filename = self.file.name     # writing to an open file does not say to which
-            raise
+            raise OSError(error.errno, error.strerror, self.file.name) from error
 
 
 def cut_torn(path: Path) -> None:
@@ -162,6 +169,15 @@ class Audit:
             return "no epoch was finished"
         return (f"{self.seen} of {self.samples} samples seen in each of {self.epochs} epoch(s), "
                 f"{self.twice} twice, {self.missed} missed")
+
+
+def _covered(parts: Iterable[list[int]]) -> tuple[int, int]:
+    """How many places are in some of the parts [first, stop], and how many in more than one."""
+    once = more = depth = before = 0
+    for place, change in sorted(end for first, stop in parts for end in ((first, 1), (stop, -1))):
+        once, more = once + (place - before) * (depth > 0), more + (place - before) * (depth > 1)
+        depth, before = depth + change, place
+    return once, more
 
 
 class Record:
@@ -256,7 +272,7 @@ class Record:
     @property
     def audit(self) -> Audit:
         """Count every sample of every finished epoch, by the positions in the order that the ranks recorded."""
-        samples, seed = self.header["job"]["samples"], self.header["seed"]
+        samples = self.header["job"]["samples"]
         used: dict[int, list[Line]] = {}
         for line in self.used():
             used.setdefault(line["epoch"], []).append(line)
@@ -264,9 +280,8 @@ class Record:
         epochs = [line["epoch"] for line in self.of("epoch") if line["epoch"] in begun]     # not one whose beginning is lost
         seen, twice, missed = samples, 0, 0
         for epoch in epochs:
-            order = permutation(samples, seed, epoch)
-            counts = Counter(order[position] for line in used[epoch] for position in range(*line["order"]))
-            seen = min(seen, len(counts))
-            twice += sum(count > 1 for count in counts.values())
-            missed += samples - len(counts)
+            once, more = _covered(line["order"] for line in used[epoch])
+            seen = min(seen, once)
+            twice += more
+            missed += samples - once
         return Audit(len(epochs), samples, seen if epochs else 0, twice, missed)

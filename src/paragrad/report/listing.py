@@ -13,6 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
+from paragrad.errors import Refused
+from paragrad.players.counting import refuse_long
 from paragrad.players.draw import draw as drawn
 from paragrad.players.proof import check
 from paragrad.record.record import Record
@@ -22,6 +24,7 @@ from paragrad.report.printing import print_facts, print_rows
 from paragrad.report.run import Run
 from paragrad.report.table import COMPUTED, Table, held, sent, show
 from paragrad.report.times import times_of
+from paragrad.schedules.actions import ScheduleError
 from paragrad.strategies.shares import Division, micro_batches
 from paragrad.strategies.strategy import Strategy
 from paragrad.strategies.table import algorithms, known, plan_of
@@ -120,16 +123,19 @@ def certificate(found: Certificate, as_json: bool) -> None:
     print_facts((name, value) for name, value in facts.items() if value is not None)
 
 
+LETTERS, ARROWS = 10_000, 2_000         # messages that are drawn as text, and as a diagram: some seconds
+
+
 def dry_run(checked: Admitted, as_json: bool) -> None:
     """What a run would do: shares, steps, resolved choices."""
     order, job = checked.facts.order, checked.job
     division = checked.resolved.division
-    batches = list(order.batches())
+    first, last = order.at(0), order.at(order.steps - 1)
     found: dict[str, Any] = {
         "job": job.name, "strategy": str(checked.asked), "resolved": str(checked.resolved), "workers": checked.size,
         "threads": checked.threads, "samples": order.samples, "batch": job.batch, "steps_per_epoch": order.steps,
-        "epochs": job.epochs, "steps": order.steps * job.epochs, "shares": _shares(batches[0], division),
-        "last_shares": _shares(batches[-1], division)}
+        "epochs": job.epochs, "steps": order.steps * job.epochs, "shares": _shares(first, division),
+        "last_shares": _shares(last, division)}
     if as_json:
         print(json.dumps(found))
         return
@@ -146,15 +152,19 @@ def _shares(batch: range, division: Division) -> list[list[int]]:
     return [[len(piece[rank]) for piece in pieces] for rank in range(len(division.shares))]
 
 
-def draw(chosen: Strategy, svg: Path | None) -> None:
-    """The drawing of a data strategy's all-reduce. svg: a file for it as a space-time diagram, too."""
+def draw(chosen: Strategy, svg: Path | None) -> str:
+    """The drawing of a data strategy's all-reduce. svg: a file for it as a space-time diagram, too. Raises Refused."""
     _, plan = plan_of(chosen, "draw")
     check(plan.schedule, plan.size, plan.what)
+    try:
+        refuse_long(plan.schedule, plan.size, ARROWS if svg else LETTERS, "drawn")
+    except ScheduleError as error:
+        raise Refused(str(error)) from None
     if svg:
         write_space_time(plan.schedule, plan.size, svg)
-    print(f"{plan.schedule}, {plan.size} ranks; a line is a rank, a column a round. "
-          ">1:0 sends slot 0 to rank 1, <3:2+ receives slot 2 from rank 3 and adds it, ! waits")
-    print(drawn(plan.schedule, plan.size))
+    return "\n".join((f"{plan.schedule}, {plan.size} ranks; a line is a rank, a column a round. "
+                      ">1:0 sends slot 0 to rank 1, <3:2+ receives slot 2 from rank 3 and adds it, ! waits",
+                      drawn(plan.schedule, plan.size)))
 
 
 def jobs(known: dict[str, Callable[..., Any]], as_json: bool) -> None:

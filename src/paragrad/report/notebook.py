@@ -35,4 +35,6 @@ def below_the_cell() -> Callable[[str], Any] | None:
 
 def said(told: dict[str, Any]) -> str:
     """What is known of a step."""
-    return f"loss {told['loss']:.4f}" if "loss" in told else f"difference {told['difference']:.1e}"
+    if "loss" in told:
+        return f"loss {told['loss']:.4f}"
+    return f"difference {told['difference']:.1e}" if "difference" in told else ""

@@ -24,6 +24,8 @@ from typing import Protocol
 
 from paragrad.errors import Refused
 
+MOST = 1 << 22              # parts of a vector
+
 Slot = int | range | str    # a buffer's name; in a collective the number of an equal part of the vector, or several neighbours
 
 
@@ -125,8 +127,8 @@ def parts_for(schedule: Schedule, size: int) -> int:
         raise
     except Exception as error:
         raise ScheduleError(f"parts({size}) raised {type(error).__name__}: {error}") from error
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ScheduleError(f"parts({size}) is {count!r}: give a whole number from 1")
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST:
+        raise ScheduleError(f"parts({size}) is {count!r}: give a whole number from 1 to {MOST:,}")
     return count
 
 

@@ -110,6 +110,10 @@ class Exchange(ABC):
         """Of a worker, when the run has come to its end: let the servers go. Collective of all workers; not after a failure,
         where some no longer come."""
 
+    def cause(self, error: Exception) -> Exception:
+        """What was raised in a step, or what it was raised for, where somebody in between says less."""
+        return error
+
     # ---- what others look at -------------------------------------------------------------------------------------------
     def evaluating(self) -> contextlib.AbstractContextManager[Any]:
         """The model as what the run stands for (before a test, or when it is saved); afterwards as it was. Collective."""

@@ -37,20 +37,35 @@ class Probe:
                      max(self.coarsest, other.coarsest), self.linear and other.linear, self.draws | other.draws)
 
 
+class Kept:
+    """What a forward keeps for its backward: bytes by address, and the eps of its coarsest real numbers."""
+
+    def __init__(self) -> None:
+        self.bytes: dict[int, int] = {}
+        self.coarsest = 0.0
+
+    def noting(self) -> contextlib.AbstractContextManager[Any]:
+        """Around a forward."""
+        return torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        self.coarsest = max(self.coarsest, torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0)
+        self.bytes |= _storage(tensor)
+        return tensor
+
+    def beside(self, module: nn.Module) -> int:
+        """Bytes that are not its parameters."""
+        parameters = {address for parameter in module.parameters() for address in _storage(parameter)}
+        return sum(size for address, size in self.bytes.items() if address not in parameters)
+
+
 def probed(module: Summed, inputs: Any, target: Any, samples: int, norm: BatchNorm,
            repeated: Callable[[int], tuple[Any, Any]]) -> Probe:
     """One forward and backward of the module on copies of its inputs; what it leaves behind is the caller's (`untouched`).
 
     norm: entered by the caller;  repeated(n): (inputs, target) of a batch that is n times one sample.
     """
-    kept: dict[int, int] = {}
-    coarsest = 0.0
-
-    def keep(tensor: Tensor) -> Tensor:
-        nonlocal coarsest
-        coarsest = max(coarsest, torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0)
-        kept.update(_storage(tensor))
-        return tensor
+    kept = Kept()
 
     def ran(hooks: contextlib.AbstractContextManager[Any]) -> tuple[Recording, bool]:
         with hooks, drawing(Recording()) as recording, _hooks_noted() as hooked:
@@ -61,11 +76,11 @@ def probed(module: Summed, inputs: Any, target: Any, samples: int, norm: BatchNo
 
     before = generator_states()
     try:
-        recording, linear = ran(torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor))
+        recording, linear = ran(kept.noting())
     except RuntimeError as error:
         if "saved tensor hooks" not in str(error):
             raise
-        kept.clear()                    # torch.func takes no such hooks: what backward keeps stays unknown
+        kept = Kept()                   # torch.func takes no such hooks: what backward keeps stays unknown
         before = generator_states()
         recording, linear = ran(contextlib.nullcontext())
     some_unused = any(parameter.requires_grad and parameter.grad is None for parameter in module.parameters())
@@ -73,24 +88,15 @@ def probed(module: Summed, inputs: Any, target: Any, samples: int, norm: BatchNo
     if recording.calls or recording.owners or generator_states() != before:
         batches = {count: repeated(count) for count in (2, 3)}         # what loading draws is no matter of the model's
         draws = seen(lambda count: module(*copied(batches[count]), 0))       # what one sample weighs is no matter
-    for parameter in module.parameters():
-        kept.update(dict.fromkeys(_storage(parameter), 0))
-    return Probe(some_unused, sum(kept.values()) // max(samples, 1), module.known, norm.computed, coarsest, linear, draws)
+    return Probe(some_unused, kept.beside(module) // max(samples, 1), module.known, norm.computed, kept.coarsest, linear, draws)
 
 
 def kept_for_backward(module: Summed, inputs: Any, target: Any, samples: int) -> int:
     """Bytes that backward keeps of a batch besides parameters; 0 where nobody can look (torch.func takes no hooks)."""
-    kept: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.update(_storage(tensor))
-        return tensor
-
-    with contextlib.suppress(RuntimeError), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    kept = Kept()
+    with contextlib.suppress(RuntimeError), kept.noting():
         module(*copied((inputs, target)), samples)
-    for parameter in module.parameters():
-        kept.update(dict.fromkeys(_storage(parameter), 0))
-    return sum(kept.values())
+    return kept.beside(module)
 
 
 # ---- what is not linear in a gradient: hooks and autograd functions that clip it, or divide it by its norm -------------------

@@ -14,7 +14,7 @@ import torch
 
 from paragrad.errors import Refused
 from paragrad.jobs.job import Job
-from paragrad.notation.choices import Integer
+from paragrad.notation.choices import Integer, Integers
 from paragrad.players.proof import GOALS, check
 from paragrad.schedules.sabotage import sabotaged
 from paragrad.strategies.strategy import Here, Promise, Strategy, factors_of
@@ -31,7 +31,6 @@ from paragrad.world.backends.shm.region import unavailable
 from paragrad.world.joining import check_interfaces, launched_size, ranks_here
 from paragrad.world.launched import cores
 from paragrad.world.launching import Ranks, files
-from paragrad.world.world import TIMEOUT
 
 
 @dataclass(frozen=True)
@@ -67,9 +66,8 @@ class Admitted:
     def on(self, ranks: Ranks, function: Callable[..., Any], *arguments: Any,
            on_report: Callable[[int, Any], None] | None = None) -> list[Any]:
         """function(world, *arguments) on as many ranks as the strategy wants: the answers of all. Raises RankFailed."""
-        asked = {"timeout": self.settings.timeout} if self.settings.timeout != TIMEOUT else {}
         return ranks.run(function, *arguments, size=self.size, threads=self.threads, backend=self.backend,
-                         device=self.settings.device, on_report=on_report, **asked)
+                         device=self.settings.device, timeout=self.settings.timeout, on_report=on_report)
 
 
 @dataclass(frozen=True)
@@ -120,8 +118,11 @@ def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, 
         resolved.refuse(Asked(job, facts, settings.folder), asked, settings.unchecked)
     refuse_crowded(job, asked, resolved, facts, settings.folder, settings.device)
     check_plans(asked, resolved, settings)
+    backend = backend_of(settings, resolved.size)
+    if resolved.size > 1 and resolved.plans():          # schedules go over gloo, whatever the backend
+        check_interfaces()
     saved = checkpoint.found(Path(settings.resume), job, facts) if settings.resume else None
-    return Admitted(job, asked, resolved, settings, facts, here, backend_of(settings, resolved.size), saved)
+    return Admitted(job, asked, resolved, settings, facts, here, backend, saved)
 
 
 def here_for(settings: Settings, own_loop: bool = False) -> Here:
@@ -185,7 +186,7 @@ def _check_answers(asked: Strategy, found: Strategy) -> None:
         if axis.divides not in ("samples", "domain", "model"):
             raise Refused(f"{asked}: axis {axis.name} divides {axis.divides!r}; let it divide samples, domain or model")
     for what, value in (("shares", found.division.shares), ("micro", found.division.micro), ("threads", found.threads or 1)):
-        if any(each not in Integer() for each in (value if isinstance(value, tuple) else (value,))):
+        if value not in (Integers() if isinstance(value, tuple) else Integer()):
             raise Refused(f"{asked} says {what} {value!r}; let it be of whole numbers from 1")
     if found.batch_norm not in ("whole", "share"):
         raise Refused(f"{asked} says batch_norm {found.batch_norm!r}; let it be whole or share")

@@ -29,7 +29,7 @@ from paragrad.datasets.loading import (
     tensors_of,
     why_whole,
 )
-from paragrad.datasets.order import Order
+from paragrad.datasets.order import Order, refuse_endless
 from paragrad.errors import Refused, StepFailed, told
 from paragrad.jobs.job import CPU, DTYPES, Job, opened
 from paragrad.jobs.loss import Summed, misshapen
@@ -144,8 +144,9 @@ def _dataset(job: Job, which: str, data: Path | None) -> Dataset:
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise Refused(f"job {job.name}: {which} must be a map-style dataset (with __len__ and __getitem__) or a function "
                       f"that returns one, got {type(dataset).__name__}")
-    if len(dataset) == 0:
+    if (samples := _called(job, f"len({which})", lambda: len(dataset))) == 0:
         raise Refused(f"job {job.name}: {which} has no samples")
+    refuse_endless(samples, f"job {job.name}: {which}")
     return dataset
 
 

@@ -34,8 +34,8 @@ def evaluated(world: World, module: Summed, output: Callable[[Any], Any], layout
     """
     total, weight, gradients = 0.0, 0.0, (metric is None and module.by_graph) or layout.cut
     mine = evenly(len(samples), world.size)[world.rank]
-    batches = [list(mine[start:start + BATCH]) for start in range(0, len(mine), BATCH)]
-    for number, fetched in enumerate(loaded(samples, [(0, indices) for indices in batches], loaders)):
+    batches = [mine[start:start + BATCH] for start in range(0, len(mine), BATCH)]
+    for number, fetched in enumerate(loaded(samples, ((0, list(indices)) for indices in batches), loaders)):
         batch = parted(brought(fetched, world.device, dtype))
         kept = copied(batch) if number == 0 else None
         try:

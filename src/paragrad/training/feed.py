@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from itertools import tee
 from typing import Any
 
 import torch
@@ -29,10 +30,11 @@ class Feed:
         self.began = 0.0
         self.passed_over = WeakTensorKeyDictionary()            # tensors that were given, and that no step took
 
-    def give(self, samples: Samples, batches: Sequence[Batch], loaders: int) -> Iterator[Any]:
-        """What each batch is of, loaded; loaders: processes that load ahead."""
+    def give(self, samples: Samples, batches: Iterable[Batch], loaders: int) -> Iterator[Any]:
+        """What each batch is of, loaded; loaders: processes that load ahead. No more batches are made than that."""
         self.samples = samples
-        data = loaded(samples, [(batch.epoch, batch.indices, batch.places) for batch in batches], loaders)
+        batches, ahead = tee(batches)
+        data = loaded(samples, ((batch.epoch, batch.indices, batch.places) for batch in ahead), loaders)
         for batch in batches:
             self.began = self.log.now()
             with self.log.span("load", "data"):

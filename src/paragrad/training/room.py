@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from paragrad.datasets.loading import brought, parted
+from paragrad.datasets.order import refuse_unordered
 from paragrad.errors import Refused
 from paragrad.jobs.job import CPU, Job, opened
 from paragrad.jobs.loss import Summed
@@ -29,6 +30,8 @@ def refuse_crowded(job: Job, asked: Strategy, resolved: Strategy, facts: Finding
     Counted is what they need at least: processes, gradients in each and parameters once, and what backward keeps of a
     micro-batch; not the optimizer's state, nor what a backend or an operation takes for itself.
     """
+    if launched_size() is None:
+        refuse_unordered(facts.samples, f"job {job.name}: train", resolved.size)
     left, here = memory_left(), resolved.size
     if left is None or device != "cpu" or launched_size() is not None:     # launched ranks would look at different moments
         return

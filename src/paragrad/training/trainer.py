@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -144,17 +144,16 @@ class Trainer:
         refuse_loader(dataset, "the dataset")
         order = Order(len(dataset), batch, self.seed)
         self.strategy.refuse_few(min(batch, order.samples), self.strategy)
-        return self.batches_at(dataset, order, [(epoch, whole) for whole in itertools.islice(order.batches(), start, None)],
-                               loaders)
+        return self.batches_at(dataset, order, ((epoch, whole) for whole in order.batches(start)), loaders)
 
     def batches_at(self, dataset: Dataset, order: Order, places: Iterable[tuple[int, range]],
                    loaders: int = 0) -> Iterator[Any]:
         """The same for chosen (epoch, positions of a global batch); places of one epoch follow each other."""
         samples = Samples(dataset, self.seed, self.collate, self.world.timeout)
         samples = samples if self.examined or not self.splits else whole_where_needed(samples, order.batch)
-        for epoch, group in itertools.groupby(places, key=lambda place: place[0]):
-            yield from self.feed.give(samples, [batch_of(order, epoch, whole, self.division, self.replicas, self.reverse)
-                                                for _, whole in group], loaders)
+        for epoch, group in groupby(places, key=lambda place: place[0]):
+            yield from self.feed.give(samples, (batch_of(order, epoch, whole, self.division, self.replicas, self.reverse)
+                                                for _, whole in group), loaders)
 
     # ---- the step ------------------------------------------------------------------------------------------------------
     def step(self, inputs: Any, target: Any = None) -> Result:
@@ -167,7 +166,8 @@ class Trainer:
                 own = self.gradients_of(batch, inputs, target)
                 own, result, rate = self._update(batch, inputs, target, own)
         except Exception as error:
-            raise self.failed(error) from error
+            cause = error if self.exchange is None else self.exchange.cause(error)
+            raise self.failed(cause) from cause
         assert self.exchange is not None
         if self.layout.cut:
             self.exchange.count("parts", self.layout.sent, computed=True)

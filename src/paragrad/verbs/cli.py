@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import codecs
+import errno
 import gc
 import io
 import os
@@ -16,12 +17,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
 
-from paragrad.errors import Interrupted, RankFailed, Refused
+from paragrad.errors import Interrupted, RankFailed, Refused, no_room
 from paragrad.planner.simulation import read_bytes, read_slow
 from paragrad.planner.simulation import simulate as simulated
 from paragrad.players.machine import machine_of
@@ -172,7 +173,9 @@ def draw(strategy: Annotated[str, typer.Argument(help="such as 'data(4, reduce=r
     with answering():
         if job:
             _job(job, None, None, None, None)
-        listing.draw(read_strategy(strategy), svg)
+        with Console(stderr=True).status("drawing"):
+            drawn = listing.draw(read_strategy(strategy), svg)
+        print(drawn)
 
 
 @app.command()
@@ -199,10 +202,11 @@ def simulate(strategy: Annotated[str, typer.Argument(help="such as 'data(4096, r
     with answering():
         if job:
             _job(job, None, None, None, None)
-        with Console(stderr=True).status("simulating"):
+        with Shown(Console(stderr=True), transient=True) as shown:
+            show = shown.run(f"simulate {strategy}", "message")
             found = simulated(read_strategy(strategy), read_bytes(size), machine_of(machine, cores()), link=link, inside=inside,
                               per_link=per_link, per_core=per_core, slow=tuple(map(read_slow, slow or ())),
-                              spans=timeline is not None)
+                              spans=timeline is not None, tell=lambda done, of: show({"step": done, "steps": of}))
         simulation.simulation(found, as_json)
         if timeline is not None:
             simulation.timeline(found, timeline)
@@ -270,14 +274,22 @@ def answering() -> Iterator[None]:
         print("paragrad: stopped", file=sys.stderr)
         raise typer.Exit(130) from None
     except BrokenPipeError:                     # the reader of a pipe has left, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _to_nobody(sys.stdout)
     except OSError as error:                    # a full disk, a folder that is gone
-        print(f"paragrad: {error.filename or 'what it prints'}: {error.strerror or error}", file=sys.stderr)
+        if error.errno == errno.EIO and error.filename is None:         # the terminal was closed: nobody is left to tell
+            _to_nobody(sys.stdout)
+            _to_nobody(sys.stderr)
+            return
+        print(f"paragrad: {no_room(error, error.filename or 'what it prints')}", file=sys.stderr)
         try:
             sys.stdout.flush()
         except OSError:                         # Python would try it again, and say so in its own words
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _to_nobody(sys.stdout)
         raise typer.Exit(1) from None
+
+
+def _to_nobody(stream: TextIO) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 SPELLED = {"\N{PLUS-MINUS SIGN}": "+-", "\N{MULTIPLICATION SIGN}": "x", "\N{HORIZONTAL ELLIPSIS}": "..."}

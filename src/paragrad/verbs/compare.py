@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -73,8 +72,7 @@ def compare(job: Job, chosen: str | Iterable[str | Strategy], *, runs: str | Pat
         "rows": names, "strategies": [shown(row) for row in rows], "until": str(how.goal) if how.goal else None, "seeds": seeds,
         "command": command, "baselines": [for_speed(row) for row in baselines], "identity": identity(rows[0], how)}
     folder = new_folder(Path(runs), f"{job.name}-compare") if resume is None else begun(Path(resume), asked, job)
-    with Recorder(folder / "compare.jsonl") as record, Ranks(max(each.size for each in rows)) as ranks:
-        alone(record, folder)
+    with Recorder(folder / "compare.jsonl", alone=True) as record, Ranks(max(each.size for each in rows)) as ranks:
         comparing = Comparing(ranks, folder, record, progress or below_the_cell() or (lambda name: None))
         if resume is None:
             record.write("comparison", **asked)
@@ -116,16 +114,6 @@ def _named(value: Any) -> str:
 def for_speed(row: Admitted) -> str:
     """The folder of a run that is made for its speed."""
     return f"baseline-{folder_name(row.resolved)}"
-
-
-def alone(record: Recorder, folder: Path) -> None:
-    """Refuse to go on with a comparison that is still running. The lock goes with the file."""
-    try:
-        fcntl.flock(record.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise Refused(f"{folder} is a comparison that is still running; let it end, or stop it") from None
-    except OSError:                             # a file system without locks
-        return
 
 
 @contextmanager

@@ -36,25 +36,22 @@ EXTREMES: tuple[Callable[[Look], float], ...] = (
 
 def first_batches(order: Order, steps: int) -> list[tuple[int, range]]:
     """(epoch, batch) of the first steps: whole epochs, one after the other."""
-    per_epoch = list(order.batches())
-    return [(step // len(per_epoch), per_epoch[step % len(per_epoch)]) for step in range(steps)]
+    return [(step // order.steps, order.at(step % order.steps)) for step in range(steps)]
 
 
 def telling_batches(samples: Samples, order: Order, steps: int, division: Division) -> list[tuple[int, range]]:
     """(epoch, batch) of the steps that are compared, none twice: all in their order where an epoch has no more of them."""
-    per_epoch = list(order.batches())
-    if steps >= len(per_epoch):
+    if steps >= order.steps:
         return first_batches(order, steps)
-    chosen = [per_epoch[0], *extremes(samples, order, division), per_epoch[-1], *per_epoch[1:]]
+    chosen = [order.at(0), *extremes(samples, order, division), order.at(order.steps - 1), *map(order.at, range(1, steps))]
     return [(0, batch) for batch in list(dict.fromkeys(chosen))[:steps]]
 
 
 def extremes(samples: Samples, order: Order, division: Division) -> list[range]:
     """Of an epoch's batches those with the most and the least of something that not all have alike."""
-    batches = list(order.batches())
     looks: dict[range, Look] = {}
     end = time.monotonic() + SECONDS
-    for batch in batches[::-(-len(batches) // LOOKED)]:
+    for batch in map(order.at, range(0, order.steps, -(-order.steps // LOOKED))):
         looks[batch] = look_at(samples, order, batch, division)
         if time.monotonic() > end:
             break

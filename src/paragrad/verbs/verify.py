@@ -84,6 +84,6 @@ def digest(checked: Admitted) -> str:
         return leaf
 
     mapped(add, dict(model.state_dict()))
-    first = facts.order.indices(0, next(facts.order.batches()))
+    first = facts.order.indices(0, facts.order.at(0))
     mapped(add, job.samples(opened(job.train, checked.settings.folder))[0, first])
     return found.hexdigest()

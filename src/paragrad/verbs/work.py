@@ -26,7 +26,7 @@ def profile(job: Job, data: Path | None = None) -> Profile:
     with generators_kept():
         facts = examined(job, data)
         job, order = facts.ready(job), facts.order
-        places = next(order.batches())
+        places = order.at(0)
         fetched = parted(job.samples(opened(job.train, data))[0, order.indices(0, places)])
         inputs, target = brought(copied(fetched), torch.device("cpu"), job.parameter_dtype)
         module = Summed(job.built_model(), job.built_loss())

@@ -123,13 +123,21 @@ def launched_rank() -> int:
 
 
 def check_interfaces() -> None:
-    """Refuse a name in GLOO_SOCKET_IFNAME that no interface of this host has; gloo would say so on joining, rank by rank."""
+    """Refuse a name in GLOO_SOCKET_IFNAME that no interface of this host has, and a loopback that is down where ranks of this
+    host use it; gloo would say so on joining, rank by rank."""
     here = [name for _, name in socket.if_nameindex()]
     named = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     if strange := [name for name in named if name.partition(":")[0] not in here]:           # eth0:1 is an address of eth0
         raise Refused(f"GLOO_SOCKET_IFNAME names {', '.join(strange)}, and this host has {', '.join(here)}; set it to the one "
                       "by which the other hosts reach this one (`ip address` shows their addresses), or unset it where all "
                       "ranks are on this host")
+    if not named and launched_size() is None:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:         # connecting sends nothing
+            try:
+                probe.connect(("127.0.0.1", 9))
+            except OSError as error:
+                raise Refused(f"the ranks of this host talk over its loopback, which is down ({error.strerror}); bring it up "
+                              "(ip link set lo up), or exchange over the backend shm alone (reduce=native)") from None
 
 
 def _grouped() -> bool:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -94,6 +93,10 @@ class Queued(Exchange):
     def _picked(self, bytes_: int, pick: Pick) -> None:
         self.log.choice("reduce", str(pick.algorithm), pick.because, bytes_)
 
+    def cause(self, error: Exception) -> Exception:
+        """DDP gets an exception in the place of a bucket and says that it cannot cast it to a tensor."""
+        return self.queue.failure or error
+
     def close(self) -> None:
         self.queue.close()
 
@@ -134,17 +137,7 @@ class AllReduceExchange(Queued):
         self.counting.stop = float(self.stop)
         if self.some_unused:                            # DDP's own map of used parameters, int32
             self.count("used", computed_bytes("all_reduce", 4 * self.parameters, self.world.size), computed=True)
-        return self._summing()
-
-    @contextlib.contextmanager
-    def _summing(self) -> Iterator[None]:
-        """What a bucket failed of is raised as it is: DDP takes the error for a sum, and says it cannot cast it to a tensor."""
-        try:
-            yield
-        except RuntimeError:
-            if self.queue.failure is None:
-                raise
-            raise self.queue.failure from None
+        return contextlib.nullcontext()
 
     def finish(self, weight: float, loss: float) -> None:
         """After the last backward: everything was exchanged, or the names of what got no gradient."""

@@ -8,6 +8,7 @@ Its pages are reserved when it is made: a host without enough memory says so the
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import secrets
@@ -16,6 +17,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from paragrad.errors import ROOM
 
 TOKEN = 16              # bytes at the start of a region, by which who opens it knows that it is the right one
 NONE = "none:"          # begins what stands in the place of an address
@@ -45,8 +48,9 @@ class OwnRegion(Region):
             super().__init__(self.descriptor, size)
         except OSError as error:
             os.close(self.descriptor)
-            raise RuntimeError(f"no {size / 2**20:.0f} MiB of shared memory on this host ({error.strerror}); start fewer "
-                               "ranks, or use gloo") from error
+            repair = ROOM[errno.EFBIG] if error.errno == errno.EFBIG else "start fewer ranks, or use gloo"
+            told = f"no {size / 2**20:.0f} MiB of shared memory on this host ({error.strerror}); {repair}"
+            raise RuntimeError(told) from error
         token = secrets.token_bytes(TOKEN)
         self.map[:TOKEN] = token
         self.address = f"{_host()} {os.getpid()} {self.descriptor} {size} {token.hex()}"
