@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -312,6 +313,34 @@ def test_folders_of_the_killed_are_cleared_by_the_next_start(tmp_path: Path) -> 
         assert alive.exists()
         assert (tmp_path / "paragrad-0").exists()
         os.close(other)
+
+
+KILLED = """
+import os, signal, sys, torch, paragrad as pg
+from torch import nn
+from torch.utils.data import TensorDataset
+
+model = nn.Linear(10, 4)
+data = TensorDataset(torch.randn(60, 10), torch.randint(4, (60,)))
+with pg.parallelize(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), "serial") as trainer:
+    for batch in trainer.batches(data, 12, 0, loaders=1):
+        trainer.step(*batch)
+        if sys.argv[1:]:
+            os.killpg(0, signal.SIGKILL)
+"""
+
+
+@pytest.mark.table
+def test_what_loaders_of_a_killed_loop_leave_the_next_start_clears(tmp_path: Path) -> None:
+    """Under torchrun, or alone, it was Python's own folder, pymp-..., which nobody clears."""
+    (tmp_path / "own.py").write_text(KILLED)
+    with tempfile.TemporaryDirectory() as temporary:        # a short path: under a long one such folders are elsewhere
+        for more, code in (["killed"], -signal.SIGKILL), ([], 0):
+            ran = subprocess.run([sys.executable, str(tmp_path / "own.py"), *more], timeout=100, check=False, process_group=0,
+                                 env={**os.environ, "TMPDIR": temporary})
+            assert ran.returncode == code
+            left = [path.name for path in Path(temporary).iterdir() if path.name.startswith(("pymp-", "paragrad-"))]
+            assert len(left) == len(more)
 
 
 # ---- a comparison that ends early ----------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 from paragrad.errors import Refused, StepFailed, told
 from paragrad.world.bound import bounded
 from paragrad.world.generators import generator_states, generators_kept, seed_generators
+from paragrad.world.launching.folders import clear_after_kill
 from paragrad.world.world import TIMEOUT
 
 Dataset = Any           # map-style: __len__ and __getitem__(index) -> (input, target) or {name: value}
@@ -155,6 +156,7 @@ def loaded(samples: Samples, keys: list[Any], loaders: int = 0) -> Iterator[Any]
     """samples[key] for every key in order; loaders: so many processes load ahead, 0 loads here."""
     if loaders == 0:
         return (samples[key] for key in keys)
+    clear_after_kill()
     own = torch.Generator()         # DataLoader draws a seed; not from the generator that the model may use
     return map(_or_raised, DataLoader(Sent(samples), batch_size=None, sampler=keys, num_workers=loaders,    # type: ignore
                                       collate_fn=_as_it_is, generator=own))
