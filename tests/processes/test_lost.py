@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -315,6 +316,40 @@ def test_folders_of_the_killed_are_cleared_by_the_next_start(tmp_path: Path) -> 
         os.close(other)
 
 
+def test_a_terminal_that_is_closed_ends_a_training_as_sigterm_does(tmp_path: Path) -> None:
+    """SIGHUP ended the launcher with no word: nothing was saved, and folders stayed."""
+    (tmp_path / "talks.py").write_text(TALKS)
+    (tmp_path / "temporary").mkdir()
+    os.mkfifo(tmp_path / "begun")
+    ours, theirs = os.openpty()
+    command = ["train", str(tmp_path / "talks.py"), "--strategy", "data(2)", "--runs", str(tmp_path / "runs")]
+    with subprocess.Popen([sys.executable, "-c", AT_A_TERMINAL, os.ttyname(theirs), *command], start_new_session=True, env={
+            **os.environ, "BEGUN": str(tmp_path / "begun"), "TMPDIR": str(tmp_path / "temporary")}) as launcher:
+        os.close(theirs)
+        (tmp_path / "begun").read_text()
+        os.close(ours)                                      # its system hangs up
+        assert launcher.wait(60) == 0
+    record = Record(next((tmp_path / "runs").iterdir()))
+    assert record.end is not None
+    assert record.end["status"] == "stopped"
+    assert step_of(folders(record.folder)[0]) == len(record.of("step")) == len(record.of("step", rank=1))
+    assert list((tmp_path / "temporary").glob("paragrad-*")) == []
+"""
+
+
+@pytest.mark.table
+def test_what_loaders_of_a_killed_loop_leave_the_next_start_clears(tmp_path: Path) -> None:
+    """Under torchrun, or alone, it was Python's own folder, pymp-..., which nobody clears."""
+    (tmp_path / "own.py").write_text(KILLED)
+    with tempfile.TemporaryDirectory() as temporary:        # a short path: under a long one such folders are elsewhere
+        for more, code in (["killed"], -signal.SIGKILL), ([], 0):
+            ran = subprocess.run([sys.executable, str(tmp_path / "own.py"), *more], timeout=100, check=False, process_group=0,
+                                 env={**os.environ, "TMPDIR": temporary})
+            assert ran.returncode == code
+            left = [path.name for path in Path(temporary).iterdir() if path.name.startswith(("pymp-", "paragrad-"))]
+            assert len(left) == len(more)
+
+
 # ---- a terminal that is closed --------------------------------------------------------------------------------------------
 TALKS = """
 import os, paragrad as pg, torch
@@ -346,24 +381,18 @@ os.execv(sys.executable, [sys.executable, "-m", "paragrad", *sys.argv[2:]])
 
 
 @pytest.mark.table
-def test_a_terminal_that_is_closed_ends_a_training_as_sigterm_does(tmp_path: Path) -> None:
-    """SIGHUP ended the launcher with no word: nothing was saved, and folders stayed."""
-    (tmp_path / "talks.py").write_text(TALKS)
-    (tmp_path / "temporary").mkdir()
-    os.mkfifo(tmp_path / "begun")
-    ours, theirs = os.openpty()
-    command = ["train", str(tmp_path / "talks.py"), "--strategy", "data(2)", "--runs", str(tmp_path / "runs")]
-    with subprocess.Popen([sys.executable, "-c", AT_A_TERMINAL, os.ttyname(theirs), *command], start_new_session=True, env={
-            **os.environ, "BEGUN": str(tmp_path / "begun"), "TMPDIR": str(tmp_path / "temporary")}) as launcher:
-        os.close(theirs)
-        (tmp_path / "begun").read_text()
-        os.close(ours)                                      # its system hangs up
-        assert launcher.wait(60) == 0
-    record = Record(next((tmp_path / "runs").iterdir()))
-    assert record.end is not None
-    assert record.end["status"] == "stopped"
-    assert step_of(folders(record.folder)[0]) == len(record.of("step")) == len(record.of("step", rank=1))
-    assert list((tmp_path / "temporary").glob("paragrad-*")) == []
+KILLED = """
+import os, signal, sys, torch, paragrad as pg
+from torch import nn
+from torch.utils.data import TensorDataset
+
+model = nn.Linear(10, 4)
+data = TensorDataset(torch.randn(60, 10), torch.randint(4, (60,)))
+with pg.parallelize(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), "serial") as trainer:
+    for batch in trainer.batches(data, 12, 0, loaders=1):
+        trainer.step(*batch)
+        if sys.argv[1:]:
+            os.killpg(0, signal.SIGKILL)
 
 
 # ---- a comparison that ends early ----------------------------------------------------------------------------------------

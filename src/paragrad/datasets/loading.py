@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 from paragrad.errors import Refused, StepFailed, told
 from paragrad.world.bound import bounded
 from paragrad.world.generators import generator_states, generators_kept, seed_generators
+from paragrad.world.launching.folders import clear_after_kill
 from paragrad.world.world import TIMEOUT
 
 Dataset = Any           # map-style: __len__ and __getitem__(index) -> (input, target) or {name: value}
@@ -157,6 +158,7 @@ def loaded(samples: Samples, keys: Iterable[Any], loaders: int = 0) -> Iterator[
     """samples[key] for every key in order; loaders: so many processes load ahead, 0 loads here."""
     if loaders == 0:
         return (samples[key] for key in keys)
+    clear_after_kill()
     return _loaded_ahead(samples, keys, loaders)
 
 

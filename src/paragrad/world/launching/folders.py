@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import multiprocessing
 import os
 import re
 import shutil
 import socket
 import stat
 import tempfile
+from multiprocessing.util import Finalize
 from pathlib import Path
+from typing import Any
 
 NAME = re.compile(r"paragrad-\w{8}")
 LOCK = ".paragrad-launcher"            # it says on which host: a lock may be unknown on another that shares the folder
@@ -34,6 +37,22 @@ def locked_folder() -> tuple[Path, int]:
             if _is(folder / LOCK, held):
                 return folder, held
             os.close(held)
+
+
+def clear_after_kill() -> None:
+    """Have what multiprocessing keeps in a temporary folder (the sockets of loaders) where the next start clears it: Python's
+    own folder (pymp-...) is left behind by a kill. A rank of the launcher has one already."""
+    own: Any = multiprocessing.current_process()
+    if own._config.get("tempdir") is None:
+        folder, held = locked_folder()
+        own._config["tempdir"] = str(folder)
+        Finalize(None, _left, (folder, held), exitpriority=-100)        # as Python does: after the children have ended
+
+
+def _left(folder: Path, held: int) -> None:
+    os.close(held)
+    shutil.rmtree(folder, ignore_errors=True)
+    clear(folder.parent)                    # loaders of a killed rank may have lived when this process started
 
 
 def short_enough(folder: Path) -> Path:
