@@ -35,8 +35,6 @@ COMMANDS = [(path.name, line) for path in sorted(EXAMPLES.glob("*.py")) for line
 def test_as_typed(name: str, line: str, tmp_path: Path) -> None:
     shutil.copytree(EXAMPLES, tmp_path / "examples")
     program, *words = shlex.split(re.sub(r"\s{2,}#.*", "", line))
-    if "--machine" in words:                            # which is measured first
-        pytest.skip("it wants a machine file, which `paragrad measure` takes a minute to write")
     ran = subprocess.run([*PROGRAMS[program], *words], cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
     assert ran.returncode == 0, ran.stderr
     if name == "resume.py":

@@ -1,8 +1,7 @@
-"""What README, docs and examples tell a newcomer to type works as it stands, in a fresh clone of this repository."""
+"""What README and pages tell a newcomer to type works as it stands, in a fresh clone (examples: test_examples.py)."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
@@ -18,6 +17,10 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCED = re.compile(r"^```(sh|console|python)\n(.*?)^```$|`(python -c \".+?\")`", re.MULTILINE | re.DOTALL)
 
+def imported(code: str) -> bool:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False).returncode == 0
+
+
 # what is not typed here, by its first words, and why
 ELSEWHERE = {
     "make test": "it is what CI runs beside this",
@@ -27,9 +30,9 @@ ELSEWHERE = {
     "torchrun --nnodes 2 ": "two hosts; tests/network has them",
     "srun ": "it wants Slurm; test_environment.py has its variables",
     "python benchmarks/ring_vs_tree.py": "it takes an hour and a half",
-    ".venv/bin/paragrad compare mnist-mlp ": "nine trainings, minutes; test_cli.py and test_page.py have each option",
-    ".venv/bin/paragrad train mnist-cnn ": "minutes; test_datasets.py trains the job, test_loading.py and test_checkpoint.py have the options",
-    "paragrad compare mnist-mlp ": "up to 18 trainings, minutes each; test_equality.py has the algorithms, test_verify.py the planted bugs",
+    ".venv/bin/paragrad compare mnist-mlp ": "nine trainings, minutes; test_page.py and test_cli.py have the options",
+    ".venv/bin/paragrad train mnist-cnn ": "minutes; test_datasets.py trains the job, test_checkpoint.py has the options",
+    "paragrad compare mnist-mlp ": "minutes for each training; test_equality.py and test_verify.py have the strategies",
     "paragrad compare mnist-cnn ": "minutes; test_datasets.py trains the job",
     "paragrad compare shakespeare-lstm": "many minutes; test_datasets.py trains the job",
     "paragrad train digits --strategy \"data(2, reduce=ring)\" --sabotage": "refused, as the page shows; a row of refused.md",
@@ -38,7 +41,8 @@ ELSEWHERE = {
 WANTS = {
     r"mnist|shakespeare": (lambda: "PARAGRAD_DATA" in os.environ, "PARAGRAD_DATA names no folder with the files of MNIST"),
     r"mpirun": (lambda: shutil.which("mpirun") is not None, "mpirun is not installed (make system)"),
-    r"causal\.py": (lambda: importlib.util.find_spec("transformers") is not None, "transformers is not installed (make zoo)"),
+    r"causal\.py": (lambda: imported("from transformers import GPT2LMHeadModel"),
+                    "transformers is not installed (make zoo), or torchvision's build is not torch's"),
 }
 
 
@@ -77,6 +81,7 @@ def clone(tmp_path: Path) -> Path:
     return clone
 
 
+@pytest.mark.timeout(900)               # a page is up to a dozen trainings
 @pytest.mark.parametrize("page", [page for page in PAGES if COMMANDS[page]], ids=lambda page: page.name)
 def test_as_typed(page: Path, clone: Path) -> None:
     """Every command of a page ends with exit code 0, in the order of the page, the files that it shows saved beside it."""
@@ -91,8 +96,9 @@ def test_as_typed(page: Path, clone: Path) -> None:
         missed |= missing
         if missing or any(text.startswith(words) for words in ELSEWHERE):
             continue
-        typed = subprocess.run(["bash", "-c", text], cwd=clone, env=environment, stdin=subprocess.DEVNULL, capture_output=True,
-                               text=True, timeout=200, check=False)
+        words = ["timeout", "--kill-after=20", "300", "bash", "-c", text]             # ends what the command has started, too
+        typed = subprocess.run(words, cwd=clone, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                               check=False)
         assert typed.returncode == 0, f"{text}\n{typed.stdout}\n{typed.stderr}"
     if missed:
         pytest.skip(f"some commands were not typed: {'; '.join(sorted(missed))}")
