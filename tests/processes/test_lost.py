@@ -316,24 +316,18 @@ def test_folders_of_the_killed_are_cleared_by_the_next_start(tmp_path: Path) -> 
         os.close(other)
 
 
-def test_a_terminal_that_is_closed_ends_a_training_as_sigterm_does(tmp_path: Path) -> None:
-    """SIGHUP ended the launcher with no word: nothing was saved, and folders stayed."""
-    (tmp_path / "talks.py").write_text(TALKS)
-    (tmp_path / "temporary").mkdir()
-    os.mkfifo(tmp_path / "begun")
-    ours, theirs = os.openpty()
-    command = ["train", str(tmp_path / "talks.py"), "--strategy", "data(2)", "--runs", str(tmp_path / "runs")]
-    with subprocess.Popen([sys.executable, "-c", AT_A_TERMINAL, os.ttyname(theirs), *command], start_new_session=True, env={
-            **os.environ, "BEGUN": str(tmp_path / "begun"), "TMPDIR": str(tmp_path / "temporary")}) as launcher:
-        os.close(theirs)
-        (tmp_path / "begun").read_text()
-        os.close(ours)                                      # its system hangs up
-        assert launcher.wait(60) == 0
-    record = Record(next((tmp_path / "runs").iterdir()))
-    assert record.end is not None
-    assert record.end["status"] == "stopped"
-    assert step_of(folders(record.folder)[0]) == len(record.of("step")) == len(record.of("step", rank=1))
-    assert list((tmp_path / "temporary").glob("paragrad-*")) == []
+KILLED = """
+import os, signal, sys, torch, paragrad as pg
+from torch import nn
+from torch.utils.data import TensorDataset
+
+model = nn.Linear(10, 4)
+data = TensorDataset(torch.randn(60, 10), torch.randint(4, (60,)))
+with pg.parallelize(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), "serial") as trainer:
+    for batch in trainer.batches(data, 12, 0, loaders=1):
+        trainer.step(*batch)
+        if sys.argv[1:]:
+            os.killpg(0, signal.SIGKILL)
 """
 
 
@@ -381,18 +375,24 @@ os.execv(sys.executable, [sys.executable, "-m", "paragrad", *sys.argv[2:]])
 
 
 @pytest.mark.table
-KILLED = """
-import os, signal, sys, torch, paragrad as pg
-from torch import nn
-from torch.utils.data import TensorDataset
-
-model = nn.Linear(10, 4)
-data = TensorDataset(torch.randn(60, 10), torch.randint(4, (60,)))
-with pg.parallelize(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), "serial") as trainer:
-    for batch in trainer.batches(data, 12, 0, loaders=1):
-        trainer.step(*batch)
-        if sys.argv[1:]:
-            os.killpg(0, signal.SIGKILL)
+def test_a_terminal_that_is_closed_ends_a_training_as_sigterm_does(tmp_path: Path) -> None:
+    """SIGHUP ended the launcher with no word: nothing was saved, and folders stayed."""
+    (tmp_path / "talks.py").write_text(TALKS)
+    (tmp_path / "temporary").mkdir()
+    os.mkfifo(tmp_path / "begun")
+    ours, theirs = os.openpty()
+    command = ["train", str(tmp_path / "talks.py"), "--strategy", "data(2)", "--runs", str(tmp_path / "runs")]
+    with subprocess.Popen([sys.executable, "-c", AT_A_TERMINAL, os.ttyname(theirs), *command], start_new_session=True, env={
+            **os.environ, "BEGUN": str(tmp_path / "begun"), "TMPDIR": str(tmp_path / "temporary")}) as launcher:
+        os.close(theirs)
+        (tmp_path / "begun").read_text()
+        os.close(ours)                                      # its system hangs up
+        assert launcher.wait(60) == 0
+    record = Record(next((tmp_path / "runs").iterdir()))
+    assert record.end is not None
+    assert record.end["status"] == "stopped"
+    assert step_of(folders(record.folder)[0]) == len(record.of("step")) == len(record.of("step", rank=1))
+    assert list((tmp_path / "temporary").glob("paragrad-*")) == []
 
 
 # ---- a comparison that ends early ----------------------------------------------------------------------------------------
