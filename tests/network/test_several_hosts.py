@@ -112,6 +112,17 @@ def test_the_commands_of_the_readme_as_typed(clusters: Clusters, place: Path) ->
 
 
 @pytest.mark.table
+def test_the_example_as_typed(clusters: Clusters, place: Path) -> None:
+    """What the first lines of examples/several_hosts.sh say to type, on two hosts."""
+    (place / "examples").symlink_to(ROOT / "examples")
+    told = (ROOT / "examples" / "several_hosts.sh").read_text()
+    lines = re.findall(r"^#     (sh examples/several_hosts.sh \d \S+ \S+) ", told, re.MULTILINE)
+    assert len(lines) == 2
+    with clusters(2, megabits=200) as cluster:
+        assert "4 worker(s)" in typed(cluster, lines, place)[0]
+
+
+@pytest.mark.table
 def test_a_job_trains_over_hosts_and_the_first_has_its_run(clusters: Clusters, place: Path) -> None:
     train = 'per-node 1 -m paragrad train mine.py --strategy "data(auto)"'
     with clusters(2, megabits=200) as cluster:
