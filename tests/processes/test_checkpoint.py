@@ -300,7 +300,7 @@ def wider() -> nn.Module:
      "saved with loss cross_entropy, and job mlp has cross_entropy, label_smoothing=0.1"),
     ({"train": TensorDataset(VECTORS.tensors[0] + 0.1, VECTORS.tensors[1])}, "whose loss before training was"),
     ({"model": lambda: nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4), nn.Dropout(0.1))},
-     r"saved with model nothing more, and job mlp has \(3\): Dropout")], ids=str)
+     r"saved with model nothing more, and job mlp has \(3\): Dropout")], ids=lambda each: each if isinstance(each, str) else " ".join(each))
 def test_another_job_is_refused(pool: Ranks, tmp_path: Path, changes: dict[str, object], message: str) -> None:
     parent = trained(pool, tmp_path / "run", JOBS["mlp"].replace(epochs=1), "serial", save=3).folder
     with pytest.raises(pg.Refused, match=message):
