@@ -16,12 +16,12 @@ demo: .venv/ready
 check: .venv/ready
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/mypy
-	$(BIN)/pytest tests/pure -m "not table"
+	$(BIN)/pytest tests/pure -m "not table and not story"
 
 test: .venv/ready
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/mypy
-	$(BIN)/pytest -m "not table"
+	$(BIN)/pytest -m "not table and not story"
 
 table: .venv/ready
 	$(BIN)/pytest tests/pure tests/processes tests/network --timeout 300
@@ -40,7 +40,7 @@ lowest:
 	$(PYTHON) -m venv --clear .venv-lowest
 	.venv-lowest/bin/python -m pip install --quiet --constraint constraints-lowest.txt torch
 	.venv-lowest/bin/python -m pip install --quiet --constraint constraints-lowest.txt --editable '.[dev]'
-	.venv-lowest/bin/pytest $(COVERING) -m "not table"
+	.venv-lowest/bin/pytest $(COVERING) -m "not table and not story"
 
 # from a source distribution, which has all that its tests need; torch is the pinned one
 newest:
@@ -51,7 +51,7 @@ newest:
 	mkdir .venv-newest/sdist
 	tar -xzf .venv-newest/paragrad-*.tar.gz --directory .venv-newest/sdist --strip-components 1
 	.venv-newest/bin/python -m pip install --quiet --constraint .venv-newest/torch.txt '.venv-newest/sdist[dev]'
-	cd .venv-newest/sdist && ../bin/pytest $(COVERING) -m "not table"
+	cd .venv-newest/sdist && ../bin/pytest $(COVERING) -m "not table and not story"
 
 # mpirun for the tests of joining a world, a browser for those of the page, ip and tc for several hosts; tests that miss them
 # skip and say so

@@ -99,6 +99,7 @@ def place(tmp_path: Path) -> Path:
 LINES = re.findall(r"^GLOO_SOCKET_IFNAME=.* --nnodes 2 .*$", README, re.MULTILINE)
 
 
+@pytest.mark.story
 def test_the_commands_of_the_readme_as_typed(clusters: Clusters, place: Path) -> None:
     """Two hosts with two ranks each, to the same parameters as one worker's."""
     assert len(LINES) == 2
@@ -182,6 +183,7 @@ def test_links_between_hosts_are_measured(clusters: Clusters, tmp_path: Path) ->
     assert not told[1]
 
 
+@pytest.mark.story
 def test_an_interface_that_is_not_there_is_refused_before_joining(clusters: Clusters) -> None:
     """Nobody else has started: this rank would wait for the others, and asks for none of them."""
     rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "host0",

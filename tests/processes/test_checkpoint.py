@@ -300,7 +300,8 @@ def wider() -> nn.Module:
      "saved with loss cross_entropy, and job mlp has cross_entropy, label_smoothing=0.1"),
     ({"train": TensorDataset(VECTORS.tensors[0] + 0.1, VECTORS.tensors[1])}, "whose loss before training was"),
     ({"model": lambda: nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4), nn.Dropout(0.1))},
-     r"saved with model nothing more, and job mlp has \(3\): Dropout")], ids=lambda each: each if isinstance(each, str) else " ".join(each))
+     r"saved with model nothing more, and job mlp has \(3\): Dropout")],
+    ids=lambda each: each if isinstance(each, str) else " ".join(each))
 def test_another_job_is_refused(pool: Ranks, tmp_path: Path, changes: dict[str, object], message: str) -> None:
     parent = trained(pool, tmp_path / "run", JOBS["mlp"].replace(epochs=1), "serial", save=3).folder
     with pytest.raises(pg.Refused, match=message):
@@ -409,6 +410,7 @@ job = pg.Job(name="points", model=lambda: nn.Linear(10, 4), loss=nn.functional.c
 """
 
 
+@pytest.mark.story
 def test_sigterm_saves_and_exits_0_and_the_run_goes_on(tmp_path: Path) -> None:
     """The launcher is asked to stop while its ranks train; both stop after the same step, and resumed it ends as if never
     stopped."""

@@ -157,6 +157,7 @@ def test_a_failing_run_shows_the_first_traceback_and_the_message_last(tmp_path: 
         f"paragrad: rank 1, step 0: RuntimeError: two is one too many ({JOB_FILES / 'fails_on_two.py'}:10)")
 
 
+@pytest.mark.story
 def test_stopped_by_the_user(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "paragrad", "train", "digits", "--epochs", "100000", "--strategy", "data(2)", "--runs",
              str(tmp_path)]
@@ -184,6 +185,7 @@ def test_stopped_by_the_user_before_anything_runs(tmp_path: Path) -> None:
     assert (result.exit_code, result.output) == (130, "paragrad: stopped\n")
 
 
+@pytest.mark.story
 def test_under_torchrun(tmp_path: Path) -> None:
     done = command("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paragrad", "train", "digits",
                    "--strategy", "data(auto, reduce=ring)", "--epochs", "1", "--runs", str(tmp_path), "--json",

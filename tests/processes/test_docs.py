@@ -130,6 +130,7 @@ def ran(name: str, folder: Path, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.story
 def test_the_own_loop_of_the_readme_is_the_same_training_under_torchrun(tmp_path: Path) -> None:
     mine = re.search(r"```python\n# mine.py\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert mine is not None
@@ -146,6 +147,7 @@ JOB_FILE = re.compile(r"```python\n# (\w+\.py)\n(.*?\njob = pg\.Job\(.*?)```", r
 EXAMPLES = [(page.name, name, code) for page in PAGES for name, code in JOB_FILE.findall(page.read_text())]
 
 
+@pytest.mark.story
 @pytest.mark.parametrize(("page", "name", "code"), EXAMPLES, ids=[f"{page}: {name}" for page, name, _ in EXAMPLES])
 def test_every_job_that_is_shown_is_the_same_training(page: str, name: str, code: str, tmp_path: Path) -> None:
     """The page of one's own data had one that was 7.5e-2 off: a mean over padding, which differs by share."""

@@ -259,7 +259,7 @@ def free_port() -> str:
         return str(server.getsockname()[1])
 
 
-@pytest.mark.parametrize("variables", [open_mpi, mpich, srun])
+@pytest.mark.parametrize("variables", [open_mpi, *(pytest.param(each, marks=pytest.mark.story) for each in (mpich, srun))])
 def test_two_ranks_of_one_host_meet_in_a_file(place: Place, variables: Variables) -> None:
     """Three times in a row: a second `train` of one script has to meet anew, and not in what the first left."""
     finished(*(started(place.words(3), {**place.shell, **variables(rank, 2)}) for rank in (0, 1)))
@@ -312,6 +312,7 @@ def test_ranks_wrapped_in_shells_meet_and_a_crashed_launch_is_swept(place: Place
     place.check(2)
 
 
+@pytest.mark.story
 def test_a_rank_that_never_comes_is_waited_for_so_long_and_named(place: Place) -> None:
     place.script.write_text(textwrap.dedent("""
         from paragrad.errors import RankFailed
@@ -377,6 +378,7 @@ def mpirun_of_open_mpi() -> list[str] | None:
     return [found, "--oversubscribe", *(["--allow-run-as-root"] if os.getuid() == 0 else [])]
 
 
+@pytest.mark.story
 def test_mpirun_of_open_mpi_itself(place: Place) -> None:
     mpirun = mpirun_of_open_mpi()
     if not mpirun:

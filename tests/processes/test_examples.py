@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.table          # `.ci/run` has them
+pytestmark = pytest.mark.story
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

@@ -43,7 +43,7 @@ from paragrad.training.trainer import Trainer
 from paragrad.verbs.cli import app
 from paragrad.world.world import World
 
-pytestmark = pytest.mark.table          # `.ci/run` has them
+pytestmark = pytest.mark.story
 BOUND = 20              # seconds for one case
 HERE = Path(__file__).parents[1] / "job_files"
 

@@ -190,6 +190,7 @@ def test_a_training_at_the_top_level_is_refused_by_the_command_and_runs_as_a_scr
         assert "at the top" not in done.stderr
 
 
+@pytest.mark.story
 def test_a_guarded_script_is_a_job_file_that_prints_once(tmp_path: Path) -> None:
     text = UNGUARDED.replace("pg.train(", 'if __name__ == "__main__":\n    pg.train(')
     words = ["-m", "paragrad", "train", written(tmp_path, text), "--strategy", "data(2)"]

@@ -99,6 +99,7 @@ def die(world: World, how: signal.Signals) -> None:
     world.barrier()
 
 
+@pytest.mark.story
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGABRT])
 def test_a_killed_rank_is_named_and_not_the_peer_that_complains(two: Ranks, how: signal.Signals) -> None:
     with pytest.raises(RankFailed) as caught:
@@ -112,6 +113,7 @@ def hang(world: World) -> None:
         signal.pause()
 
 
+@pytest.mark.story
 def test_a_hang_is_ended_by_the_deadline_and_names_the_rank(two: Ranks) -> None:
     two.run(who, "awake")                                   # the deadline shall not count the start of processes
     pids = [process.pid for process in two.processes]
@@ -151,8 +153,7 @@ SCRIPT = textwrap.dedent("""
 """)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, *(pytest.param(each, marks=pytest.mark.table) for each in (
-    signal.SIGTERM, signal.SIGINT))])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_no_rank_and_no_server_outlives_its_launcher(tmp_path: Path, how: signal.Signals) -> None:
     """The signal goes to the launcher's process group, as Ctrl-C at a terminal does."""
     (tmp_path / "temporary").mkdir()

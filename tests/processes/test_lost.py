@@ -131,7 +131,8 @@ job = pg.Job(name="dies", model=lambda: Net(10, 4), loss=nn.functional.cross_ent
 """
 
 
-@pytest.mark.parametrize("backend", ["auto", pytest.param("gloo", marks=pytest.mark.table)])
+@pytest.mark.story
+@pytest.mark.parametrize("backend", ["auto", "gloo"])
 def test_torchrun_restarts_ranks(tmp_path: Path, backend: str) -> None:
     """The restarted ranks read what those before them had left in torchrun's store: the address of a process that is gone."""
     job = tmp_path / "dies.py"
@@ -215,7 +216,7 @@ class Hangs(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.table
+@pytest.mark.story
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_how_long_ranks_wait_is_a_setting(tmp_path: Path, backend: str) -> None:
     job = make_job("hangs", lambda: Hangs(10, 4), VECTORS, epochs=9)
@@ -235,9 +236,10 @@ class Stopped(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.story
 @pytest.mark.parametrize(("strategy", "message"), [
     ("data(4)", r"rank [023] gave up waiting for rank 1 in "),
-    pytest.param("data(4, reduce=ring)", r"rank [023] waits for .* from rank 1, which says nothing:", marks=pytest.mark.table)
+    ("data(4, reduce=ring)", r"rank [023] waits for .* from rank 1, which says nothing:")
 ])
 def test_a_rank_that_was_stopped_is_named(tmp_path: Path, strategy: str, message: str) -> None:
     """The others gave up "waiting in updating parameters": for whom, nobody said, though three wait for it by way of each
@@ -285,7 +287,7 @@ def test_a_dataset_that_hangs_is_named(pool: Ranks, loaders: int) -> None:
     assert "threading.py" in told
 
 
-@pytest.mark.table
+@pytest.mark.story
 def test_loaders_under_a_long_temporary_folder(tmp_path: Path) -> None:
     """The path of the loaders' socket was too long (AF_UNIX has 107 bytes): a hang, deaf to SIGTERM."""
     long = tmp_path / ("long" * 30)
@@ -331,7 +333,7 @@ with pg.parallelize(model, nn.functional.cross_entropy, torch.optim.SGD(model.pa
 """
 
 
-@pytest.mark.table
+@pytest.mark.story
 def test_what_loaders_of_a_killed_loop_leave_the_next_start_clears(tmp_path: Path) -> None:
     """Under torchrun, or alone, it was Python's own folder, pymp-..., which nobody clears."""
     (tmp_path / "own.py").write_text(KILLED)
@@ -374,7 +376,7 @@ os.execv(sys.executable, [sys.executable, "-m", "paragrad", *sys.argv[2:]])
 """
 
 
-@pytest.mark.table
+@pytest.mark.story
 def test_a_terminal_that_is_closed_ends_a_training_as_sigterm_does(tmp_path: Path) -> None:
     """SIGHUP ended the launcher with no word: nothing was saved, and folders stayed."""
     (tmp_path / "talks.py").write_text(TALKS)
@@ -426,7 +428,8 @@ def compared(tmp_path: Path, status: str, **settings: Any) -> pg.Table:
                       progress=at_the_second(lambda: os.kill(os.getpid(), signal.SIGTERM)), **settings)
 
 
-@pytest.mark.parametrize("status", ["stopped", pytest.param("interrupted", marks=pytest.mark.table)])
+@pytest.mark.story
+@pytest.mark.parametrize("status", ["stopped", "interrupted"])
 def test_a_comparison_keeps_the_rows_that_are_done(tmp_path: Path, status: str) -> None:
     """SIGTERM and Ctrl-C lost them; now the table has them and names the others, and --resume finishes it."""
     table = compared(tmp_path, status)

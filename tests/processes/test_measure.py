@@ -111,7 +111,7 @@ def chosen(world: World, machine: Machine | None) -> tuple[list[str], bool]:
     return told, right
 
 
-@pytest.mark.parametrize("machine", [None, ASSUMED], ids=["measured", "given"])
+@pytest.mark.parametrize("machine", [pytest.param(None, marks=pytest.mark.story), ASSUMED], ids=["measured", "given"])
 def test_all_ranks_pick_alike_and_once_for_a_size(pool: Ranks, machine: Machine | None) -> None:
     given = Machine({"gloo": ASSUMED.link()}, ASSUMED.gamma, 2, "given") if machine else None
     answers = pool.run(chosen, given, size=3)
@@ -188,6 +188,7 @@ def test_a_run_records_what_was_picked_and_why(tmp_path: Path) -> None:
     assert [line for line in run.choices if line["what"] == "reduce"] == []
 
 
+@pytest.mark.story
 def test_measure_writes_a_file_that_simulate_reads(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     answer = invoke(["measure", "--backend", "gloo", "--output", str(path)])

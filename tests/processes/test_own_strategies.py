@@ -448,6 +448,7 @@ def test_the_example_runs_as_its_page_says(tmp_path: Path) -> None:
     assert "data(3, reduce=gossip)" in (folder / "page.html").read_text()
 
 
+@pytest.mark.story
 def test_the_command_finds_it_in_the_job_file(tmp_path: Path) -> None:
     done = command("train", str(OWN), "--strategy", "data(3, reduce=gossip)", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -459,6 +460,7 @@ def test_the_command_finds_it_in_the_job_file(tmp_path: Path) -> None:
         assert shown in answer.stdout
 
 
+@pytest.mark.story
 def test_a_skipped_chunk_is_refused_with_rank_and_slot(tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text(OWN.read_text().replace("for part in range(size):  ", "for part in range(1, size):", 1))

@@ -251,6 +251,7 @@ def test_colours_are_told_from_their_paper(theme: int) -> None:
         assert name in ("paper", "ground", "line") or contrast >= (4.5 if name in ("ink", "muted", "bad") else 2), name
 
 
+@pytest.mark.story
 @in_browser
 def test_a_failed_row_and_a_name_that_is_a_script(tmp_path: Path) -> None:
     """A job's name and an error's message are the user's; neither may run in the reader's browser."""

@@ -78,6 +78,7 @@ def test_a_failure_leaves_the_server_and_starts_ranks_anew(two: Ranks) -> None:
     assert [path.name for path in two.server.folder.glob("ranks-*")] == [Path(two.folder.name).name]      # type: ignore[union-attr]
 
 
+@pytest.mark.story
 def test_a_killed_server_is_named_once_and_its_ranks_are_gone(own: None) -> None:
     told = []
 
@@ -176,6 +177,7 @@ def test_what_a_killed_rank_had_started_ends_with_it(two: Ranks) -> None:
     wait_for_ends(children)
 
 
+@pytest.mark.story
 def test_what_ranks_had_started_ends_with_a_killed_server(own: None) -> None:
     children = []
 
@@ -197,6 +199,7 @@ def test_ranks_outlive_the_thread_that_started_them(own: None) -> None:
         assert ranks.run(parents) == found[0]
 
 
+@pytest.mark.story
 def test_threads_share_a_server_and_keep_their_ranks_apart(own: None) -> None:
     found: dict[int, list[tuple[int, int]]] = {}
 
@@ -240,6 +243,7 @@ def test_a_server_that_still_imports_ends_with_its_launcher(tmp_path: Path) -> N
     assert list(tmp_path.glob("paragrad-*")) == []
 
 
+@pytest.mark.story
 def test_a_child_that_the_user_forks_has_a_server_of_its_own_and_leaves_the_other(tmp_path: Path) -> None:
     with script("""
             import os, sys

@@ -191,7 +191,7 @@ def differences(world: World, jobs: list[Job]) -> dict[str, float]:
     return {each.name: difference(world, each, resolved, steps=8).value for each in jobs}
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.story)])
 def test_every_optimizer_trains_as_in_serial(pool: Ranks, size: int) -> None:
     jobs = [job(name, mlp, VECTORS, optimizer=optimizer, clip_norm=0.5 if place % 2 else None)
             for place, (name, optimizer) in enumerate(OPTIMIZERS.items())]
@@ -233,7 +233,7 @@ def plainly(each: Job) -> tuple[dict[str, torch.Tensor], list[float]]:
     return model.state_dict(), tested
 
 
-@pytest.mark.parametrize("kind", ["our own", "schedulefree"])
+@pytest.mark.parametrize("kind", ["our own", pytest.param("schedulefree", marks=pytest.mark.story)])
 def test_modes_of_an_optimizer_in_training_test_model_and_resume(kind: str, tmp_path: Path) -> None:
     """schedule-free optimizers change the parameters for evaluation; what was tested and saved was the other ones."""
     if kind == "schedulefree":
@@ -317,6 +317,7 @@ def test_the_record_says_who_updates_what(tmp_path: Path) -> None:
     assert "rank 0 updates everything" in choices["slices"]["because"]
 
 
+@pytest.mark.story
 def test_auto_tries_one_worker_too(tmp_path: Path) -> None:
     run = train(job("tried", mlp, VECTORS, epochs=1), "data(auto)", runs=tmp_path)
     choice = next(line for line in lines_of(run.folder / "run.jsonl") if line.get("what") == "strategy")
@@ -396,6 +397,7 @@ def test_an_optimizer_that_keeps_parameters_elsewhere_is_not_cut() -> None:
     assert updates_by(optimizer) == "all"
 
 
+@pytest.mark.story
 def test_an_optimizer_that_draws_trains_as_in_serial(tmp_path: Path) -> None:
     """Noise in its step, and a scheduler that draws: every rank drew from a generator of its own, so that replicas under an
     all-reduce came apart, and parameters in shared memory were 0.58 from serial's, in silence. Resumed, it draws on."""

@@ -271,6 +271,7 @@ def waiting_for_the_dead(rank: int, store: str) -> None:
         print(error)
 
 
+@pytest.mark.story
 def test_a_death_ends_every_wait(tmp_path: Path) -> None:
     """All waits are bounded by 300 s; the test is not that patient."""
     call = "import sys, paragrad.backends, test_shm_messages as t; t.waiting_for_the_dead(int(sys.argv[1]), sys.argv[2])"

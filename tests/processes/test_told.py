@@ -95,6 +95,7 @@ def test_parameters_that_the_optimizer_leaves_out_are_named() -> None:
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------------
+@pytest.mark.story
 def test_an_error_of_a_dataset_is_named_with_its_line(tmp_path: Path) -> None:
     """It came below 25 lines of internals, and without the sample."""
     ran = command("train", str(JOB_FILES / "own_dataset_raises.py"), "--strategy", "data(2)", "--runs", str(tmp_path))
@@ -107,7 +108,7 @@ def test_an_error_of_a_dataset_is_named_with_its_line(tmp_path: Path) -> None:
     assert all("own_dataset_raises.py" in frame for frame in frames)
 
 
-@pytest.mark.table
+@pytest.mark.story
 def test_an_error_of_a_job_file_keeps_its_line() -> None:
     ran = command("train", str(JOB_FILES / "raises.py"))
     assert ran.returncode == 2
@@ -131,7 +132,7 @@ def test_job_arguments_that_are_no_json(tmp_path: Path) -> None:
     assert run.header["job"]["arguments"] == {"path": str(tmp_path)}
 
 
-@pytest.mark.table
+@pytest.mark.story
 def test_an_ascii_terminal(tmp_path: Path) -> None:
     """The ± of a table with seeds was an error after all training was done."""
     ran = command("compare", "digits", "--strategies", "serial", "--seeds", "2", "--epochs", "1", "--runs", str(tmp_path),
@@ -140,6 +141,7 @@ def test_an_ascii_terminal(tmp_path: Path) -> None:
     assert "+-" in ran.stdout
 
 
+@pytest.mark.story
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
 def test_a_full_disk_behind_standard_output(tmp_path: Path) -> None:
     with open("/dev/full", "wb") as full:
@@ -157,7 +159,7 @@ def in_spaces(kinds: str, shell: str, *words: str, folder: Path) -> subprocess.C
                           timeout=100, check=False)
 
 
-@pytest.mark.table
+@pytest.mark.story
 def test_a_full_dev_shm_behind_loaders(tmp_path: Path) -> None:
     """It said that no space was left on some device. Ranks themselves do without /dev/shm."""
     full = "mount -t tmpfs -o size=4k tmpfs /dev/shm && head -c 4096 /dev/zero > /dev/shm/full"
@@ -169,7 +171,7 @@ def test_a_full_dev_shm_behind_loaders(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.table
+@pytest.mark.story
 @pytest.mark.parametrize("words", [("--backend", "gloo"), ("--strategy", "data(2, reduce=ring)")], ids=["gloo", "a schedule"])
 def test_a_loopback_that_is_down(tmp_path: Path, words: tuple[str, str]) -> None:
     """What gloo said ended in "Unable to find address for: lo", of a file of its own."""
@@ -178,7 +180,7 @@ def test_a_loopback_that_is_down(tmp_path: Path, words: tuple[str, str]) -> None
     assert "the ranks of this host talk over its loopback, which is down (Network is unreachable); bring it up" in ran.stderr
 
 
-@pytest.mark.table
+@pytest.mark.story
 @pytest.mark.parametrize(("strategy", "limit", "where"), [("serial", 1, "run.jsonl"), ("data(2)", 200, "shared memory")])
 def test_a_limit_on_the_length_of_files(tmp_path: Path, strategy: str, limit: int, where: str) -> None:
     """`ulimit -f` was answered with the advice to start fewer ranks."""
@@ -191,7 +193,7 @@ def test_a_limit_on_the_length_of_files(tmp_path: Path, strategy: str, limit: in
     assert message.endswith("a process may write no longer files here: raise the limit (ulimit -f unlimited)")
 
 
-@pytest.mark.table
+@pytest.mark.story
 def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
@@ -222,7 +224,7 @@ def test_ranks_of_many_are_refused_before_the_schedule_is_proved(tmp_path: Path)
 
 
 # ---- conveniences ------------------------------------------------------------------------------------------------------------
-@pytest.mark.table
+@pytest.mark.story
 def test_the_version() -> None:
     ran = command("--version")
     assert (ran.returncode, ran.stdout.strip()) == (0, f"paragrad {pg.__version__}")
@@ -246,7 +248,7 @@ def test_a_notebook_shows_a_table(tmp_path: Path) -> None:
     assert f"record: {table.folder}" in shown
 
 
-@pytest.mark.table
+@pytest.mark.story
 def test_a_home_that_cannot_be_written_to(tmp_path: Path) -> None:
     """matplotlib warned of its cache, three lines before the table."""
     script = "import paragrad.report.charts as charts\nwith charts.drawing('x', 100, 100): print('drawn')"
@@ -263,7 +265,7 @@ row: pg.Strategy = Data(3, reduce=Ring(), shares=[2, 1, 1])
 """
 
 
-@pytest.mark.table
+@pytest.mark.story
 def test_a_users_file_is_typed(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(TYPED)
     ran = subprocess.run([sys.executable, "-m", "mypy", "--strict", str(tmp_path / "own.py")], capture_output=True, text=True,

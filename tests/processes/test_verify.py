@@ -68,6 +68,7 @@ def test_a_planted_bug_is_named(bug: str, tmp_path: Path) -> None:
         assert told["first"] == ["gradient of 0.weight", 0]
 
 
+@pytest.mark.story
 def test_a_run_that_failed_is_neither_the_same_nor_another_training(tmp_path: Path) -> None:
     """A job that raised on one rank was certified as another training: "same training as serial: NO"."""
     job = Path(__file__).parents[1] / "job_files" / "fails_on_two.py"
@@ -80,6 +81,7 @@ def test_a_run_that_failed_is_neither_the_same_nor_another_training(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.story
 def test_what_a_failure_is_does_not_hang_on_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A difference of replicas was told from a run that failed by a part of its message: this job's error was certified as
     another training."""
@@ -107,6 +109,7 @@ def test_progress_of_a_comparison_step_by_step(tmp_path: Path) -> None:
     assert console.file.getvalue() == f"verify serial: step 20 of 20, difference {told[-1]['difference']:.1e}\n"  # type: ignore
 
 
+@pytest.mark.story
 def test_the_certificate_says_with_what_it_compared(tmp_path: Path) -> None:
     """Micro-batches or not, it is serial's training; but batch norm sees micro-batches: there data(2, micro=2) is
     serial(micro=2)."""

@@ -129,6 +129,7 @@ PICTURES = TensorDataset(numbers(26, 3, 16, 16, seed=1), whole(10, 26, seed=2))
 CHAOTIC = job("chaotic", resnet, PICTURES, batch=8, optimizer=momentum)
 
 
+@pytest.mark.story
 def test_a_chaotic_model_is_told_from_a_wrong_one(tmp_path: Path) -> None:
     """Batch norm over a last batch of two samples magnifies rounding to whole differences: 22 in ResNet-18, where plain
     torch beside itself with its samples reversed has 2.6. It was called another training."""

@@ -285,6 +285,7 @@ def absent(world: World) -> None:
 
 
 @pytest.mark.parametrize("backend", [pytest.param("gloo", marks=pytest.mark.table), "shm"])
+@pytest.mark.story
 def test_who_is_missing_is_shown_as_silent_beside_the_others(pool: Ranks, backend: str) -> None:
     """Rank 3 waits for rank 2, 0 for 3, 1 for 0: whoever is late first, all say where they stand."""
     with pytest.raises(RankFailed) as caught:

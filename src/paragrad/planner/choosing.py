@@ -44,6 +44,8 @@ CANDIDATES: tuple[Composed, ...] = (
     Star(), Tree(), DoubleTree(1), DoubleTree(4), DoubleTree(16), Butterfly(), Halving(1), Halving(2), Halving(4), Direct(),
     Ring(), RingAsync(2), RingAsync(4))
 TRIED = 8               # of them, beside the backend's own
+FEWEST = (Star(), Tree())       # messages of all ranks together: tried too where messages are short, as the work of cores that
+                                # ranks share is what the clock knows least
 MOMENT = 2.0            # seconds of exchanges that a trial may take, about
 LONG = 0.15             # seconds of an exchange, by the clock: from there on half as many are tried
 TURNS = 30              # of a stage
@@ -127,6 +129,8 @@ class Chooser:
         times = predicted(self.world.size, vector.numel(), vector.element_size(), self.cluster)
         quickest = next(iter(times.values()))
         tried = list(times)[:TRIED if quickest < LONG else TRIED // 2]
+        if quickest < SHORT:
+            tried += [each for each in FEWEST if each in times and each not in tried]
         self._prove(tried)
         seen: dict[Choice, list[float]] = {each: [] for each in (*tried, self.native)}
         self._try(list(seen), torch.zeros_like(vector), ROW if quickest < SHORT else 1, seen)
