@@ -137,10 +137,12 @@ def test_the_own_loop_of_the_readme_is_the_same_training_under_torchrun(tmp_path
     (tmp_path / "mine.py").write_text(mine.group(1))
     alone = ran("own.py", tmp_path, sys.executable, "own.py").split()
     assert alone[:2] == ["0", "80"]
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "own.py"]
-    for line in ran("own.py", tmp_path, *words).splitlines():
-        assert line.split()[1] == "80"
-        assert float(line.split()[2]) == pytest.approx(float(alone[2]), rel=1e-4)       # float32
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+             "--redirects", "1", "--log-dir", "logs", "own.py"]     # a file each: as -u has it, they may print into one line
+    ran("own.py", tmp_path, *words)
+    printed = sorted(file.read_text().split() for file in (tmp_path / "logs").glob("*/*/*/stdout.log"))
+    assert [line[:2] for line in printed] == [["0", "80"], ["1", "80"]]
+    assert [float(line[2]) for line in printed] == [pytest.approx(float(alone[2]), rel=1e-4)] * 2       # float32
 
 
 JOB_FILE = re.compile(r"```python\n# (\w+\.py)\n(.*?\njob = pg\.Job\(.*?)```", re.DOTALL)
