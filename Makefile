@@ -32,7 +32,7 @@ zoo: .venv/zoo
 
 # what they cover: the command line, files, downloads, drawings, pages, the records and ranks of a training
 COVERING := $(addprefix tests/pure/test_,digits.py pages.py profile.py record.py) \
-            $(addprefix tests/processes/test_,cli.py page.py datasets.py job_files.py)
+            $(addprefix tests/processes/test_,cli.py datasets.py job_files.py)
 
 versions: lowest newest
 
