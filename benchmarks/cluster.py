@@ -5,7 +5,9 @@
 
 Every host is a set of namespaces (`hosts.py`) with one rank. First the link is measured as `paragrad measure` does, into a
 machine file; from it the clock foretells every algorithm's time. Then all that auto may pick, a ring that waits for its
-receivers and gloo's own run in turn: eight rounds from 1 MB on over the links, otherwise fifteen.
+receivers and gloo's own run in turn: eight rounds from 1 MB on over the links, otherwise fifteen. Where exchanges are short they
+scatter so much that in fifteen rounds an algorithm can be 1.2 times itself: there auto and all that come near the best run in
+another forty, and are compared in these.
 
 | figure                                                                            | bar              |
 |-----------------------------------------------------------------------------------|------------------|
@@ -51,6 +53,8 @@ from paragrad.strategies.table import strategy
 
 RANKS_OF_ONE_HOST = 4
 ENOUGH = 5              # rounds from which on a sign test can say anything
+SHORT = 0.1             # seconds of an exchange
+NEAR, AGAIN = 1.25, 40  # times the best of fifteen rounds; rounds of those that come so near
 PAGE, RESULTS = DOCS / "all_reduce.md", FIGURES / "cluster.json"
 NAMES = {"native": "gloo's own", "auto": "`auto`"}
 FORETOLD = (MB, 4 * MB, 16 * MB)
@@ -87,9 +91,9 @@ def main() -> None:
                 bench.figure(name, fault, at_most=0)
     if bench.options.only != "cluster":
         workers = Workers(__file__, "gloo", RANKS_OF_ONE_HOST)
-        found, picked = measured(bench, workers, "one host", ours(RANKS_OF_ONE_HOST), lambda size: 15)
+        _, near, picked = measured(bench, workers, "one host", ours(RANKS_OF_ONE_HOST), lambda size: 15)
         workers.close()
-        automatic(bench, found, picked, f"one host, {RANKS_OF_ONE_HOST} ranks")
+        automatic(bench, near, picked, f"one host, {RANKS_OF_ONE_HOST} ranks")
     if bench.options.page:
         bench.keep(RESULTS)
         write(json.loads(RESULTS.read_text()))
@@ -127,7 +131,7 @@ def on_cluster(bench: Bench, workers: Workers, count: int) -> None:
                               "work": link.work, "points": link.points,
                               "disturbed": link.disturbed and link.disturbed.points, "gamma": machine.gamma,
                               "errors": machine.errors}
-    found, picked = measured(bench, workers, "cluster", ours(count), lambda size: 8 if size >= MB else 15)
+    found, near, picked = measured(bench, workers, "cluster", ours(count), lambda size: 8 if size >= MB else 15)
     workers.close()
     foretold(bench, found, machine, count)
     for size in FORETOLD:
@@ -144,7 +148,7 @@ def on_cluster(bench: Bench, workers: Workers, count: int) -> None:
     for size in (KB, 64 * KB):
         best = min(ours(count), key=lambda name: median(found[size][name]))
         bench.figure(f"gloo's own over {best}, {named(size)}", ratios(found[size]["native"], found[size][best]), at_least=1.5)
-    automatic(bench, found, picked, "cluster")
+    automatic(bench, near, picked, "cluster")
 
 
 def machine_file(told: Any) -> Machine:
@@ -156,9 +160,11 @@ def machine_file(told: Any) -> Machine:
 
 
 def measured(bench: Bench, workers: Workers, where: str, names: list[str],
-             rounds: Callable[[int], int]) -> tuple[Times, Picks]:
-    """Seconds of every algorithm, gloo's own and auto, by size: the slowest rank's; and what auto picked. rounds: of a size."""
-    found, picks = {}, {}
+             rounds: Callable[[int], int]) -> tuple[Times, Times, Picks]:
+    """Seconds of every algorithm, gloo's own and auto, by size: the slowest rank's; those of auto and whatever comes near the
+    best; and what auto picked. rounds: of a size.
+    """
+    found, near, picks = {}, {}, {}
     for size in SIZES:
         picks[size], why = workers.ask(("pick", size))[0]
         bench.measured[f"auto, {where}, {named(size)}"] = {"picked": picks[size], "because": why}
@@ -166,10 +172,15 @@ def measured(bench: Bench, workers: Workers, where: str, names: list[str],
 
         def once(name: str, size: int = size) -> float:
             return max(workers.ask(("time", name, size)))
-        found[size] = alternated({name: (lambda name=name: once(name)) for name in (*names, "native", "auto")},
-                                 bench.rounds(rounds(size), 2))
+        measures = {name: (lambda name=name: once(name)) for name in (*names, "native", "auto")}
+        times = found[size] = near[size] = alternated(measures, bench.rounds(rounds(size), 2))
+        best = min(map(median, times.values()))
+        if best < SHORT:
+            near[size] = alternated({name: measure for name, measure in measures.items()
+                                     if name == "auto" or median(times[name]) <= NEAR * best}, bench.rounds(AGAIN, 2))
     bench.measured[f"{where} [s]"] = {named(size): times for size, times in found.items()}
-    return found, picks
+    bench.measured[f"{where}, near the best [s]"] = {named(size): times for size, times in near.items()}
+    return found, near, picks
 
 
 def foretold(bench: Bench, found: Times, machine: Machine, count: int) -> None:
