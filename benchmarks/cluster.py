@@ -5,9 +5,9 @@
 
 Every host is a set of namespaces (`hosts.py`) with one rank. First the link is measured as `paragrad measure` does, into a
 machine file; from it the clock foretells every algorithm's time. Then all that auto may pick, a ring that waits for its
-receivers and gloo's own run in turn: eight rounds from 1 MB on over the links, otherwise fifteen. Where exchanges are short they
-scatter so much that in fifteen rounds an algorithm can be 1.2 times itself: there auto and all that come near the best run in
-another forty, and are compared in these.
+receivers and gloo's own run in turn: eight rounds from 1 MB on over the links, otherwise fifteen. Where exchanges are short
+they scatter so much that in fifteen rounds an algorithm can be 1.2 times itself: there auto and all that come near the best run
+in another forty, and are compared in these.
 
 | figure                                                                            | bar              |
 |-----------------------------------------------------------------------------------|------------------|
