@@ -172,12 +172,13 @@ def test_a_full_dev_shm_behind_loaders(tmp_path: Path) -> None:
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("words", [("--backend", "gloo"), ("--strategy", "data(2, reduce=ring)")], ids=["gloo", "a schedule"])
-def test_a_loopback_that_is_down(tmp_path: Path, words: tuple[str, str]) -> None:
-    """What gloo said ended in "Unable to find address for: lo", of a file of its own."""
-    ran = in_spaces("-n", "true", *SHORT, "--strategy", "data(2)", *words, folder=tmp_path)
+def test_a_loopback_that_is_down(tmp_path: Path) -> None:
+    """What gloo said ended in "Unable to find address for: lo", of a file of its own; over shared memory nobody needs one."""
+    ran = in_spaces("-n", "true", *SHORT, "--strategy", "data(2)", "--backend", "gloo", folder=tmp_path)
     assert ran.returncode == 2
     assert "the ranks of this host talk over its loopback, which is down (Network is unreachable); bring it up" in ran.stderr
+    ran = in_spaces("-n", "true", *SHORT, "--strategy", "data(2, reduce=ring)", folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.story

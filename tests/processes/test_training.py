@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -111,6 +112,34 @@ def wide() -> nn.Module:
     """More than the first bucket of DDP holds (1 MB), so that there are several."""
     return nn.Sequential(nn.Linear(10, 700), nn.ReLU(), nn.Linear(700, 700), nn.ReLU(), nn.Linear(700, 700), nn.ReLU(),
                          nn.Linear(700, 4))
+
+
+class Listened(TensorDataset):
+    """Writes the addresses at which its process listens, whenever a sample is asked for."""
+    folder: Path
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        own = {path.readlink().name for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+        rows = [line.split() for kind in ("tcp", "tcp6") for line in Path("/proc/self/net", kind).read_text().splitlines()[1:]]
+        listening = [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
+        (self.folder / f"process-{os.getpid()}").write_text(" ".join(listening))
+        return super().__getitem__(index)
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="/proc is not there to say who listens")
+@pytest.mark.parametrize(("backend", "ports"), [("shm", 0), ("gloo", 1)])
+def test_over_shared_memory_no_rank_opens_a_port(tmp_path: Path, backend: str, ports: int) -> None:
+    """Schedules went over gloo, which listened on the loopback, while record and page said shm."""
+    train = Listened(torch.arange(24.0).reshape(12, 2), torch.arange(12) % 3)
+    train.folder = tmp_path
+    job = pg.Job(name="ports", model=lambda: nn.Linear(2, 3), loss=nn.functional.cross_entropy, train=train, batch=6,
+                 optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), epochs=2)
+    run = pg.train(job, "data(3, reduce=ring)", runs=tmp_path / "runs", backend=backend)
+    assert run.header["backend"] == backend
+    told = {path.name: path.read_text().split() for path in tmp_path.glob("process-*")}
+    told.pop(f"process-{os.getpid()}", None)                    # the door's batch
+    assert len(told) >= 3
+    assert all(len(addresses) >= ports if ports else not addresses for addresses in told.values())
 
 
 def test_overlap_can_be_switched_off_and_the_record_shows_it(pool: Ranks, tmp_path: Path) -> None:

@@ -119,8 +119,6 @@ def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, 
     refuse_crowded(job, asked, resolved, facts, settings.folder, settings.device)
     check_plans(asked, resolved, settings)
     backend = backend_of(settings, resolved.size)
-    if resolved.size > 1 and resolved.plans():          # schedules go over gloo, whatever the backend
-        check_interfaces()
     saved = checkpoint.found(Path(settings.resume), job, facts) if settings.resume else None
     return Admitted(job, asked, resolved, settings, facts, here, backend, saved)
 

@@ -137,7 +137,7 @@ def check_interfaces() -> None:
                 probe.connect(("127.0.0.1", 9))
             except OSError as error:
                 raise Refused(f"the ranks of this host talk over its loopback, which is down ({error.strerror}); bring it up "
-                              "(ip link set lo up), or exchange over the backend shm alone (reduce=native)") from None
+                              "(ip link set lo up), or exchange over shared memory (--backend shm)") from None
 
 
 def _grouped() -> bool:

@@ -152,11 +152,11 @@ class World:
     def twin(self, through_host: bool = False) -> World:
         """The same ranks over a process group of its own, so that its messages meet no others. Collective.
 
-        through_host: over gloo, also where GPUs have NCCL.
+        through_host: over gloo where GPUs have NCCL, which plays no schedules of ours.
         """
         if self.size == 1:
             return self
-        found = self.among([range(self.size)], "gloo" if through_host else None)
+        found = self.among([range(self.size)], "gloo" if through_host and self.backend == "nccl" else None)
         assert found is not None
         return replace(found, axes=self.axes)
 
