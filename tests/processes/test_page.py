@@ -505,10 +505,11 @@ def test_a_table_prints_in_columns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("everybody", "busy"), [(4.1, False), (4.8, True), (None, False)])
 def test_a_busy_machine_is_told(tmp_path: Path, everybody: float | None, busy: bool) -> None:
     """Other work on the machine doubled a column of times, and nothing showed it. (There is one core: a tenth is too much.)"""
-    compared = written(tmp_path, ["serial(threads=1)", "data(2)"])
+    compared = written(tmp_path, ["serial(threads=1)", "data(2)"], steps=8)
     with (tmp_path / "01-0" / "rank-0.jsonl").open("a") as file:
-        file.write(json.dumps({"kind": "cpu", "seconds": 4.0, "own": 4.0, "all": everybody, "interrupted": 400}) + "\n")
-    told = "!: other work kept up to 0.2 of 1 cores busy meanwhile, and took a rank's core up to 100 times a second"
+        file.write(json.dumps({"kind": "cpu", "host": "here", "seconds": 4.0, "own": 4.0, "all": everybody, "switched": 400}))
+    told = ("!: other work kept up to 0.2 of 1 cores busy meanwhile, and the system gave a rank's core to another "
+            "thread up to 100 times a second")
     lines = at_terminal(compared, 130)
     assert (told in "\n".join(lines)) == busy
     assert not busy or told in unescape(page_of(Table(tmp_path)))

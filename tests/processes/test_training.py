@@ -82,7 +82,7 @@ def test_every_kind_of_line_has_its_fields(pool: Ranks, tmp_path: Path) -> None:
         "span": {"step", "name", "lane", "start", "seconds", "bytes", "peer"},
         "choice": {"what", "bytes", "picked", "because"},
         "event": {"name", "numbers", "message"},
-        "cpu": {"seconds", "own", "all", "interrupted"},
+        "cpu": {"host", "seconds", "own", "all", "switched"},
         "memory": {"parameters", "gradients", "optimizer", "activations", "exchange", "resident"},
         "end": {"status", "seconds", "error"}}
     seen = set()

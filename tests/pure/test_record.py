@@ -106,11 +106,23 @@ def test_a_record_of_the_first_version_is_read_and_one_of_a_later_is_refused(tmp
 
 def test_who_kept_the_cores_busy() -> None:
     """What everybody took, less what the ranks took, less what the two clocks may differ by; never below nothing."""
-    rank = {"seconds": 10.0, "own": 4.0, "all": 15.0, "interrupted": 3}
-    assert cpu.others([rank, rank], 2) == pytest.approx(0.7, abs=0.01)
-    assert cpu.others([rank, {**rank, "own": 20.0}], 2) == 0.0
-    assert cpu.others([{**rank, "all": None}], 2) is None
-    assert cpu.others([], 2) is None
+    rank = {"host": "one", "seconds": 10.0, "own": 4.0, "all": 15.0, "switched": 30}
+    load = cpu.load_of([rank, {**rank, "switched": 300}], 2)
+    assert load == cpu.Load(2, 0.8, pytest.approx(0.7, abs=0.01), 30.0)
+    elsewhere = {**rank, "host": "two", "all": 17.0}
+    assert cpu.load_of([rank, rank, elsewhere, elsewhere], 2) == cpu.Load(2, 0.8, pytest.approx(0.9, abs=0.01), 3.0)
+    quiet = cpu.load_of([rank, {**rank, "own": 20.0}], 2)
+    assert quiet is not None
+    assert quiet.others == 0.0
+    assert cpu.load_of([{**rank, "all": None}], 2) is None
+    assert cpu.load_of([], 2) is None
+
+
+@pytest.mark.parametrize(("own", "others", "crowded"), [
+    (1.0, 0.7, False), (1.2, 0.7, True), (2.0, 0.1, False), (2.0, 0.3, True)])
+def test_others_are_in_the_way_where_no_core_is_left(own: float, others: float, crowded: bool) -> None:
+    """One rank on two cores, the other core busy with something else, was called disturbed."""
+    assert cpu.Load(2, own, others, 0.0).crowded == crowded
 
 
 def test_a_rank_reads_what_it_took_of_its_cores() -> None:
@@ -121,7 +133,7 @@ def test_a_rank_reads_what_it_took_of_its_cores() -> None:
     told = clock.told()
     assert 0.1 <= told["own"] <= 10.0
     assert told["seconds"] > 0
-    assert told["interrupted"] >= 0
+    assert told["switched"] >= 0
     assert told["all"] is None or told["all"] > 0
 
 

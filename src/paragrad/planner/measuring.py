@@ -32,7 +32,7 @@ from paragrad.players.wire import Parts, Play
 from paragrad.schedules.actions import Action, Recv, Send
 from paragrad.world.backends.shm.region import unavailable
 from paragrad.world.joining import check_interfaces, joined_from_environment, launched_size, ranks_here
-from paragrad.world.launched import cores
+from paragrad.world.launched import cores, load
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
@@ -231,9 +231,9 @@ def measure(backend: str = "both", interface: str | None = None) -> Machine | No
         raise Refused(unknown("backend", backend, ("shm", "gloo", "both")))
     with _over(interface):
         check_interfaces()
-        load = os.getloadavg()[0]
+        before = load()
         found = _between_hosts() if launched_size() is not None else _on_this_host(backend)
-        return found and replace(found, load=load)
+        return found and replace(found, load=before)
 
 
 def _between_hosts() -> Machine | None:

@@ -84,7 +84,7 @@ class Machine:
     memory: float | None = None             # bytes read and written
     matmul: float | None = None             # operations, one core
     hosts: int | None = None                # that the links join: one, or two
-    load: float | None = None               # cores that other work kept busy in the minute before
+    load: float | None = None               # average of the minute before: threads that wanted a core
 
     def link(self, name: str | None = None) -> Link:
         """A link by name, or the first. Raises Refused."""

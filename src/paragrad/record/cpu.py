@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import platform
 import resource
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from paragrad.record.record import Line
 
 RESOLUTION = 2          # ticks of a core's clock by which its two readings may be wrong
+BUSY = 0.1              # of all cores: kept busy by others, times are doubted; idle, nobody was in the way
 
 
 class Cpu:
@@ -21,15 +24,16 @@ class Cpu:
 
     def told(self) -> Line:
         """Seconds since then, of them by the CPU: own (of this process and the loaders that ended) and all (of everybody on its
-        cores, null where the system does not say); interrupted: how often it lost a core to somebody else."""
-        return {name: None if value is None or self.began[name] is None else round(value - self.began[name], 6)
-                for name, value in _clocks().items()}
+        cores, null where the system does not say); switched: how often its core was given to another thread, whoever's."""
+        return {"host": platform.node()} | {
+            name: None if value is None or self.began[name] is None else round(value - self.began[name], 6)
+            for name, value in _clocks().items()}
 
 
 def _clocks() -> Line:
     own, ended = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     used = own.ru_utime + own.ru_stime + ended.ru_utime + ended.ru_stime
-    return {"seconds": time.monotonic(), "own": used, "all": _everybody(), "interrupted": own.ru_nivcsw}
+    return {"seconds": time.monotonic(), "own": used, "all": _everybody(), "switched": own.ru_nivcsw}
 
 
 def _everybody() -> float | None:
@@ -43,9 +47,31 @@ def _everybody() -> float | None:
     return sum(ticks) / os.sysconf("SC_CLK_TCK") if any(ticks) else None
 
 
-def others(lines: Sequence[Line], cores: int) -> float | None:
-    """How many of a host's cores others kept busy, at least, by what all of its ranks told; None where nothing says."""
-    if not lines or lines[0]["all"] is None or not lines[0]["seconds"]:
-        return None
+@dataclass(frozen=True)
+class Load:
+    """What kept a host busy during a run, in cores: the ranks, and everybody else, at least (the launcher is among them)."""
+    cores: int
+    own: float
+    others: float
+    switched: float                 # how often a second a rank's core went to another thread, at most
+
+    @property
+    def crowded(self) -> bool:
+        """Others took a good part of the cores, and hardly any was left."""
+        return self.others > BUSY * self.cores and self.own + self.others > (1.0 - BUSY) * self.cores
+
+
+def load_of(lines: Sequence[Line], cores: int) -> Load | None:
+    """Of the host on which others did most, by what all ranks told at their end; None where nothing says."""
+    hosts: dict[str, list[Line]] = {}
+    for line in lines:
+        if line["all"] is not None and line["seconds"]:
+            hosts.setdefault(line["host"], []).append(line)
+    return max((_on_host(found, cores) for found in hosts.values()), key=lambda load: load.others, default=None)
+
+
+def _on_host(lines: Sequence[Line], cores: int) -> Load:
+    first, own = lines[0], sum(line["own"] for line in lines)
     unknown = RESOLUTION * cores / os.sysconf("SC_CLK_TCK")
-    return max(0.0, lines[0]["all"] - sum(line["own"] for line in lines) - unknown) / lines[0]["seconds"]
+    return Load(cores, own / first["seconds"], max(0.0, first["all"] - own - unknown) / first["seconds"],
+                max(line["switched"] / line["seconds"] for line in lines))

@@ -11,8 +11,8 @@
 | span       | step, name, lane (compute, send, receive, wait, update, data), start, seconds, bytes, peer                |
 | choice     | what, bytes, picked, because                                                                              |
 | memory     | parameters, gradients, optimizer, activations, exchange, resident (bytes)                                 |
-| cpu        | seconds of the training; own: CPU seconds of this rank; all: of everybody on its cores, null where the   |
-|            | system does not say; interrupted: how often another took its core                                        |
+| cpu        | host; seconds of the training; own: CPU seconds of this rank; all: of everybody on its cores, null where  |
+|            | the system does not say; switched: how often its core was given to another thread, whoever's              |
 | event      | name, numbers                                                                                             |
 | end        | status (finished, failed, stopped, interrupted), seconds, error {rank, step, tensor, message} or null;    |
 |            | of a comparison: error a text or null                                                                    |

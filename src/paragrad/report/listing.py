@@ -45,14 +45,14 @@ def run(finished: Run, as_json: bool, typed: Sequence[str] = ("paragrad", "train
 def _told(finished: Run, found: Mapping[str, Any]) -> dict[str, Any]:
     """A run for people: every number with what it is and its unit."""
     seconds, moved, unit = found["seconds_per_step"], sent(found["sent"]), finished.header["job"]["unit"]
-    taken, cores = times_of([finished]), found["machine"]["cores"]
+    taken = times_of([finished])
     return {
         "strategy": found["strategy"], "resolved": found["resolved"],
         f"test {found['metric']}": None if found["test"] is None else f"{found['test']:.2f} {unit}".strip(),
         "loss of the last step (mean over its samples)": None if found["loss"] is None else f"{found['loss']:.4f}",
         "time per step (median of the slowest rank)": None if seconds is None else f"{1e3 * seconds:.2f} ms",
-        "meanwhile": f"others kept {taken.others:.1f} of {cores} cores busy, so that time says little"
-                     if taken and taken.busy(cores) else None,
+        "meanwhile": f"others kept {taken.load.others:.1f} of {taken.load.cores} cores busy, so that time says little"
+                     if taken and taken.load and taken.crowded else None,
         "bytes sent per rank and step": moved + (f" (*: {COMPUTED})" if "*" in moved else ""),
         "memory of a rank (the most that any holds)": held(found["memory"]) or None, "audit": str(finished.audit),
         "first step": found["first_step"],

@@ -11,7 +11,7 @@ from typing import Any
 
 from paragrad.errors import RankFailed
 from paragrad.record.record import Line, Record, lines_of
-from paragrad.report.times import Ratio, Times, times_of
+from paragrad.report.times import SAME, SpeedUp, StepTime, times_of
 from paragrad.strategies.serial import Serial
 from paragrad.training.settings import Settings
 
@@ -34,9 +34,9 @@ class Row:
     test: float | None = None                       # the job's metric (accuracy: per cent): the mean over seeds
     spread: float | None = None                     # its standard deviation over seeds
     seeds: int = 1
-    times: Times | None = None                      # of a step
-    faster: Ratio | None = None                     # than serial with all threads
-    faster_than_one_thread: Ratio | None = None
+    times: StepTime | None = None                      # of a step
+    faster: SpeedUp | None = None                     # than serial with all threads
+    faster_than_one_thread: SpeedUp | None = None
     sent: dict[str, Line] = field(default_factory=dict)     # per rank and step, by kind: {bytes, computed}
     memory: dict[str, int] = field(default_factory=dict)    # bytes by kind, each of the rank that holds most of it
     difference: float | None = None                 # from serial, float64, first seed
@@ -55,12 +55,12 @@ class Row:
     @property
     def speed_up(self) -> float | None:
         """Over serial with all threads; None where noise would have made it."""
-        return self.faster.value if self.faster and self.faster.told else None
+        return self.faster.value if self.faster and self.faster.clear else None
 
     @property
     def speed_up_one_thread(self) -> float | None:
         """Over serial with one thread, likewise."""
-        return self.faster_than_one_thread.value if self.faster_than_one_thread and self.faster_than_one_thread.told else None
+        return self.faster_than_one_thread.value if self.faster_than_one_thread and self.faster_than_one_thread.clear else None
 
     def as_json(self) -> Line:
         """All of it, a number and from where to where it may be side by side."""
@@ -69,8 +69,8 @@ class Row:
         told["is_reference"] = told.pop("reference")
         for name, each in (("seconds_per_step", self.times), ("speed_up", self.faster),
                            ("speed_up_one_thread", self.faster_than_one_thread)):
-            told[f"{name}_between"] = each and [each.low, each.high]
-        return told | {"others": self.times and self.times.others}
+            told[f"{name}_between"] = each and each.between
+        return told | {"others": self.times and self.times.load and self.times.load.others}
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,16 @@ class Results:
     def rows(self) -> list[Row]:
         names = self.asked.get("strategies", [""] * len(self.asked["rows"]))
         return [_row(self, name, runs) for name, runs in zip(names, self.asked["rows"], strict=True)]
+
+    @cached_property
+    def serial(self) -> dict[int, tuple[list[str], StepTime | None]]:
+        """Runs of plain serial, and its time per step, with one thread and with all of them: what speed-ups are over."""
+        found = {}
+        for threads in {1, int(self.machine["cores"])}:
+            runs = [name for name, record in self.records.items()
+                    if record.header["resolved"] == str(Serial(threads=threads)) and not record.header["reverse"]]
+            found[threads] = runs, times_of([self.records[name] for name in runs])
+        return found
 
     @cached_property
     def ended(self) -> Line:
@@ -163,24 +173,22 @@ def _row(results: Results, strategy: str, names: list[str]) -> Row:
     difference = results.lines("difference").get(names[0], {})
     failure = {} if names[0] in results.lines("distance") else results.lines("event").get(names[0], {})
     return Row(**named, test=fmean(tests) if tests else None, spread=stdev(tests) if len(tests) > 1 else None,
-               times=taken, faster=_faster(results, header, taken, int(results.machine["cores"])),
-               faster_than_one_thread=_faster(results, header, taken, 1),
+               times=taken, faster=_faster(results, names[0], taken, int(results.machine["cores"])),
+               faster_than_one_thread=_faster(results, names[0], taken, 1),
                sent=records[0].sent_per_step, memory=records[0].memory, difference=difference.get("value"),
                tensor=difference.get("tensor"), digests=tuple(map(_digest, records)), failure=failure.get("message"),
                reached=tuple(_reached(results, record, taken) for record in records) if results.until else ())
 
 
-def _faster(results: Results, header: Line, taken: Times | None, threads: int) -> Ratio | None:
+def _faster(results: Results, name: str, taken: StepTime | None, threads: int) -> SpeedUp | None:
     """A step of plain serial with so many threads over this row's; exactly 1 where it is that row itself."""
-    baseline = [record for record in results.records.values()
-                if record.header["resolved"] == str(Serial(threads=threads)) and not record.header["reverse"]]
-    serial = times_of(baseline)
+    runs, serial = results.serial[threads]
     if taken is None or serial is None:
         return None
-    return Ratio(1.0, 1.0, 1.0) if header in [record.header for record in baseline] else serial.over(taken)
+    return SAME if name in runs else serial.over(taken)
 
 
-def _reached(results: Results, record: Record, taken: Times | None) -> Reached | None:
+def _reached(results: Results, record: Record, taken: StepTime | None) -> Reached | None:
     goal = Settings(until=results.until).goal
     for line in record.of("epoch"):
         if goal and taken and line["test"] and goal.reached(line["test"]["value"]):

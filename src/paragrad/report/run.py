@@ -44,7 +44,7 @@ class Run(Record):
                 "workers": header["workers"], "machine": header["machine"], "metric": header["job"]["metric"],
                 "test": self.test, "loss": self.losses[-1] if self.losses else None, "steps": len(self.steps()),
                 "seconds_per_step": self.seconds_per_step,
-                "seconds_per_step_between": taken and [taken.low, taken.high], "others": taken and taken.others,
+                "seconds_per_step_between": taken and taken.between, "others": taken and taken.load and taken.load.others,
                 "sent": self.sent_per_step, "memory": self.memory, "audit": asdict(self.audit), "first_step": self.first_step,
                 "difference": difference.get("value"), "tensor": difference.get("tensor"),
                 "stopped_at": self.resumable if self.stopped else None, "folder": str(self.folder)}

@@ -77,8 +77,9 @@ def machine(found: Machine, path: Path, as_json: bool) -> None:
     if found.memory and found.matmul:
         facts |= {"memory": f"{found.memory / 1e9:.3g} GB/s", "matrix products": f"{found.matmul / 1e9:.3g} Gflop/s, one core"}
     if found.load is not None:
-        facts["load before"] = f"{found.load:.2f} cores" + (", by other work: what was measured scatters; measure again when "
-                                                            "it is done" if found.load > BUSY else "")
+        facts["load average before"] = f"{found.load:.2f}" + (
+            ": the host was busy in the minute before; if it still is, what was measured scatters: measure again when it is not"
+            if found.load > BUSY else "")
     print_facts({**facts, "measured": found.measured, "machine file": path}.items())
 
 

@@ -12,7 +12,7 @@ from rich.table import Table as Drawn
 
 from paragrad.record.record import Line
 from paragrad.report.results import Results, Row
-from paragrad.report.times import Ratio, Times
+from paragrad.report.times import FEWEST, SpeedUp, StepTime
 
 TOO_SHORT = 5e-3        # seconds of a serial step below which one exchange costs more than a second worker saves
 
@@ -117,7 +117,7 @@ def cells(table: Results, row: Row) -> list[str]:
         return [row.strategy, f"failed: {row.failure}" if row.resolved else "not run", *[""] * (len(columns_of(table)) - 2)]
     difference = "reference" if row.reference else "-" if row.difference is None else f"{row.difference:.1e}"
     return [row.strategy, _test(row), *(_goal(table, row) if table.until else []), _milliseconds(table, row),
-            _times(table, row.faster), _times(table, row.faster_than_one_thread), sent(row.sent),
+            _times(row.faster), _times(row.faster_than_one_thread), sent(row.sent),
             f"failed: {row.failure}" if row.failure else difference, row.tensor or "", " ".join(row.digests)]
 
 
@@ -132,7 +132,7 @@ def _goal(table: Results, row: Row) -> list[str]:
     there = [reached for reached in row.reached if reached is not None]
     if len(there) < len(row.reached):
         return [f"{len(there)} of {len(row.reached)} seeds reach it", "-", "-"]
-    return [f"{fmean(each.seconds for each in there):.1f}{_mark(table, row.times)}",
+    return [f"{fmean(each.seconds for each in there):.1f}{_mark(row.times)}",
             f"{fmean(each.epochs for each in there):.1f}", f"{fmean(each.samples for each in there):,.0f}"]
 
 
@@ -155,32 +155,34 @@ def _sized(number: float) -> str:
 
 
 def _milliseconds(table: Results, row: Row) -> str:
-    return f"{1e3 * (row.seconds_per_step or 0.0):.2f}{_mark(table, row.times)}"
+    return f"{1e3 * (row.seconds_per_step or 0.0):.2f}{_mark(row.times)}"
 
 
-def _times(table: Results, ratio: Ratio | None) -> str:
-    return "-" if ratio is None else f"{ratio}{_mark(table, ratio)}"
+def _times(faster: SpeedUp | None) -> str:
+    return "-" if faster is None else f"{faster}{_mark(faster) if faster.between else ''}"
 
 
-def _mark(table: Results, told: Times | Ratio | None) -> str:
+def _mark(told: StepTime | SpeedUp | None) -> str:
     """What stands behind a time that was taken while others kept the machine busy."""
-    return "!" if told and told.busy(table.machine["cores"]) else ""
+    return "!" if told and told.crowded else ""
 
 
 def doubts(table: Results) -> list[str]:
     """Why some times and ratios are not to be believed, or are not told."""
-    times = [row.times for row in table.rows if row.times]
+    taken = [*(row.times for row in table.rows), *(found for _, found in table.serial.values())]
+    crowded = [each.load for each in taken if each and each.load and each.crowded]
     ratios = [each for row in table.rows for each in (row.faster, row.faster_than_one_thread) if each]
-    found: list[Times | Ratio] = [*times, *ratios]
     told = []
-    if any(_mark(table, each) for each in found):
-        most = max(each.others or 0.0 for each in found)
-        often = max((each.interrupted for each in times if _mark(table, each)), default=0.0)
-        told.append(f"!: other work kept up to {most:.1f} of {table.machine['cores']} cores busy meanwhile" + (
-            f", and took a rank's core up to {often:,.0f} times a second" if often >= 1 else "") + "; such times say little")
-    if any(not each.told for each in ratios):
+    if crowded:
+        often, most = (max(getattr(load, name) for load in crowded) for name in ("switched", "others"))
+        told.append(f"!: other work kept up to {most:.1f} of {crowded[0].cores} cores busy meanwhile" + (
+            f", and the system gave a rank's core to another thread up to {often:,.0f} times a second" if often >= 1 else "")
+            + "; such times say little")
+    if any(each.between is not None and not each.clear for each in ratios):
         told.append("two numbers (as 0.8-1.3x) in place of a speed-up: the times of steps scatter so much that it may lie "
-                    "anywhere between them (95 % interval)")
+                    "anywhere between them (90 % interval)")
+    if any(each.between is None for each in ratios):
+        told.append(f"no speed-up (-) where a strategy made fewer than {FEWEST} steps after its first: so few say nothing")
     return told
 
 

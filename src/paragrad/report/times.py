@@ -9,72 +9,95 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import comb
+from math import comb, inf
 from statistics import median
 
-from paragrad.record.cpu import others
+from paragrad.record.cpu import Load, load_of
 from paragrad.record.record import Record
 
 BLOCKS = 10             # of a run: consecutive steps
 SURE = 0.95             # how often the median is in its interval, at least, where there are enough blocks
-BUSY = 0.1              # of all cores, kept busy by others, beyond which times are doubted
+FEWEST = 6              # blocks: of fewer, not even the least and the largest have the median between them so often
 BROAD = 2.0             # an interval wider than by this factor says nothing about a ratio
 
 
 @dataclass(frozen=True)
-class Times:
-    """Seconds per step of the slowest rank: the median over runs of their medians, and from where to where it may be."""
+class StepTime:
+    """Seconds per step of the slowest rank: the median over runs of their medians, and from where to where it may be, which is
+    anywhere (0 to infinity) after too few steps."""
     seconds: float
     low: float
     high: float
-    others: float | None = None         # cores that others kept busy meanwhile, in the run where they were most
-    interrupted: float = 0.0            # how often a second they took a core from a rank
+    load: Load | None = None            # of the run in which it was most doubtful
 
-    def busy(self, cores: int) -> bool:
-        """Others kept a good part of the machine's cores busy."""
-        return (self.others or 0.0) > BUSY * cores
+    @property
+    def between(self) -> list[float] | None:
+        """low and high, where they say something."""
+        return _between(self.low, self.high)
 
-    def over(self, other: Times) -> Ratio:
-        """How many times these are the other's."""
-        return Ratio(self.seconds / other.seconds, self.low / other.high, self.high / other.low,
-                     max(self.others or 0.0, other.others or 0.0))
+    @property
+    def crowded(self) -> bool:
+        """Others were in the way of the ranks."""
+        return self.load is not None and self.load.crowded
+
+    def over(self, other: StepTime) -> SpeedUp:
+        """How many times this is the other's."""
+        return SpeedUp(self.seconds / other.seconds, self.low / other.high, self.high / other.low if other.low else inf,
+                       self.crowded or other.crowded)
 
 
 @dataclass(frozen=True)
-class Ratio:
+class SpeedUp:
     """How many times faster something is than something else, and from where to where that may be."""
     value: float
     low: float
     high: float
-    others: float = 0.0                 # as in the times that it is of
-
-    def busy(self, cores: int) -> bool:
-        """As the times."""
-        return self.others > BUSY * cores
+    crowded: bool = False               # as one of the times that it is of
 
     @property
-    def told(self) -> bool:
-        """It is not noise that made it: the interval is not broad, and does not hold 1 unless it is 1."""
-        return self.low == self.high or (self.high <= BROAD * self.low and not self.low <= 1.0 <= self.high)
+    def between(self) -> list[float] | None:
+        """low and high, where they say something."""
+        return _between(self.low, self.high)
+
+    @property
+    def narrow(self) -> bool:
+        """The interval says something: it is not broad."""
+        return self.high <= BROAD * self.low
+
+    @property
+    def clear(self) -> bool:
+        """It is not noise that made it: the interval is narrow, and on one side of 1."""
+        return self.narrow and not self.low < 1.0 < self.high
 
     def __str__(self) -> str:
-        if not self.told:
-            return f"{_digits(self.low)}-{_digits(self.high)}x"
-        return f"{self.value:.2f}x" if self.value >= 0.095 else f"{_digits(self.value)}x"
+        if self.between is None:
+            return "-"
+        if self.clear:
+            return f"{self.value:.2f}x" if self.value >= 0.095 else f"{_digits(self.value)}x"
+        return f"{self.low:.2f}-{self.high:.2f}x" if self.narrow else f"{_digits(self.low)}-{_digits(self.high)}x"
 
 
-def times_of(records: Sequence[Record]) -> Times | None:
+SAME = SpeedUp(1.0, 1.0, 1.0)           # of a row over itself
+
+
+def times_of(records: Sequence[Record]) -> StepTime | None:
     """Of some runs of the same; None where none made a step."""
     runs = [seconds for record in records if (seconds := record.step_seconds)]
     if not runs:
         return None
     middle = median(map(median, runs))
     blocks = sorted(median(block) for seconds in runs for block in _blocks(seconds))
+    loads = [load for record in records
+             if (lines := record.cpu) and (load := load_of(lines, record.header["machine"]["cores"]))]
+    load = max(loads, key=lambda load: (load.crowded, load.others), default=None)
+    if len(blocks) < FEWEST:
+        return StepTime(middle, 0.0, inf, load)
     place = _place(len(blocks))
-    clocks = [(lines, record.header["machine"]["cores"]) for record in records if (lines := record.cpu)]
-    return Times(middle, min(middle, blocks[place]), max(middle, blocks[-1 - place]),
-                 max((found for lines, cores in clocks if (found := others(lines, cores)) is not None), default=None),
-                 max((line["interrupted"] / line["seconds"] for lines, _ in clocks for line in lines), default=0.0))
+    return StepTime(middle, min(middle, blocks[place]), max(middle, blocks[-1 - place]), load)
+
+
+def _between(low: float, high: float) -> list[float] | None:
+    return [low, high] if low > 0.0 and high < inf else None
 
 
 def _blocks(seconds: Sequence[float]) -> list[Sequence[float]]:
@@ -85,7 +108,7 @@ def _blocks(seconds: Sequence[float]) -> list[Sequence[float]]:
 
 def _place(count: int) -> int:
     """The largest place from either end of so many sorted numbers between which the median lies as often as SURE says (every
-    number is below it or above it as a coin falls); 0 where they are too few."""
+    number is below it or above it as a coin falls)."""
     place, outside = 0, 2.0 * 0.5 ** count
     while 1.0 - outside - 2.0 * comb(count, place + 1) * 0.5 ** count >= SURE:
         place += 1

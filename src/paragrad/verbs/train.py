@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import time
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from paragrad.verbs.lockstep import difference
 from paragrad.verbs.trial import tried
 from paragrad.version import __version__
 from paragrad.world.joining import joined_from_environment, launched_rank, launched_size
-from paragrad.world.launched import cores
+from paragrad.world.launched import cores, load
 from paragrad.world.launching import Ranks
 from paragrad.world.signals import Request, asking_to_stop
 
@@ -177,7 +176,7 @@ def folder_name(chosen: Strategy) -> str:
 
 def this_machine() -> dict[str, Any]:
     """What a run ran on, and the versions."""
-    return {"cpu": _cpu(), "cores": cores(), "load": _load(), "torch": torch.__version__,
+    return {"cpu": _cpu(), "cores": cores(), "load": load(), "torch": torch.__version__,
             "python": platform.python_version(), "paragrad": __version__}
 
 
@@ -187,11 +186,3 @@ def _cpu() -> str:
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
-
-
-def _load() -> float | None:
-    """The host's load average over the last minute."""
-    try:
-        return round(os.getloadavg()[0], 2)
-    except (AttributeError, OSError):           # a system without one
-        return None

@@ -60,6 +60,14 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def load() -> float | None:
+    """How many threads of this host wanted a core at once, whoever's, as a mean over the last minute (the load average)."""
+    try:
+        return round(os.getloadavg()[0], 2)
+    except (AttributeError, OSError):           # a system without one
+        return None
+
+
 def memory_left() -> int | None:
     """Bytes that this process may still take, by the system and by the limits of its control group; None where nothing says."""
     found = []
