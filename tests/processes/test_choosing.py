@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from unittest.mock import patch
 
 import torch
@@ -13,7 +14,13 @@ from paragrad.planner.choosing import Chooser
 from paragrad.players.machine import ASSUMED, Machine
 from paragrad.players.proof import prove
 from paragrad.schedules.actions import Compute, Program
+from paragrad.schedules.butterfly import Butterfly
+from paragrad.schedules.direct import Direct
+from paragrad.schedules.double_tree import DoubleTree
+from paragrad.schedules.halving import Halving
 from paragrad.schedules.ring import Ring
+from paragrad.schedules.star import Star
+from paragrad.schedules.tree import Tree
 from paragrad.schedules.two_level import TwoLevel
 from paragrad.strategies.data import Native
 from paragrad.world.launching import Ranks
@@ -66,3 +73,28 @@ def test_what_is_tried_is_proved_once_for_all_lengths(pool: Ranks) -> None:
         assert said in ("ring", "two_level(group=2)", "native")
         assert played > 0
         assert sorted(proved) == (["ring of 4", "two_level(group=2) of 4"] if rank == 0 else [])
+
+
+def turns(world: World, native: float) -> tuple[str, dict[str, int]]:
+    """What was picked where the backend's own takes so many seconds and others from 1 ms on; how often each was timed."""
+    times: Counter[str] = Counter()
+    others: list[Choice] = [Ring(), Tree(), Star(), Butterfly(), Direct(), Halving(1), DoubleTree(1)]
+
+    def seconds(chooser: Chooser, algorithm: Choice, vector: torch.Tensor, row: int) -> float:
+        times[str(algorithm)] += 1
+        return native if isinstance(algorithm, Native) else 1e-3 * (1 + others.index(algorithm))
+
+    chooser = Chooser(world, Native(), lambda algorithm, vector: None,
+                      Machine({"gloo": ASSUMED.link()}, ASSUMED.gamma, 2, "given"))
+    with patch.object(choosing, "candidates", lambda size, group: others), patch.object(Chooser, "_seconds", seconds):
+        return str(chooser.pick(torch.zeros(1000))), dict(times)
+
+
+def test_the_backends_own_is_timed_to_the_last_and_nobody_is_dropped_after_one_turn(pool: Ranks) -> None:
+    """One disturbed turn of the first stage dropped what was the quickest, the backend's own too."""
+    for native, best in ((1.0, "ring"), (1e-3, "native")):
+        for said, times in pool.run(turns, native, size=3):
+            assert said == best
+            assert times["native"] == times["ring"] == max(times.values())
+            assert min(times.values()) >= choosing.LEAST_TURNS
+            assert len(set(times.values())) > 1                         # there were stages

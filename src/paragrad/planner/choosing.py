@@ -2,10 +2,10 @@
 
 The clock plays every candidate on what is known of the machine; the quickest few, and the backend's own all-reduce, are then
 tried on vectors of that size, in turn, the better half of them again, and so on to the last (sequential halving, Karnin, Koren,
-Somekh 2013, "Almost optimal exploration in multi-armed bandits"). What disturbs a turn disturbs all that are in it: they are
-compared within turns. Those of the last that the turns cannot tell apart are equal, and the backend's own, or the simplest, is
-taken. Trying costs some exchanges in the first step. What is tried is proved before it is played, as the door proves what is
-asked for.
+Somekh 2013, "Almost optimal exploration in multi-armed bandits"); the backend's own stays to the last. What disturbs a turn
+disturbs all that are in it: they are compared within turns. Those of the last that the turns cannot tell apart are equal, and
+the backend's own, or the simplest, is taken. Trying costs some exchanges in the first step. What is tried is proved before it
+is played, as the door proves what is asked for.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ FEWEST = (Star(), Tree())       # messages of all ranks together: tried too wher
 MOMENT = 2.0            # seconds of exchanges that a trial may take, about
 LONG = 0.15             # seconds of an exchange, by the clock: from there on half as many are tried
 TURNS = 30              # of a stage
+LEAST_TURNS = 3         # of a stage, before anybody is dropped; long exchanges outlast a disturbance, there one will do
 ROW = 4                 # exchanges of one turn, where they are short: in training too one follows another
 SHORT = 0.02            # seconds
 LAST = 3                # so many, or fewer, are in the last stage
@@ -133,18 +134,29 @@ class Chooser:
             tried += [each for each in FEWEST if each in times and each not in tried]
         self._prove(tried)
         seen: dict[Choice, list[float]] = {each: [] for each in (*tried, self.native)}
-        self._try(list(seen), torch.zeros_like(vector), ROW if quickest < SHORT else 1, seen)
+        self._try(list(seen), torch.zeros_like(vector), quickest, seen)
         most = max(map(len, seen.values()))
         last = [each for each, taken in seen.items() if len(taken) == most]
         best = min(last, key=lambda each: statistics.median(seen[each]))
         equal = [each for each in last if not told_apart(seen[each], seen[best])]
         simple: list[Choice] = [self.native, *candidates(self.world.size, self.cluster.group)]
+        because = self._because(seen, equal, times, vector) if self.world.rank == 0 else None
+        return Pick(min(equal, key=simple.index), self.world.agreed(because))                           # type: ignore[arg-type]
+
+    def _because(self, seen: dict[Choice, list[float]], equal: list[Choice], times: dict[Choice, float],
+                 vector: torch.Tensor) -> str:
+        """Why, in words. Of rank 0 alone: the clock's intervals are work, and ranks may share cores."""
         told = ", ".join(f"{each} {_milliseconds(statistics.median(taken))}{self._foretold(each, times, vector)}"
                          for each, taken in seen.items())
-        return Pick(min(equal, key=simple.index), f"tried: {told}{_not_told_apart(equal)}; links {self.known}")
+        return f"tried: {told}{_not_told_apart(equal)}; links {self.known}"
 
-    def _try(self, left: list[Choice], mine: torch.Tensor, row: int, seen: dict[Choice, list[float]]) -> None:
-        """Turns of all, of the better half, and so on until few are left: their seconds, the slowest rank's. Collective."""
+    def _try(self, left: list[Choice], mine: torch.Tensor, quickest: float, seen: dict[Choice, list[float]]) -> None:
+        """Turns of all, of the better half, and so on until few are left: their seconds, the slowest rank's. Collective.
+
+        quickest: seconds of an exchange, about.
+        """
+        row = ROW if quickest < SHORT else 1
+        least = LEAST_TURNS if quickest < LONG else 1
         for each in left:
             self.play(each, mine[:self.world.size])                 # connections are made when they are first used
         self.play(self.native, mine)                                # and memory
@@ -152,7 +164,7 @@ class Chooser:
         stages = 1 + max(0, math.ceil(math.log2(len(left) / LAST)))
         for stage in range(stages):
             spent, turns = 0.0, 0
-            while turns == 0 or (spent < MOMENT / stages and turns < TURNS):
+            while turns < least or (spent < MOMENT / stages and turns < TURNS):
                 order = shuffled.sample(left, len(left))
                 seconds = torch.tensor([self._seconds(each, mine, row) for each in order], dtype=torch.float64)
                 slowest = self.world.all_reduced(seconds, "MAX").tolist()
@@ -163,6 +175,8 @@ class Chooser:
                 middle = [statistics.median(turn) for turn in zip(*(seen[each] for each in left), strict=True)]
                 left = sorted(left, key=lambda each: statistics.median(
                     taken / usual for taken, usual in zip(seen[each], middle, strict=True)))[:-(-len(left) // 2)]
+                if self.native not in left:
+                    left.append(self.native)                    # what a user would have without us
 
     def _foretold(self, algorithm: Choice, times: dict[Choice, float], vector: torch.Tensor) -> str:
         """What the clock said of it, in words."""

@@ -62,13 +62,17 @@ def simulate(strategy: Strategy, size: int, machine: Machine, *, link: str | Non
             raise Refused(f"{number} ranks per {what} do not make up {workers} ranks; give a number that divides {workers}")
     length = size // element
     cluster = Cluster(machine.link(link), machine.gamma, machine.link(inside) if inside else None, per_link, per_core, 1, slow)
+    plays = 1 if cluster.disturbed() is None else 2
+
+    def telling(play: int) -> Tell | None:
+        return tell and (lambda done, of: tell(play * of + done, plays * of))
     try:
         if spans:
             refuse_long(schedule, workers, KEPT, "kept as a timeline")
         timeline = (timed(schedule, workers, length, cluster, element=element, spans=True) if spans else
-                    simulated(schedule, workers, length, cluster, element=element, tell=tell))
+                    simulated(schedule, workers, length, cluster, element=element, tell=telling(0)))
         around = interval(timeline.seconds, cluster,
-                          lambda other: simulated(schedule, workers, length, other, element=element, tell=tell).seconds)
+                          lambda other: simulated(schedule, workers, length, other, element=element, tell=telling(1)).seconds)
     except TooLong as error:
         raise Refused(str(error)) from None
     except ScheduleError as error:                  # of a user's own, for more ranks than are proved
