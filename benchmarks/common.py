@@ -89,7 +89,7 @@ class Bench:
         self.quick: bool = self.options.quick
         self.machine = machine()
         if self.machine["load"] > 0.5:
-            print(f"warning: other work keeps {self.machine['load']} cores busy; times will scatter", file=sys.stderr)
+            print(f"warning: load average {self.machine['load']}: if other work goes on, times will scatter", file=sys.stderr)
         self.figures: dict[str, dict[str, Any]] = {}
         self.measured: dict[str, Any] = {}
 

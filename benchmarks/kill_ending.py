@@ -20,7 +20,7 @@ from typing import Any
 
 from kill_result import Trained, of_loop, of_run
 
-from paragrad.training.saved import folders
+from paragrad.training.saved import folders, step_of
 
 LIMIT = 120.0           # seconds for a training to reach the place, to be restarted, to be gone on with
 GONE = 5.0              # seconds for everybody to be gone
@@ -63,8 +63,9 @@ class Ending:
     """What became of it.
 
     seconds: until every process was gone;  message: the one that says what died;  processes, shared, temporary: left behind;
-    resumed: from which step, None where nothing was saved;  difference: of losses and parameters from an undisturbed training,
-    None where it was not gone on with;  wrong: what went wrong otherwise, or "".
+    saved: the step of the newest whole checkpoint as it was ended, 0 where there was none;  resumed: from which step it
+    went on;  difference: of losses and parameters from an undisturbed training, None where it was not gone on with;
+    wrong: what went wrong otherwise, or "".
     """
     kill: Kill
     seconds: float
@@ -72,6 +73,7 @@ class Ending:
     processes: list[int]
     shared: list[str]
     temporary: list[str]
+    saved: int = 0
     resumed: int | None = None
     difference: float | None = None
     audited: bool | None = None
@@ -97,9 +99,10 @@ class Ending:
 
     @property
     def lost(self) -> int:
-        """Steps lost beyond those since the last checkpoint that was whole."""
+        """Steps lost beyond those since the last checkpoint that was whole; the one before the last that was due must be."""
         kill = self.kill
-        return 0 if self.resumed is None else max(0, (kill.step - 1) // kill.save * kill.save - self.resumed)
+        due = 0 if kill.place == "before" else (kill.step - 1) // kill.save * kill.save - kill.save
+        return max(0, max(due, self.saved) - (self.resumed or 0))
 
     @property
     def good(self) -> bool:
@@ -146,6 +149,11 @@ class Here:
 
     def printed(self) -> str:
         return (self.folder / "printed").read_text(errors="replace")
+
+    def saved(self) -> int:
+        """The step of the newest whole checkpoint; 0 where there is none. It may be removed while we look, for a newer one."""
+        runs = self.folder / "runs"
+        return max((step_of(path) for run in (runs, *runs.glob("*-kill-*")) for path in folders(run)), default=0)
 
     def processes(self) -> list[int]:
         """Every process of this ending, whoever its parent is: known by its environment."""
@@ -214,8 +222,8 @@ def may_mount() -> bool:
         return False
 
 
-def end(kill: Kill, here: Here, running: subprocess.Popen[bytes]) -> float:
-    """Wait until the training is at the place, and end it; when that was."""
+def end(kill: Kill, here: Here, running: subprocess.Popen[bytes]) -> tuple[float, int]:
+    """Wait until the training is at the place, and end it: when that was, and the step of the newest whole checkpoint then."""
     victim, server = here.waited("victim", running)
     if kill.place not in ("before", "inside", "between", "moment", "disk"):
         here.waited("halted", running)
@@ -223,18 +231,22 @@ def end(kill: Kill, here: Here, running: subprocess.Popen[bytes]) -> float:
         settled(victim)
     time.sleep(kill.delay)                              # the moment is drawn by chance
     if kill.kind == "disk":
+        until = time.monotonic() + LIMIT
         while set(states(victim)) != {"T"}:
+            if time.monotonic() > until:
+                raise Astray("the rank that was to stop while its disk is filled did not")
             time.sleep(0.002)                           # nothing tells when a process has stopped
         runs = here.folder / "runs"
         (runs / "ballast").write_bytes(bytes(max(0, shutil.disk_usage(runs).free - kill.spare)))
         begun = time.monotonic()
         os.kill(victim, signal.SIGCONT)
-        return begun
+        return begun, here.saved()
+    saved = here.saved()
     pids = {"rank": [victim], "server": [server], "launcher": [running.pid], "all": here.processes()}[kill.who]
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):   # by the end of another of them
             os.kill(pid, signal.SIGSTOP if kill.kind == "stop" else signal.SIGKILL)
-    return time.monotonic()
+    return time.monotonic(), saved
 
 
 def ended(kill: Kill, backend: str, expected: Callable[[Kill], Trained]) -> Ending:
@@ -248,7 +260,7 @@ def ended(kill: Kill, backend: str, expected: Callable[[Kill], Trained]) -> Endi
             try:
                 found = _ended(kill, here)
                 run = next(runs.glob("*-kill-*"), None)
-                saved = folders(run) if run else []
+                saved = here.saved()
                 if kill.kind == "restart":
                     found = replace(found, **judged(of_loop(runs), expected(kill)))
                 elif saved or kill.who == "all":        # what all of them left the next start clears
@@ -263,7 +275,7 @@ def ended(kill: Kill, backend: str, expected: Callable[[Kill], Trained]) -> Endi
 
 def _ended(kill: Kill, here: Here) -> Ending:
     with here.started(kill, here.words(kill, "runs"), halts=True) as running:
-        begun = end(kill, here, running)
+        begun, saved = end(kill, here, running)
         left = here.gone(kill.bound)
         seconds = time.monotonic() - begun
     printed = here.printed()
@@ -271,7 +283,7 @@ def _ended(kill: Kill, here: Here) -> Ending:
     message = said[0] if len(said) == 1 else f"{len(said)} messages: {printed}" if said else f"exited with {running.returncode}"
     if kill.kind == "restart" and running.returncode == 0:
         message = "exited with 0"
-    return Ending(kill, seconds, message, left, [], [] if kill.who == "all" else here.temporary(kill))
+    return Ending(kill, seconds, message, left, [], [] if kill.who == "all" else here.temporary(kill), saved)
 
 
 def undisturbed(kill: Kill, here: Here, runs: str, resume: Path | None = None) -> Trained:

@@ -50,11 +50,14 @@ def of_run(folder: Path) -> Trained:
 def of_loop(folder: Path) -> Trained:
     """A loop of one's own, which has no record but its losses: of every step, in order, but for those that a restart made
     again."""
-    told = [(int(step), float(loss)) for step, loss in map(str.split, (folder / "losses").read_text().splitlines())]
+    words = [line.split() for line in (folder / "losses").read_text().splitlines()]
+    told = [(int(step), float(loss)) for step, loss in words if step != "resumed"]
     losses: dict[int, list[float]] = {}
     for step, loss in told:
         losses.setdefault(step, []).append(loss)
-    return Trained(losses, load_file(folder / "model.safetensors"), in_order([step for step, _ in told]))
+    resumed = [int(step) for word, step in words if word == "resumed"]
+    return Trained(losses, load_file(folder / "model.safetensors"), in_order([step for step, _ in told]),
+                   resumed[-1] if resumed else None)
 
 
 def in_order(steps: Iterable[int]) -> bool:

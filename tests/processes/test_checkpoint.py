@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import os
@@ -233,6 +234,11 @@ def test_a_folder_that_holds_another_training_is_not_mixed_with_it(tmp_path: Pat
     steps_from(World(), job, Serial(threads=1), None, 0, 6, tmp_path)
     with pytest.raises(StepFailed, match="checkpoint-00000006 is there, of a later step: another training was saved in"):
         steps_from(World(), job, Serial(threads=1), None, 0, 2, tmp_path)
+    held = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)                                       # by who saves there at this moment
+    with pytest.raises(StepFailed, match=f"another training is saving in {tmp_path}; give each a folder of its own"):
+        steps_from(World(), job, Serial(threads=1), None, 0, 8, tmp_path)
+    os.close(held)
     harm(tmp_path / "checkpoint-00000006" / FILES[0], "flipped")           # a damaged one is no training to keep
     steps_from(World(), job, Serial(threads=1), None, 0, 2, tmp_path)
     assert newest(tmp_path).step == 2

@@ -261,6 +261,19 @@ def test_who_does_not_come_at_all_is_named(pool: Ranks, tmp_path: Path, backend:
         pool.run(meets_nobody, rank, backend, tmp_path / "store", size=1)
 
 
+def refused_by_the_store(world: World, store: Path) -> None:
+    with mock.patch.object(torch.distributed, "init_process_group", side_effect=RuntimeError("no such interface")), \
+            joined(0, 3, store, "gloo", timeout=60):
+        pass
+
+
+def test_what_fails_at_once_is_nobodys_lateness(pool: Ranks, tmp_path: Path) -> None:
+    """The ranks that had not come yet were blamed for it, within 60 s."""
+    with pytest.raises(RankFailed, match="no such interface") as caught:
+        pool.run(refused_by_the_store, tmp_path / "store", size=1)
+    assert "did not come" not in str(caught.value)
+
+
 class Stuck(Dataset):
     def __len__(self) -> int:
         return 8

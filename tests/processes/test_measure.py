@@ -184,6 +184,8 @@ def test_a_run_records_what_was_picked_and_why(tmp_path: Path) -> None:
     assert len(picks) == 1                                          # 19 KB: one bucket
     assert picks[0]["bytes"] == 4 * (64 * 64 + 64 + 640 + 10 + 4)
     assert "links by hand" in picks[0]["because"]
+    with pytest.warns(UserWarning, match=r"nobody reads the machine file .*: data\(2, state=shared_memory\) has no all-"):
+        pg.train(pg.job("digits").replace(epochs=0), "data(2)", machine=machine, runs=tmp_path)
     # the run's own lines said native, by a decision of their own, while others were picked
     assert [line for line in run.choices if line["what"] == "reduce"] == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import shutil
@@ -13,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+import typer
 from equality import JOBS, VECTORS, mlp
 from equality import job as make_job
 from torch import nn
@@ -21,6 +23,7 @@ import paragrad as pg
 from paragrad.training import room
 from paragrad.training.admission import admitted
 from paragrad.training.door import examined
+from paragrad.verbs.cli import answering
 from paragrad.world.launching import Ranks
 
 JOB_FILES = Path(__file__).parents[1] / "job_files"
@@ -148,6 +151,15 @@ def test_a_full_disk_behind_standard_output(tmp_path: Path) -> None:
         ran = command(*SHORT, "--runs", str(tmp_path), stdout=full.fileno())
     assert ran.returncode == 1
     assert ran.stderr.strip().splitlines()[-1] == "paragrad: what it prints: No space left on device; make room there"
+
+
+def test_a_read_that_fails_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An input or output error that had no file's name was taken for a terminal that was closed: no word, and exit code 0."""
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    with pytest.raises(typer.Exit) as caught, answering():
+        raise OSError(errno.EIO, "Input/output error")
+    assert caught.value.exit_code == 1
+    assert capsys.readouterr().err == "paragrad: what it prints: Input/output error\n"
 
 
 def in_spaces(kinds: str, shell: str, *words: str, folder: Path) -> subprocess.CompletedProcess[str]:

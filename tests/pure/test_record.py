@@ -102,6 +102,9 @@ def test_a_record_of_the_first_version_is_read_and_one_of_a_later_is_refused(tmp
     with pytest.raises(Refused, match=f"a record of version {SCHEMA + 1}, this paragrad reads versions up to {SCHEMA}; read it "
                                       "with paragrad 9.9"):
         Record(tmp_path)
+    (tmp_path / "run.jsonl").write_text(f'{{"kind":"run","schema":{SCHEMA + 1}}}\n')
+    with pytest.raises(Refused, match="read it with paragrad of its time"):
+        Record(tmp_path)
 
 
 def test_who_kept_the_cores_busy() -> None:

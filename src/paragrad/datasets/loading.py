@@ -26,7 +26,8 @@ from paragrad.world.world import TIMEOUT
 
 Dataset = Any           # map-style: __len__ and __getitem__(index) -> (input, target) or {name: value}
 Collate = Callable[[list[Any]], Any]
-FULL = ("unable to allocate shared memory(shm)", "Bus error")     # in what torch says where /dev/shm is full
+FULL = "unable to allocate shared memory(shm)"                    # in what torch says where /dev/shm is full
+BUS = "Bus error"
 FEW = 5                 # samples by which a collate is looked at
 OF_A_SHARE = ("; if it drops samples, let it keep them with targets that do not count, or leave them out of the dataset; if it "
               "wants the whole batch, give it that: collate=paragrad.WholeBatch(collate)")
@@ -170,12 +171,17 @@ def _loaded_ahead(samples: Samples, keys: Iterable[Any], loaders: int) -> Iterat
             if isinstance(batch, StepFailed):
                 raise batch
             yield batch
+    except StepFailed:
+        raise
     except (OSError, RuntimeError) as error:
-        full = error.errno == errno.ENOSPC if isinstance(error, OSError) else any(word in str(error) for word in FULL)
-        if isinstance(error, StepFailed) or not full:
+        full = error.errno == errno.ENOSPC if isinstance(error, OSError) else FULL in str(error)
+        if not full and BUS not in str(error):
             raise
-        raise StepFailed(f"/dev/shm, through which {loaders} loader(s) hand over samples, is full; make room there, "
-                         "mount it larger (a container's --shm-size), or load without them (leave out --loaders)") from error
+        what = (f"/dev/shm, through which {loaders} loader(s) hand over samples, is full" if full else
+                f"a bus error ended a loader: /dev/shm, through which {loaders} loader(s) hand over samples, is full, or a "
+                "file that the dataset maps into memory was cut short")
+        raise StepFailed(f"{what}; make room there, mount it larger (a container's --shm-size), or load without loaders (leave "
+                         "out --loaders)") from error
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,8 @@ class Reader:
         items: list[Any] = []
         while not self.taken(until):
             if items:
-                self.expect(",")
+                if not self.taken(","):
+                    self.refuse(f"expected ',' or {until!r} here")
                 if self.taken(until):
                     break
             items.append(rule())

@@ -189,7 +189,8 @@ class Record:
         self.header: Line = next((line for line in own if line["kind"] == "run"), {})
         if self.header.get("schema", SCHEMA) > SCHEMA:
             raise Refused(f"{folder} is a record of version {self.header['schema']}, this paragrad reads versions up to "
-                          f"{SCHEMA}; read it with paragrad {self.header['machine']['paragrad']}, which wrote it")
+                          f"{SCHEMA}; read it with "
+                          f"paragrad {dict(self.header.get('machine') or {}).get('paragrad', 'of its time')}, which wrote it")
         self.end: Line | None = next((line for line in own if line["kind"] == "end"), None)
         files = sorted(folder.glob("rank-*.jsonl"), key=lambda path: int(path.stem.split("-")[1]))
         self.ranks: list[list[Line]] = [list(lines_of(path, spans)) for path in files]

@@ -48,6 +48,7 @@ def _told(finished: Run, found: Mapping[str, Any]) -> dict[str, Any]:
     taken = times_of([finished])
     return {
         "strategy": found["strategy"], "resolved": found["resolved"],
+        **{each["what"]: f"{each['picked']}: {each['because']}" for each in finished.choices},
         f"test {found['metric']}": None if found["test"] is None else f"{found['test']:.2f} {unit}".strip(),
         "loss of the last step (mean over its samples)": None if found["loss"] is None else f"{found['loss']:.4f}",
         "time per step (median of the slowest rank)": None if seconds is None else f"{1e3 * seconds:.2f} ms",

@@ -103,6 +103,9 @@ class Data(Strategy):
             reduce = reduce.resolved(count, here.group or count)
         return replace(self, workers=count, reduce=reduce, state=state)
 
+    def picks_all_reduce(self) -> bool:
+        return self.reduce == "auto" and self.state == "replicated"
+
     def picked(self, resolved: Self, here: Here) -> Iterator[tuple[str, str, str]]:
         if self.state == "auto":
             yield "state", resolved.state, here.unshared or (

@@ -137,6 +137,10 @@ class Strategy(Family, abstract=True):
         """The schedules that a resolved strategy will play."""
         return ()
 
+    def picks_all_reduce(self) -> bool:
+        """Is an all-reduce still to be picked, by what is known or measured of the machine?"""
+        return False
+
     def unplanned(self) -> str:
         """Why there are none, with the repair."""
         return "try data(4, reduce=ring)"
@@ -240,6 +244,9 @@ class Product(Strategy, abstract=True):
 
     def plans(self) -> tuple[Plan, ...]:
         return tuple(plan for factor in self.factors for plan in factor.plans())
+
+    def picks_all_reduce(self) -> bool:
+        return any(factor.picks_all_reduce() for factor in self.factors)
 
     def resolved(self, here: Here) -> Self:
         """Every factor where there is room for it beside the others; parameters of a cut model are nobody's to share."""

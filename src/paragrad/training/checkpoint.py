@@ -11,12 +11,14 @@ kept. One that does not match its checksums is named and passed over.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import fcntl
 import json
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,8 +65,30 @@ def save(snapshot: Snapshot, parent: Path) -> Path:
     """Write a snapshot below parent; the checkpoint's folder. Call on rank 0; replicas are equal.
 
     Raises StepFailed where the optimizer or scheduler holds what neither tensors nor JSON can, or where parent holds a later
-    step of another training.
+    step of another training, or another training is saving there.
     """
+    parent.mkdir(parents=True, exist_ok=True)
+    with _alone(parent):
+        return _saved(snapshot, parent)
+
+
+@contextlib.contextmanager
+def _alone(parent: Path) -> Iterator[None]:
+    """Hold the lock of those who save below a folder: one would remove what another writes, as if left by a killed one."""
+    held = os.open(parent, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StepFailed(f"another training is saving in {parent}; give each a folder of its own") from None
+        except OSError:                                 # a file system without locks
+            pass
+        yield
+    finally:
+        os.close(held)
+
+
+def _saved(snapshot: Snapshot, parent: Path) -> Path:
     folder = parent / f"checkpoint-{snapshot.step:08}"
     for later in (path for path in folders(parent) if step_of(path) > snapshot.step):
         if damage(later) is None:
@@ -74,7 +98,7 @@ def save(snapshot: Snapshot, parent: Path) -> Path:
     for left in parent.glob("checkpoint-*.partial"):    # by a training that was killed as it wrote it
         shutil.rmtree(left, ignore_errors=True)
     partial = folder.with_suffix(".partial")
-    partial.mkdir(parents=True)
+    partial.mkdir()
     try:
         _write(snapshot, partial)
     except BaseException:                               # a full disk, say: what is half-written would keep it full

@@ -42,6 +42,7 @@ from paragrad.training.additive import ASKED, Excerpt, parts_of, wrong_with
 from paragrad.training.evaluation import without_gradients
 from paragrad.training.identity import beginning, loss_before
 from paragrad.training.lazy import Initialised, lazy_names
+from paragrad.training.rates import warn_of_epochs
 from paragrad.world.generators import generator_states, generators_kept
 from paragrad.world.world import World
 
@@ -94,6 +95,8 @@ def examined(job: Job, data: Path | None = None) -> Findings:
                      job.order(len(train)), shapes, beginning(job, model, optimizer, scheduler), probe, whole_batch, whole_loss,
                      first_loss, lazy)
     _check_step(job, optimizer)
+    if scheduler is not None:
+        warn_of_epochs(job, scheduler, len(train))
     return facts
 
 

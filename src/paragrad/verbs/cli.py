@@ -276,16 +276,21 @@ def answering() -> Iterator[None]:
     except BrokenPipeError:                     # the reader of a pipe has left, as `| head` does
         _to_nobody(sys.stdout)
     except OSError as error:                    # a full disk, a folder that is gone
-        if error.errno == errno.EIO and error.filename is None:         # the terminal was closed: nobody is left to tell
-            _to_nobody(sys.stdout)
-            _to_nobody(sys.stderr)
-            return
-        print(f"paragrad: {no_room(error, error.filename or 'what it prints')}", file=sys.stderr)
-        try:
-            sys.stdout.flush()
-        except OSError:                         # Python would try it again, and say so in its own words
-            _to_nobody(sys.stdout)
-        raise typer.Exit(1) from None
+        told = _taken(sys.stderr, f"paragrad: {no_room(error, error.filename or 'what it prints')}\n")
+        _taken(sys.stdout)
+        closed = not told and error.errno == errno.EIO and error.filename is None       # the terminal: no failure of ours
+        raise typer.Exit(0 if closed else 1) from None
+
+
+def _taken(stream: TextIO, text: str = "") -> bool:
+    """Write, with what was written before. Where nobody takes it Python would try again at its end, and say so in its words."""
+    try:
+        stream.write(text)
+        stream.flush()
+        return True
+    except OSError:
+        _to_nobody(stream)
+        return False
 
 
 def _to_nobody(stream: TextIO) -> None:

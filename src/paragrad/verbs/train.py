@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -40,6 +41,9 @@ def train(job: Job, strategy: str | Strategy = "serial", *, runs: str | Path = "
     checkpoint and ends (`run.stopped`). Raises Refused (at the door), RankFailed, or Interrupted on Ctrl-C.
     """
     checked = admitted(job, strategy, settings_of(settings))
+    if checked.settings.machine and not checked.resolved.picks_all_reduce():
+        warnings.warn(f"nobody reads the machine file {checked.settings.machine}: {checked.resolved} has no all-reduce to pick"
+                      "; on one host give data(n, state=replicated) and --backend gloo", stacklevel=2)
     if progress is None and (bar := below_the_cell()):
         progress = bar(str(checked.asked))
     if launched_size() is not None:

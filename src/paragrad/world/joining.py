@@ -10,7 +10,7 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -161,8 +161,8 @@ def _rendezvous(told: Launched, number: int, place: tuple[str, int] | Path, back
             store = of_this_start(named, told.rank, told.size, timeout)
         _initialize(told.rank, told.size, store, backend, timeout)
     except RuntimeError as error:
-        raise RankFailed(f"the {told.size} ranks of {told.by} did not meet at {where} within {timeout:g} s; see that all of "
-                         f"them run{repair}{by_name}: {error}", rank=told.rank) from error
+        what = "" if isinstance(error, StepFailed) else f"the {told.size} ranks of {told.by} did not meet at {where}: "
+        raise RankFailed(f"{what}{error}; see that all of them run{repair}{by_name}", rank=told.rank) from error
 
 
 def of_this_start(store: Any, rank: int, size: int, timeout: float) -> Any:
@@ -208,10 +208,14 @@ def _initialize(rank: int, size: int, store: Any, backend: str, timeout: float) 
     store.set_timeout(limit)
     here = [f"paragrad: here: {each}" for each in range(size)]
     store.set(here[rank], "")
+    began = time.monotonic()
     try:
         dist.init_process_group(backend, timeout=limit, rank=rank, world_size=size, store=store)
     except RuntimeError as error:
-        away = [str(each) for each in range(size) if not store.check([here[each]])]
+        away: list[str] = []
+        if time.monotonic() - began >= timeout:         # at once it is no lateness of theirs
+            with suppress(RuntimeError):     # the store went with rank 0
+                away = [str(each) for each in range(size) if not store.check([here[each]])]
         if not away:
             raise
         raise StepFailed(f"rank(s) {', '.join(away)} did not come to where the {size} ranks meet within {timeout:g} s: "

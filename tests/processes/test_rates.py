@@ -1,0 +1,54 @@
+"""A scheduler that counts epochs is told of at the door."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from equality import JOBS
+from torch.optim import Optimizer, lr_scheduler
+
+import paragrad as pg
+from paragrad.training.admission import admitted
+from paragrad.training.settings import Settings
+
+
+def half_of_it(optimizer: Optimizer) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4)
+
+
+SOUND: dict[str, Callable[[Optimizer], Any]] = {
+    "steps": partial(lr_scheduler.ExponentialLR, gamma=0.999),
+    "restarts": partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=10),
+    "a warm-up": partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: min(1.0, step / 100)),
+    "the end": partial(lr_scheduler.CosineAnnealingLR, T_max=400), "one that raises": half_of_it,
+    "none at all": partial(lr_scheduler.ConstantLR, factor=0.0, total_iters=10**6)}
+
+
+def stepped_by(scheduler: Callable[[Optimizer], Any]) -> pg.Job:
+    """200 epochs of two steps."""
+    job = JOBS["mlp"]
+    samples = len(job.train() if callable(job.train) else job.train)
+    return job.replace(epochs=200, batch=(samples + 1) // 2, scheduler=scheduler)
+
+
+@pytest.mark.parametrize(("scheduler", "step"), [
+    (partial(lr_scheduler.StepLR, step_size=10), 70), (partial(lr_scheduler.ExponentialLR, gamma=0.9), 132)])
+def test_a_rate_that_is_gone_is_told(scheduler: Callable[[Optimizer], Any], step: int) -> None:
+    """StepLR(30) of a script that steps it once an epoch: nothing was learned from step 200 on, and nothing was said."""
+    with pytest.warns(UserWarning, match=f"from step {step} of 400 on the learning rate is below a millionth of its largest: "
+                                         r"\w+LR is stepped once for every global batch; .* give it 2 times as many"):
+        admitted(stepped_by(scheduler), "serial", Settings())
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_others_are_not(name: str) -> None:
+    drawn = torch.random.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        admitted(stepped_by(SOUND[name]), "serial", Settings())
+    assert torch.equal(torch.random.get_rng_state(), drawn)
