@@ -1,54 +1,70 @@
-"""DDP's own all-reduce beside ours under a hook: one forward and backward, all in turns in one run.
+"""DDP's own all-reduce beside ours under a hook: one forward and backward of two ranks over gloo, one thread each.
 
-    OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 benchmarks/ddp_hook.py
+    python benchmarks/ddp_hook.py --json docs/figures/ddp_hook.json
+
+A perceptron of 784-512-256-10 (2.1 MB of gradients), batches of 64 a rank. All models stay up in the same two processes, asked
+in turn, in an order of each round's own; the slowest rank counts. A figure is the median over rounds of the ratio within a
+round; there are no bars.
 """
 
 from __future__ import annotations
 
-import time
-from statistics import median, quantiles
+import sys
+from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import nn
+from common import Bench, alternated, ratios
+from workers import Stopwatch, Workers, serve
 
-import paragrad as pg
-
-NAMES = ("DDP's own", "native", "ring", "ring_async", "halving", "tree")
-WARM, ROUNDS = 10, 50
-
-
-def made(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.parallel.DistributedDataParallel(
-        nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 10)))
-    if name != NAMES[0]:
-        model.register_comm_hook(*pg.hook(name))
-    return model
+OWN = "DDP's own"
+NAMES = (OWN, "native", "ring", "ring_async", "halving", "tree")
+BATCH = 64
 
 
 def main() -> None:
-    """Print a row of docs/hook.md for each."""
-    dist.init_process_group("gloo")
-    models: dict[str, nn.Module] = {name: made(name) for name in NAMES}
-    seconds: dict[str, list[float]] = {name: [] for name in NAMES}
-    torch.manual_seed(dist.get_rank())
-    inputs, targets = torch.randn(64, 784), torch.randint(10, (64,))
-    for _ in range(WARM + ROUNDS):
-        for name, model in models.items():
-            model.zero_grad()
-            dist.barrier()
-            start = time.perf_counter()
-            nn.functional.cross_entropy(model(inputs), targets).backward()
-            seconds[name].append(time.perf_counter() - start)
-    if dist.get_rank() == 0:
-        middle = {name: median(each[WARM:]) for name, each in seconds.items()}
-        for name, each in seconds.items():
-            low, _, high = quantiles(each[WARM:], n=4)
-            print(f"| {name} | {1e3 * middle[name]:.2f} ms | {1e3 * low:.2f} to {1e3 * high:.2f} ms | "
-                  f"{middle[name] / middle[NAMES[0]]:.2f} |")
-    dist.destroy_process_group()
+    bench = Bench(__doc__)
+    workers = Workers(__file__, "gloo", 2)
+    times = alternated({name: (lambda name=name: max(workers.ask(name))) for name in NAMES}, bench.rounds(50, 10))
+    workers.close()
+    bench.measured["forward and backward [s]"] = times
+    for name in NAMES:
+        bench.figure(f"{name}, seconds", times[name])
+        if name != OWN:
+            bench.figure(f"{name} over {OWN}", ratios(times[name], times[OWN]))
+    bench.finish()
+
+
+# ---- in a rank ---------------------------------------------------------------------------------------------------------
+def worker(address: str) -> None:
+    import torch
+    from torch import nn
+
+    import paragrad as pg
+    from paragrad.world.joining import joined_from_environment
+    torch.set_num_threads(1)
+
+    def made(name: str) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(
+            nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 10)))
+        if name != OWN:
+            model.register_comm_hook(*pg.hook(name))
+        return model
+
+    with joined_from_environment("gloo") as world:
+        models, watch = {name: made(name) for name in NAMES}, Stopwatch(world)
+        torch.manual_seed(world.rank)
+        inputs, targets = torch.randn(BATCH, 784), torch.randint(10, (BATCH,))
+
+        def answer(name: Any) -> float:
+            def once() -> None:
+                models[name].zero_grad()
+                nn.functional.cross_entropy(models[name](inputs), targets).backward()
+            return watch.seconds(name, once)
+        serve(address, answer)
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--worker"]:
+        worker(sys.argv[3])
+    else:
+        main()

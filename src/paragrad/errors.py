@@ -80,14 +80,19 @@ class StepFailed(RuntimeError):
 
 
 def told(error: BaseException) -> str:
-    """An error of somebody's code in a line: its kind, what it says, and where, by the last line that is no library's."""
+    """An error of somebody's code in a line: its kind, what it says, the one it began with, and where, by the last line that is
+    no library's."""
     if isinstance(error, OSError) and error.filename and error.errno in ROOM:
         return no_room(error, error.filename)
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(LIBRARIES)]
     where = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
     if isinstance(error, SyntaxError) and error.filename:
         where = ""                          # it says so itself
-    return f"{type(error).__name__}: {error}{where}"
+    root: BaseException = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    began = "" if str(root) in str(error) else f" (it began with {type(root).__name__}: {root})"
+    return f"{type(error).__name__}: {error}{began}{where}"
 
 
 def no_room(error: OSError, where: str) -> str:

@@ -284,3 +284,17 @@ def test_a_users_file_is_typed(tmp_path: Path) -> None:
     ran = subprocess.run([sys.executable, "-m", "mypy", "--strict", str(tmp_path / "own.py")], capture_output=True, text=True,
                          timeout=110, check=False)
     assert ran.returncode == 0, ran.stdout
+
+
+def missing_library(*_: object) -> nn.Module:
+    try:
+        raise ImportError("operator torchvision::nms does not exist")
+    except ImportError as error:
+        raise RuntimeError("Failed to import some.models.gpt2 (look up to see its traceback)") from error
+
+
+def test_the_error_that_others_are_raised_from_is_told() -> None:
+    """A model of transformers said to look up at a traceback, which there was not."""
+    with pytest.raises(pg.Refused, match=r"model raised RuntimeError: Failed to import some.models.gpt2 .* \(it began with "
+                                         r"ImportError: operator torchvision::nms does not exist\) \(.*test_told.py:"):
+        admitted(MANY.replace(model=missing_library), "serial")
