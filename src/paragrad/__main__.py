@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 
 from paragrad.errors import Refused
@@ -16,6 +17,7 @@ ASKING = ("--help", "-h", "--dry-run")                # and what keeps them from
 
 def main() -> None:
     """Run the command line; exits with its code."""
+    open_closed()
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -28,7 +30,19 @@ def main() -> None:
         from paragrad.verbs.cli import main as run
         if uses_torch(sys.argv[1:]):            # a verb imports what it needs: Ctrl-C amid torch would be a traceback
             importlib.import_module(f"paragrad.verbs.{sys.argv[1]}")
-    run()
+    try:
+        run()
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)        # it ends, and closes what it began: another Ctrl-C is no news
+
+
+def open_closed() -> None:
+    """Standard streams that were closed (`>&-`) lead to nobody: a file that is opened later would get their number."""
+    while (opened := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(opened, True)
+    os.close(opened)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def uses_torch(words: list[str]) -> bool:

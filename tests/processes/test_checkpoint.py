@@ -21,6 +21,7 @@ import pytest
 import torch
 from equality import JOBS, VECTORS, mlp, resolved, stepped
 from equality import job as make_job
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -33,7 +34,7 @@ from paragrad.record.record import Record
 from paragrad.report import listing
 from paragrad.strategies.serial import Serial
 from paragrad.strategies.strategy import Strategy
-from paragrad.training import checkpoint
+from paragrad.training import checkpoint, tensor_files
 from paragrad.training.admission import admitted
 from paragrad.training.door import examined
 from paragrad.training.identity import SINCE
@@ -226,6 +227,16 @@ def test_every_optimizer_of_torch_goes_on_as_it_was(tmp_path: Path, name: str) -
     steps_from(World(), job, Serial(threads=1), None, 0, SAVED, tmp_path)
     state = steps_from(World(), job, Serial(threads=1), newest(tmp_path), SAVED, 5)
     assert all(torch.equal(state[key], expected[key]) for key in expected)
+
+
+def test_a_full_disk_is_named_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors raises an error of its own, which had no file, and no repair."""
+    def full(*_: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    monkeypatch.setattr(tensor_files, "save_file", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*partial/optimizer\.safetensors'"):
+        steps_from(World(), JOBS["mlp"], Serial(threads=1), None, 0, 2, tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_holds_another_training_is_not_mixed_with_it(tmp_path: Path) -> None:

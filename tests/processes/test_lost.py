@@ -359,6 +359,39 @@ def test_what_loaders_of_a_killed_loop_leave_the_next_start_clears(tmp_path: Pat
             assert len(left) == len(more)
 
 
+def test_what_is_half_written_goes_with_ctrl_c(tmp_path: Path) -> None:
+    """Ranks are killed then, one of them amid a checkpoint, which stayed: --resume saves in a folder of its own."""
+    def interrupt(told: dict[str, Any]) -> None:
+        (run,) = tmp_path.iterdir()
+        (run / "checkpoint-00000009.partial").mkdir()
+        (run / "checkpoint-00000009.partial" / "model.safetensors").touch()
+        (run / "model.safetensors.partial").touch()
+        raise KeyboardInterrupt
+    with pytest.raises(Interrupted):
+        pg.train(JOB, "data(2)", runs=tmp_path, progress=interrupt)
+    assert list(tmp_path.rglob("*.partial")) == []
+
+
+@pytest.mark.story
+def test_an_impatient_ctrl_c(tmp_path: Path) -> None:
+    """The third one came as the server was waited for, and was a traceback."""
+    (tmp_path / "talks.py").write_text(TALKS)
+    os.mkfifo(tmp_path / "begun")
+    words = [sys.executable, "-m", "paragrad", "train", "talks.py", "--strategy", "data(2)", "--save", "5", "--runs", "runs"]
+    with subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          env={**os.environ, "BEGUN": str(tmp_path / "begun")}) as launcher:
+        (tmp_path / "begun").read_text()
+        while launcher.poll() is None:
+            launcher.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.wait(0.03)                         # as quickly as fingers are
+        assert launcher.stdout is not None
+        printed = launcher.stdout.read()
+    assert launcher.returncode == 130
+    assert "Traceback" not in printed
+    assert printed.rstrip().endswith("paragrad: stopped")
+
+
 # ---- a terminal that is closed --------------------------------------------------------------------------------------------
 TALKS = """
 import contextlib, os, paragrad as pg, torch

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 import paragrad as pg
 from paragrad.errors import StepFailed
+from paragrad.world.joining import standing
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
@@ -221,6 +222,18 @@ def test_our_all_reduces_under_plain_ddp(pool: Ranks, algorithm: str) -> None:
     for gradients in pool.run(hooked, algorithm, size=3):
         for ours, parameter in zip(gradients, model.parameters(), strict=True):
             assert torch.allclose(ours, parameter.grad / 3, rtol=1e-12)     # type: ignore[operator]
+
+
+def limit_of_the_group(world: World) -> float:
+    found = standing()
+    assert found is not None
+    return found.timeout
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_group_of_the_users_keeps_its_time_limit(pool: Ranks, backend: str) -> None:
+    """A hook gave up after 300 s, whatever limit init_process_group was given."""
+    assert pool.run(limit_of_the_group, size=2, backend=backend, timeout=7.0) == [7.0, 7.0]
 
 
 def hook_with(world: World, text: str) -> str:

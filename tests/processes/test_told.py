@@ -20,6 +20,7 @@ from equality import job as make_job
 from torch import nn
 
 import paragrad as pg
+from paragrad.record.record import Record
 from paragrad.training import room
 from paragrad.training.admission import admitted
 from paragrad.training.door import examined
@@ -151,6 +152,16 @@ def test_a_full_disk_behind_standard_output(tmp_path: Path) -> None:
         ran = command(*SHORT, "--runs", str(tmp_path), stdout=full.fileno())
     assert ran.returncode == 1
     assert ran.stderr.strip().splitlines()[-1] == "paragrad: what it prints: No space left on device; make room there"
+
+
+@pytest.mark.story
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_standard_streams_that_are_closed(tmp_path: Path, closed: str) -> None:
+    """A traceback of flush, and exit code 1, after a training that was done."""
+    words = shlex.join([sys.executable, "-m", "paragrad", *SHORT, "--strategy", "data(2)", "--runs", str(tmp_path)])
+    ran = subprocess.run(["sh", "-c", f"exec {words} {closed}"], capture_output=True, text=True, timeout=100, check=False)
+    assert (ran.returncode, "Traceback" in ran.stderr) == (0, False)
+    assert Record(next(tmp_path.iterdir())).finished
 
 
 def test_a_read_that_fails_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from paragrad.techniques.layout import State
 from paragrad.training.door import Findings
 from paragrad.training.identity import LOSS_BEFORE, refuse_another
 from paragrad.training.plain import plain
-from paragrad.training.saved import FILES, SCHEMA, SUMS, Saved, damage, digest_of, folders, newest, step_of
+from paragrad.training.saved import FILES, SCHEMA, SUMS, Saved, damage, digest_of, folders, newest, remove_partial, step_of
 from paragrad.training.tensor_files import contents, load_tensors, load_weights, save_tensors, save_weights
 from paragrad.world.joining import launched_size
 
@@ -95,8 +95,7 @@ def _saved(snapshot: Snapshot, parent: Path) -> Path:
             raise StepFailed(f"{later} is there, of a later step: another training was saved in {parent}; load it and go on "
                              "from it, or save elsewhere")
         shutil.rmtree(later)
-    for left in parent.glob("checkpoint-*.partial"):    # by a training that was killed as it wrote it
-        shutil.rmtree(left, ignore_errors=True)
+    remove_partial(parent)                              # by a training that was killed as it wrote it
     partial = folder.with_suffix(".partial")
     partial.mkdir()
     try:

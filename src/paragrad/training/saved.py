@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +85,12 @@ def folders(parent: Path) -> list[Path]:
     """The checkpoints below a folder, newest first."""
     return sorted((path for path in parent.glob("checkpoint-*") if path.is_dir() and NAME.fullmatch(path.name)),
                   key=step_of, reverse=True)
+
+
+def remove_partial(parent: Path) -> None:
+    """Remove checkpoints below a folder, or a trained model, that nobody writes any more."""
+    for left in parent.glob("*.partial"):
+        shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 
 
 def step_of(folder: Path) -> int:

@@ -7,6 +7,8 @@ They know no complex128, which a complex model in float64 holds. Such a tensor i
 from __future__ import annotations
 
 import json
+import os
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 
@@ -51,10 +53,16 @@ def contents(path: Path) -> dict[str, list[Any]]:
 
 @contextmanager
 def _as_any_file(path: Path) -> Iterator[None]:
-    """Around writing one: it gets the mode that any new file has here (umask); safetensors' own is for its owner alone."""
+    """Around writing one: it gets the mode that any new file has here (umask); safetensors' own is for its owner alone. Raises
+    OSError with the file's name where the system says no: safetensors tells that in words."""
     path.touch()
     mode = path.stat().st_mode
-    yield
+    try:
+        yield
+    except SafetensorError as error:
+        if (number := re.search(r"\(os error (\d+)\)", str(error))) is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
     path.chmod(stat.S_IMODE(mode))
 
 

@@ -21,6 +21,7 @@ from paragrad.report.run import Run
 from paragrad.strategies.strategy import Strategy
 from paragrad.training.admission import Admitted, admitted, asking
 from paragrad.training.loop import Progress, train_rank
+from paragrad.training.saved import remove_partial
 from paragrad.training.settings import Settings, settings_of
 from paragrad.verbs.lockstep import difference
 from paragrad.verbs.trial import tried
@@ -43,7 +44,7 @@ def train(job: Job, strategy: str | Strategy = "serial", *, runs: str | Path = "
     checked = admitted(job, strategy, settings_of(settings))
     if checked.settings.machine and not checked.resolved.picks_all_reduce():
         warnings.warn(f"nobody reads the machine file {checked.settings.machine}: {checked.resolved} has no all-reduce to pick"
-                      "; on one host give data(n, state=replicated) and --backend gloo", stacklevel=2)
+                      "; leave out --machine, or give data(n, state=replicated) over gloo", stacklevel=2)
     if progress is None and (bar := below_the_cell()):
         progress = bar(str(checked.asked))
     if launched_size() is not None:
@@ -80,10 +81,12 @@ def run(ranks: Ranks, checked: Admitted, folder: Path, *, progress: Progress | N
                                   on_report=lambda rank, value: progress(value) if progress else None)
         except RankFailed as error:
             with suppress(OSError):             # on a full disk, which may be what the rank failed of
+                remove_partial(folder)
                 _write_end(record, "failed", error)
             raise
         except BaseException as error:
             with suppress(OSError):
+                remove_partial(folder)
                 _write_end(record, "interrupted")
             if isinstance(error, KeyboardInterrupt):
                 raise Interrupted(folder) from None

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import paragrad.world.backends  # noqa: F401         # registers shm
 from paragrad.errors import RankFailed, Refused, StepFailed
+from paragrad.world.backends.shm.group import SharedMemoryGroup
 from paragrad.world.launched import TORCHRUN, Launched, address, launch_name, launched, rendezvous_file
 from paragrad.world.signals import Request
 from paragrad.world.world import CPU, TIMEOUT, World
@@ -52,7 +52,7 @@ def joined_from_environment(backend: str = "gloo", timeout: float = TIMEOUT, dev
     """
     told = launched()
     place_here = _device(device, told.local_rank if told else 0)
-    if (world := standing(timeout, place_here)) is not None:
+    if (world := standing(place_here)) is not None:
         world.prove()
         try:
             yield world
@@ -78,15 +78,24 @@ def joined_from_environment(backend: str = "gloo", timeout: float = TIMEOUT, dev
             place.unlink(missing_ok=True)       # by each rank: stores that go at once leave the file, or make it anew
 
 
-def standing(timeout: float = TIMEOUT, device: torch.device | None = None) -> World | None:
-    """The world of the default process group that is there already, or None. device: otherwise the current GPU with NCCL."""
+def standing(device: torch.device | None = None) -> World | None:
+    """The world of the default process group that is there already, with its maker's time limit, or None. device: otherwise the
+    current GPU with NCCL."""
     if not dist.is_initialized():
         return None
     carriers = str(dist.get_backend_config())           # such as cpu:gloo,cuda:nccl
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in carriers else CPU
     backend = "nccl" if "nccl" in carriers and device.type == "cuda" else "shm" if "shm" in carriers else "gloo"
-    return World(dist.get_rank(), dist.get_world_size(), backend, timeout, device, dist.group.WORLD)
+    return World(dist.get_rank(), dist.get_world_size(), backend, _limit(device), device, dist.group.WORLD)
+
+
+def _limit(device: torch.device) -> float:
+    """Seconds that the default group's maker gave it: torch has no public word for it."""
+    group: Any = dist.group.WORLD
+    if isinstance(group, SharedMemoryGroup):
+        return group.seconds
+    return group._get_backend(device).options._timeout.total_seconds()          # type: ignore[no-any-return]
 
 
 def _device(kind: str, local_rank: int) -> torch.device:
