@@ -91,7 +91,8 @@ def told(error: BaseException) -> str:
     root: BaseException = error
     while root.__cause__ is not None:
         root = root.__cause__
-    began = "" if str(root) in str(error) else f" (it began with {type(root).__name__}: {root})"
+    said = (getattr(root, "strerror", None) or str(root)) in str(error)
+    began = "" if said else f" (it began with {type(root).__name__}: {root})"
     return f"{type(error).__name__}: {error}{began}{where}"
 
 

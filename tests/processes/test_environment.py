@@ -335,7 +335,8 @@ def test_a_rank_that_never_comes_is_waited_for_so_long_and_named(place: Place) -
             answer, complaints = process.communicate(timeout=60)
         assert answer.startswith("rank 1: the 2 ranks of mpirun (MPICH) did not meet at "), complaints
         assert told in answer
-        assert "within 1 s; see that all of them run, or set MASTER_ADDR" in answer
+        assert "(limit 1 s): " in answer
+        assert "; see that all of them run, or set MASTER_ADDR" in answer
     assert place.left() == []
 
 

@@ -257,7 +257,7 @@ def meets_nobody(world: World, rank: int, backend: str, store: Path) -> None:
 @pytest.mark.parametrize(("backend", "rank", "others"), [("shm", 1, "0, 2"), ("shm", 0, "1, 2"), ("gloo", 2, "0, 1")])
 def test_who_does_not_come_at_all_is_named(pool: Ranks, tmp_path: Path, backend: str, rank: int, others: str) -> None:
     """"Wait timeout" was all that was said."""
-    with pytest.raises(RankFailed, match=rf"rank\(s\) {others} did not come to where the 3 ranks meet within 0.5 s: "):
+    with pytest.raises(RankFailed, match=rf"rank\(s\) {others} did not come to where the 3 ranks meet within 0.5 s "):
         pool.run(meets_nobody, rank, backend, tmp_path / "store", size=1)
 
 

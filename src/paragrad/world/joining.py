@@ -170,8 +170,8 @@ def _rendezvous(told: Launched, number: int, place: tuple[str, int] | Path, back
             store = of_this_start(named, told.rank, told.size, timeout)
         _initialize(told.rank, told.size, store, backend, timeout)
     except RuntimeError as error:
-        what = "" if isinstance(error, StepFailed) else f"the {told.size} ranks of {told.by} did not meet at {where}: "
-        raise RankFailed(f"{what}{error}; see that all of them run{repair}{by_name}", rank=told.rank) from error
+        raise RankFailed(f"the {told.size} ranks of {told.by} did not meet at {where} (limit {timeout:g} s): {error}; see that "
+                         f"all of them run{repair}{by_name}", rank=told.rank) from error
 
 
 def of_this_start(store: Any, rank: int, size: int, timeout: float) -> Any:
@@ -227,8 +227,8 @@ def _initialize(rank: int, size: int, store: Any, backend: str, timeout: float) 
                 away = [str(each) for each in range(size) if not store.check([here[each]])]
         if not away:
             raise
-        raise StepFailed(f"rank(s) {', '.join(away)} did not come to where the {size} ranks meet within {timeout:g} s: "
-                         f"{error}") from error
+        raise StepFailed(f"rank(s) {', '.join(away)} did not come to where the {size} ranks meet within {timeout:g} s "
+                         f"({error})") from error
 
 
 @contextmanager
