@@ -116,7 +116,7 @@ def cells(table: Results, row: Row) -> list[str]:
     if row.seconds_per_step is None:
         return [row.strategy, f"failed: {row.failure}" if row.resolved else "not run", *[""] * (len(columns_of(table)) - 2)]
     difference = "reference" if row.reference else "-" if row.difference is None else f"{row.difference:.1e}"
-    return [row.strategy, _test(row), *(_goal(table, row) if table.until else []), _milliseconds(table, row),
+    return [row.strategy, _test(row), *(_goal(table, row) if table.until else []), _milliseconds(row),
             _times(row.faster), _times(row.faster_than_one_thread), sent(row.sent),
             f"failed: {row.failure}" if row.failure else difference, row.tensor or "", " ".join(row.digests)]
 
@@ -154,7 +154,7 @@ def _sized(number: float) -> str:
     return f"{number:,.1f} GB"
 
 
-def _milliseconds(table: Results, row: Row) -> str:
+def _milliseconds(row: Row) -> str:
     return f"{1e3 * (row.seconds_per_step or 0.0):.2f}{_mark(row.times)}"
 
 

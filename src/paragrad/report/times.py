@@ -21,19 +21,25 @@ FEWEST = 6              # blocks: of fewer, not even the least and the largest h
 BROAD = 2.0             # an interval wider than by this factor says nothing about a ratio
 
 
+class Between:
+    """A number that lies between two others."""
+    low: float
+    high: float
+
+    @property
+    def between(self) -> list[float] | None:
+        """The two, where they say something."""
+        return [self.low, self.high] if self.low > 0.0 and self.high < inf else None
+
+
 @dataclass(frozen=True)
-class StepTime:
+class StepTime(Between):
     """Seconds per step of the slowest rank: the median over runs of their medians, and from where to where it may be, which is
     anywhere (0 to infinity) after too few steps."""
     seconds: float
     low: float
     high: float
     load: Load | None = None            # of the run in which it was most doubtful
-
-    @property
-    def between(self) -> list[float] | None:
-        """low and high, where they say something."""
-        return _between(self.low, self.high)
 
     @property
     def crowded(self) -> bool:
@@ -47,17 +53,12 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class SpeedUp:
+class SpeedUp(Between):
     """How many times faster something is than something else, and from where to where that may be."""
     value: float
     low: float
     high: float
     crowded: bool = False               # as one of the times that it is of
-
-    @property
-    def between(self) -> list[float] | None:
-        """low and high, where they say something."""
-        return _between(self.low, self.high)
 
     @property
     def narrow(self) -> bool:
@@ -94,10 +95,6 @@ def times_of(records: Sequence[Record]) -> StepTime | None:
         return StepTime(middle, 0.0, inf, load)
     place = _place(len(blocks))
     return StepTime(middle, min(middle, blocks[place]), max(middle, blocks[-1 - place]), load)
-
-
-def _between(low: float, high: float) -> list[float] | None:
-    return [low, high] if low > 0.0 and high < inf else None
 
 
 def _blocks(seconds: Sequence[float]) -> list[Sequence[float]]:

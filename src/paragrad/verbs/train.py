@@ -80,14 +80,10 @@ def run(ranks: Ranks, checked: Admitted, folder: Path, *, progress: Progress | N
             statuses = checked.on(ranks, train_rank, checked, folder, record.origin,
                                   on_report=lambda rank, value: progress(value) if progress else None)
         except RankFailed as error:
-            with suppress(OSError):             # on a full disk, which may be what the rank failed of
-                remove_partial(folder)
-                _write_end(record, "failed", error)
+            _broke_off(record, folder, "failed", error)
             raise
         except BaseException as error:
-            with suppress(OSError):
-                remove_partial(folder)
-                _write_end(record, "interrupted")
+            _broke_off(record, folder, "interrupted")
             if isinstance(error, KeyboardInterrupt):
                 raise Interrupted(folder) from None
             raise
@@ -173,6 +169,14 @@ def _choices(checked: Admitted) -> Iterator[tuple[str, str, str]]:
 def _write_end(record: Recorder, status: str, error: RankFailed | None = None) -> None:
     told = error and {"rank": error.rank, "step": error.step, "tensor": error.tensor, "message": error.message}
     record.write("end", status=status, seconds=round(record.now(), 6), error=told)
+
+
+def _broke_off(record: Recorder, folder: Path, status: str, error: RankFailed | None = None) -> None:
+    """Every rank is gone: what one of them left half-written goes too. A full disk may be what they failed of."""
+    with suppress(OSError):
+        remove_partial(folder)
+    with suppress(OSError):
+        _write_end(record, status, error)
 
 
 def folder_name(chosen: Strategy) -> str:
