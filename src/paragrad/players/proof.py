@@ -136,6 +136,8 @@ def prove(schedule: Schedule, size: int, length: int | Mapping[Slot, int] | None
     """
     if not callable(getattr(schedule, "program", None)):
         raise ScheduleError(f"{type(schedule).__name__} has no program; give it a method program(rank, size) of actions")
+    if length is None and (named := getattr(schedule, "slots", None)):
+        length = dict.fromkeys(named(size), 1)
     if not isinstance(length, Mapping):
         parts = parts_for(schedule, size)
         if (again := parts_for(schedule, size)) != parts:

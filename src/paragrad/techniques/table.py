@@ -16,11 +16,14 @@ from paragrad.techniques.exchange import Alone, Exchange, How, Replica
 from paragrad.techniques.passes import OneByOne, Passes, Within
 from paragrad.world.world import World
 
-# modules with a function exchange(strategy, replica, world, log, how), or share(strategy, model, example, axis), and
+# modules with a function exchange(strategy, replica, world, log, how), or share(strategy, model, example, axis) (with another
+# argument, what look(strategy, model, example) saw on the first rank, where there is one), and
 # passes(strategy, within, exchange) where forward and backward go another way than one worker's
 TECHNIQUES = {
     "serial": "paragrad.techniques.data_parallel",
     "data": "paragrad.techniques.data_parallel",
+    "place": "paragrad.techniques.model_parallel.pipeline",
+    "pipeline": "paragrad.techniques.model_parallel.pipeline",
 }
 
 
@@ -48,7 +51,9 @@ def share_of(strategy: Strategy, model: nn.Module, example: Any, world: World) -
         if made := _part(factor, "share"):
             axes = [axis.name for axis in factor.axes if axis.divides != "samples"]
             try:
-                found = made(share.model, example, world.along(axes))
+                looked = _part(factor, "look")          # once, and told to all: replicas are cut alike
+                seen = [world.agreed(looked(share.model, example) if world.rank == 0 else None)] if looked else []
+                found = made(share.model, example, world.along(axes), *seen)
             except Exception as error:
                 if ours(factor) or isinstance(error, StepFailed):
                     raise

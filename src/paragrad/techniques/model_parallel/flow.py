@@ -11,9 +11,9 @@ A plan says what crosses: one forward without values, made anew for inputs of ot
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,15 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paragrad.datasets.loading import called
 from paragrad.errors import StepFailed
 
 Place = tuple[int, int]                 # which operation or unit of a forward made a value, and which of its outputs it is
-READS = {"item", "__bool__", "__int__", "__float__", "__index__", "tolist", "numpy", "__contains__", "__len__"}
-READS -= {"__len__"}
+READS = {"item", "__bool__", "__int__", "__float__", "__index__", "tolist", "numpy", "__contains__"}      # look at values
+PLAIN = nn.Module.__call__
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Crossing:
 
 @dataclass
 class Plan:
-    """Of inputs of some shapes. crossing: at the end of each part;  stand_ins: outputs of every unit's call, without values, and
+    """Of inputs of some shapes. crossing: at the end of each part;  stand_ins: outputs of each call of a unit, without values, and
     their places;  steady: it depends on shapes alone."""
     crossing: list[list[Crossing]]
     stand_ins: list[tuple[Any, list[tuple[Tensor, Place]]]] = field(default_factory=list)
@@ -61,14 +61,17 @@ class Flow:
     def __init__(self, model: nn.Module, units: Sequence[str], cuts: Sequence[tuple[str, int]]) -> None:
         self.model, self.cuts = model, list(cuts)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.now: Running | None = None
         self.plans: dict[Any, Plan] = {}
         self.starts = {cut: part for part, cut in enumerate(self.cuts, 1)}
-        for name in units:
-            module = model.get_submodule(name)
-            module._call_impl = _Intercepted(self, name, module._call_impl)         # type: ignore[method-assign]
+        self.units = {model.get_submodule(name): name for name in units}
+
+    def hollow(self, tensor: Tensor) -> Tensor:
+        """The same without values."""
+        made = self.fake.from_tensor(tensor.detach())
+        return made.requires_grad_() if tensor.requires_grad else made
 
     def planned(self, inputs: Any) -> Plan:
+        """What crosses where, for inputs such as these."""
         leaves, spec = tree_flatten(inputs)
         key = (str(spec), self.model.training, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), *(
             (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves))
@@ -98,14 +101,15 @@ class Flow:
         return [running.kept[each.place] for each in sends], out
 
 
-class _Intercepted:
-    def __init__(self, flow: Flow, name: str, call: Callable[..., Any]) -> None:
-        self.flow, self.name, self.call = flow, name, call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.flow.now is None:
-            return self.call(*args, **kwargs)
-        return self.flow.now.unit(self.name, self.call, args, kwargs)
+@contextlib.contextmanager
+def calls_watched(call: Callable[..., Any]) -> Iterator[None]:
+    """call(plain, module, *arguments) is asked for every call of a module."""
+    plain = nn.Module.__call__
+    nn.Module.__call__ = lambda module, *args, **kwargs: call(plain, module, *args, **kwargs)   # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = plain          # type: ignore[method-assign]
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -123,12 +127,30 @@ class Running(TorchFunctionMode):
         self.counted: dict[str, int] = {}
 
     def run(self, inputs: Any) -> Any:
-        self.flow.now = self
+        with self.watched():
+            return called(self.flow.model, inputs)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Operations come to `operation`, and calls of units to `unit`."""
+        def call(plain: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            name = self.flow.units.get(module)
+            if name is None:
+                return plain(module, *args, **kwargs)
+            return self.unit(name, functools.partial(plain, module), args, kwargs)
+        with calls_watched(call), self:
+            yield
+
+    @contextlib.contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Inside of a unit."""
+        ours, nn.Module.__call__ = nn.Module.__call__, PLAIN            # type: ignore[method-assign]
+        self.__exit__(None, None, None)
         try:
-            with self:
-                return called(self.flow.model, inputs)
+            yield
         finally:
-            self.flow.now = None
+            self.__enter__()
+            nn.Module.__call__ = ours           # type: ignore[method-assign]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -158,16 +180,6 @@ class Running(TorchFunctionMode):
         """A unit is called: the next part may begin with it."""
         number = self.counted[name] = self.counted.get(name, -1) + 1
         self.part = self.flow.starts.get((name, number), self.part)
-
-    @contextlib.contextmanager
-    def unwatched(self) -> Iterator[None]:
-        self.__exit__(None, None, None)
-        self.flow.now = None
-        try:
-            yield
-        finally:
-            self.flow.now = self
-            self.__enter__()
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any: ...
     def unit(self, name: str, call: Any, args: Any, kwargs: Any) -> Any: ...
@@ -269,6 +281,18 @@ class Part(Running):
         for each, tensor in enumerate(tensors_in(out)):
             self.make(tensor, (place, each))
         return out
+
+
+def entered(tree: Any) -> tuple[Any, list[Tensor | None]]:
+    """(the same tensors as if they had been made here, their gradients once backward has come to them)."""
+    gradients: list[Tensor | None] = []
+    leaves, spec = tree_flatten(tree)
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    if places:
+        anchor = torch.zeros(0, requires_grad=True)
+        for place, tensor in zip(places, Entered.apply(anchor, gradients, *(leaves[place] for place in places)), strict=True):
+            leaves[place] = tensor
+    return tree_unflatten(leaves, spec), gradients
 
 
 class Entered(torch.autograd.Function):

@@ -1,0 +1,188 @@
+"""place and pipeline: forwards and backwards of the parts of a model, in the order of a schedule, played on the wire."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paragrad.players.wire import Play
+from paragrad.schedules.actions import Compute, Slot
+from paragrad.schedules.pipeline import Pipelined, stage_of
+from paragrad.strategies.pipeline import InParts
+from paragrad.strategies.shares import Micro
+from paragrad.techniques.cut import Share
+from paragrad.techniques.exchange import Exchange
+from paragrad.techniques.model_parallel import split
+from paragrad.techniques.model_parallel.flow import Crossing, Flow, Plan, entered
+from paragrad.techniques.passes import Passes, Sums, Within
+from paragrad.world.world import World
+
+ALIGNED = 16            # bytes at which each tensor of a message begins
+
+
+def look(strategy: InParts, model: nn.Module, example: Any) -> split.Cut:
+    """Where the model is cut."""
+    return split.cut(model, example, strategy.pipelined.stages(strategy.size))
+
+
+def share(strategy: InParts, model: nn.Module, example: Any, axis: World, cut: split.Cut) -> Share:
+    """Some consecutive parts of a model. Collective over the axis."""
+    mine = range(axis.rank, len(cut.starts) + 1, axis.size)
+    return split.share_of(Flow(model, cut.units, cut.starts), example, mine, axis)
+
+
+def passes(strategy: InParts, within: Within, exchange: Exchange) -> Passes:
+    return InStages(strategy, within, exchange)
+
+
+class InStages(Passes):
+    """Every micro-batch through all parts, and back."""
+
+    def __init__(self, strategy: InParts, within: Within, exchange: Exchange) -> None:
+        super().__init__(within, exchange)
+        part = within.module.model
+        assert isinstance(part, split.Part)
+        self.part, self.strategy = part, strategy
+        self.line = within.world.along(strategy.name)
+        self.stages = len(part.flow.cuts) + 1
+        self.ending = False                         # the last backward of this rank is under way
+        for parameter in part.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._final)
+
+    def _final(self, parameter: Tensor) -> None:
+        if self.ending:
+            self.exchange.ready(parameter)          # type: ignore[arg-type]
+
+    def gradients(self, micros: Iterable[tuple[Micro, Any, Any]], count: int) -> Sums:
+        schedule = self.strategy.pipelined.schedule
+        pipelined = Pipelined(schedule, schedule.filled(count, self.line.size), self.part.trained)
+        given = list(micros)
+        last, *rest = given[-1]
+        given += [(replace(last, positions=[]), *rest)] * (pipelined.micro - count)     # of no samples
+        step = Step(self, given, pipelined)
+        step.play()
+        for parameter in self.part.parameters():
+            self.exchange.ready(parameter)
+        return step.own
+
+    def output(self, inputs: Any) -> Any:
+        micro = Micro([0], [0])
+        step = Step(self, [(micro, inputs, None)], Pipelined(replace(self.strategy.pipelined, micro=1).schedule, 1, self.stages),
+                    training=False)
+        step.play()
+        return step.out
+
+
+class Step:
+    """One batch through the parts of this rank."""
+
+    def __init__(self, passes: InStages, given: list[tuple[Micro, Any, Any]], pipelined: Pipelined, training: bool = True) -> None:
+        self.passes, self.given, self.pipelined, self.training = passes, given, pipelined, training
+        self.within, self.flow, self.line = passes.within, passes.part.flow, passes.line
+        with self.within.casting():
+            self.plans = [self.flow.planned(inputs) for _, inputs, _ in given]
+        self.messages = Messages(self.plans, self.line)
+        self.waiting: dict[tuple[int, int], tuple[list[Tensor], list[Tensor | None], Tensor | None]] = {}
+        self.own, self.out = Sums(), None
+        self.left = sum(what != "F" for what, *_ in pipelined.tasks(self.line.rank, self.line.size))
+
+    def play(self) -> None:
+        actions = list(self.pipelined.program(self.line.rank, self.line.size))
+        play = Play(actions, self.messages, self.line, self.compute)
+        play.run()
+        self.passes.ending = False
+        self.passes.exchange.count("activations", play.sent, computed=False)
+
+    def compute(self, action: Compute) -> None:
+        stage, micro = stage_of(self.line.rank, action.at)
+        with self.within.log.span(str(action), "compute"):
+            if action.what == "F":
+                self.forward(stage, micro)
+            else:
+                self.backward(stage, micro)
+
+    def forward(self, stage: int, number: int) -> None:
+        micro, inputs, target = self.given[number]
+        within, plan, last = self.within, self.plans[number], stage == self.passes.stages - 1
+        samples = within.batch_norm.samples = len(micro.positions)
+        received, gradients = entered(self.messages.taken(f"x{stage}.{number}", stage, number) if stage else [])
+        total = None
+        with within.keyed(micro, self.passes.part.first[stage]), within.batch_norm, within.casting():
+            sends, out = self.flow.run(inputs, stage, plan, received)
+            if last and self.training:
+                total, weight = within.module.pair(out, target, samples)
+                self.own = Sums(self.own.loss + float(total.detach()), self.own.weight + weight)
+        if last:
+            self.out = out if not self.training else None
+        else:
+            self.messages.put(f"x{stage + 1}.{number}", sends)
+        if self.training and stage >= self.pipelined.trained:
+            self.waiting[stage, number] = ([each for each in sends if each.requires_grad], gradients, total)
+
+    def backward(self, stage: int, number: int) -> None:
+        ends, gradients, total = self.waiting.pop((stage, number))
+        self.left -= 1
+        self.passes.ending = self.left == 0
+        micro = self.given[number][0]
+        self.within.batch_norm.samples = len(micro.positions)
+        with self.within.keyed(micro, self.passes.part.first[stage]), self.within.batch_norm:
+            if total is not None:
+                total.backward()
+            elif ends:
+                torch.autograd.backward(ends, self.messages.taken(f"g{stage + 1}.{number}", stage + 1, number))
+        if stage > self.pipelined.trained:
+            crossing = self.plans[number].crossing[stage - 1]
+            self.messages.put(f"g{stage}.{number}", [
+                torch.zeros(each.shape, dtype=each.dtype) if gradient is None else gradient
+                for each, gradient in zip(crossing, gradients or [None] * len(crossing), strict=True) if each.grad])
+
+
+class Messages(Mapping[Slot, Tensor]):
+    """What travels, as bytes: all tensors that cross between two parts in one message."""
+
+    def __init__(self, plans: list[Plan], line: World) -> None:
+        self.plans, self.line = plans, line
+        self.made: dict[Slot, Tensor] = {}
+
+    def crossing(self, slot: Slot) -> list[Crossing]:
+        what, (stage, micro) = str(slot)[0], map(int, str(slot)[1:].split("."))
+        return [each for each in self.plans[micro].crossing[stage - 1] if what == "x" or each.grad]
+
+    def __getitem__(self, slot: Slot) -> Tensor:
+        if slot not in self.made:
+            self.made[slot] = torch.empty(sum(map(_room, self.crossing(slot))), dtype=torch.uint8, device=self.line.device)
+        return self.made[slot]
+
+    def put(self, slot: Slot, tensors: list[Tensor]) -> None:
+        for place, tensor in zip(self._views(slot), tensors, strict=True):
+            place.copy_(tensor.detach())
+
+    def taken(self, slot: Slot, stage: int, micro: int) -> list[Tensor]:
+        """The tensors of a message, which is forgotten here."""
+        views = list(self._views(slot))
+        self.made.pop(slot, None)
+        return views
+
+    def _views(self, slot: Slot) -> Iterator[Tensor]:
+        message, start = self[slot], 0
+        for each in self.crossing(slot):
+            size = math.prod(each.shape) * each.dtype.itemsize
+            yield message[start:start + size].view(each.dtype).view(each.shape)
+            start += _room(each)
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self.made)
+
+    def __len__(self) -> int:
+        return len(self.made)
+
+
+def _room(crossing: Crossing) -> int:
+    """Bytes in a message."""
+    return -(-math.prod(crossing.shape) * crossing.dtype.itemsize // ALIGNED) * ALIGNED

@@ -1,0 +1,243 @@
+"""The split of a model into consecutive parts: where it is cut, and what of it a rank keeps."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from paragrad.datasets.loading import called, copied
+from paragrad.errors import StepFailed
+from paragrad.jobs.loss import Summed
+from paragrad.techniques.cut import Share
+from paragrad.techniques.draws import Recording
+from paragrad.techniques.kernels import drawing
+from paragrad.techniques.layout import Held
+from paragrad.techniques.model_parallel.flow import Flow, Running, calls_watched, entered, tensors_in
+from paragrad.techniques.untouched import untouched
+from paragrad.world.world import World
+
+FINE = 8                # units are split further while one is longer than this share of a part
+ROUNDS = 3              # of which the quickest counts
+
+
+@dataclass
+class Call:
+    """A call of a module in a forward. seconds: of everything in it."""
+    name: str
+    seconds: float = 0.0
+    inside: list[Call] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a model is cut. units: modules that are called as a whole;  starts: (unit, which of its calls) with which each part
+    but the first begins;  seconds: of each part, forward and backward, as it was measured."""
+    units: tuple[str, ...]
+    starts: tuple[tuple[str, int], ...]
+    seconds: tuple[float, ...] = ()
+
+
+def cut(model: nn.Module, example: Any, parts: int) -> Cut:
+    """Into parts that take equally long. Raises StepFailed where there are not as many."""
+    with untouched(Summed(model, abs)):
+        tree = calls(model, example)
+        units = list(_units(tree, tree.seconds / (FINE * parts)))
+        names = tuple(dict.fromkeys(unit.name for unit in units))
+        timed = _timed(model, names, example)
+    if len(timed) < parts:
+        raise StepFailed(f"the model calls {len(timed)} module(s) one after another, and {parts} parts are wanted; give fewer "
+                         "workers, or a model of more modules")
+    sums = balanced([seconds for *_, seconds in timed], parts)
+    starts = tuple(timed[part.start][:2] for part in sums[1:])
+    return Cut(names, starts, tuple(sum(timed[at][2] for at in part) for part in sums))
+
+
+def calls(model: nn.Module, example: Any) -> Call:
+    """Every call of a module in a forward, as a tree."""
+    names = {module: name for name, module in reversed(list(model.named_modules()))}
+    for _ in range(2):                                  # the first one warms up
+        root = Call("")
+        stack = [root]
+
+        def call(plain: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if module not in names:
+                return plain(module, *args, **kwargs)
+            stack[-1].inside.append(here := Call(names[module]))
+            stack.append(here)
+            start = time.monotonic()
+            try:
+                return plain(module, *args, **kwargs)
+            finally:
+                here.seconds = time.monotonic() - start
+                stack.pop()
+        with calls_watched(call), torch.no_grad():
+            called(model, copied(example))
+    return root.inside[0]
+
+
+def _units(call: Call, most: float, root: bool = True) -> Iterator[Call]:
+    """Calls that are not split further."""
+    if call.inside and (root or call.seconds > most):
+        for inner in call.inside:
+            yield from _units(inner, most, root=False)
+    else:
+        yield call
+
+
+class Timing(Running):
+    """A forward in which every unit's backward follows at once, alone."""
+
+    def __init__(self, flow: Flow) -> None:
+        super().__init__(flow)
+        self.found: list[tuple[str, int, float]] = []
+
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
+
+    def unit(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
+        self.begins(name)
+        with self.unwatched():
+            start = time.monotonic()
+            (args, kwargs), _ = entered((args, kwargs))
+            out = call(*args, **kwargs)
+            ends = [each for each in tensors_in(out) if each.requires_grad and each.is_floating_point()]
+            if ends:
+                torch.autograd.backward(ends, [torch.ones_like(each) for each in ends])
+            self.found.append((name, self.counted[name], time.monotonic() - start))
+        for tensor in ends:
+            tensor.detach_()
+        return out
+
+
+def _timed(model: nn.Module, units: Sequence[str], example: Any) -> list[tuple[str, int, float]]:
+    """(unit, which of its calls, seconds forward and backward) of every call, in order."""
+    rounds = []
+    for _ in range(ROUNDS):
+        timing = Timing(Flow(model, units, ()))
+        timing.run(copied(example))
+        rounds.append(timing.found)
+        model.zero_grad()
+    return [(*first[:2], min(each[2] for each in (first, *others))) for first, *others in zip(*rounds, strict=True)]
+
+
+def balanced(seconds: Sequence[float], parts: int) -> list[range]:
+    """Consecutive parts, none empty, of which the longest is as short as can be; of several such, the one before it too."""
+    ends = list(itertools.accumulate(seconds, initial=0.0))
+    count = len(seconds)
+    best: list[list[float]] = [[float("inf")] * (count + 1) for _ in range(parts + 1)]
+    last = [[0] * (count + 1) for _ in range(parts + 1)]
+    best[0][0] = 0.0
+    for part in range(1, parts + 1):
+        for stop in range(part, count + 1):
+            for start in range(part - 1, stop):
+                longest = max(best[part - 1][start], ends[stop] - ends[start])
+                if longest < best[part][stop]:
+                    best[part][stop], last[part][stop] = longest, start
+    found, stop = [], count
+    for part in range(parts, 0, -1):
+        found.append(range(last[part][stop], stop))
+        stop = last[part][stop]
+    return found[::-1]
+
+
+# ---- what a rank keeps -----------------------------------------------------------------------------------------------------------
+class Looking(Running):
+    """A forward that notes which part uses which tensors, and what it draws."""
+
+    def __init__(self, flow: Flow, recording: Recording) -> None:
+        super().__init__(flow)
+        self.recording, self.drawn = recording, [0]             # draws before each part
+        self.uses: dict[int, set[int]] = {}                     # tensor -> parts
+        self.under = {name: [id(each) for each in itertools.chain(module.parameters(), module.buffers())]
+                      for module, name in flow.units.items()}
+
+    def begins(self, name: str) -> None:
+        before = self.part
+        super().begins(name)
+        if self.part != before:
+            self.drawn.append(len(self.recording.calls))
+
+    def used(self, tensors: Sequence[int]) -> None:
+        for tensor in tensors:
+            self.uses.setdefault(tensor, set()).add(self.part)
+
+    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.used([id(each) for each in tensors_in((args, kwargs)) if id(each) in self.held])
+        return func(*args, **kwargs)
+
+    def unit(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
+        self.begins(name)
+        self.used([*self.under[name], *(id(each) for each in tensors_in((args, kwargs)) if id(each) in self.held)])
+        with self.unwatched():
+            return call(*args, **kwargs)
+
+
+def parts_of(flow: Flow, example: Any) -> tuple[dict[int, set[int]], list[range]]:
+    """({tensor: the parts that use it}, the random calls of each part)."""
+    with untouched(Summed(flow.model, abs)), torch.no_grad(), drawing(Recording()) as recording:
+        looking = Looking(flow, recording)
+        looking.run(copied(example))
+    if len(looking.drawn) != len(flow.cuts) + 1:
+        raise StepFailed(f"the forward comes to {flow.cuts[len(looking.drawn) - 1][0]} in another order than to the other "
+                         "modules at which it is cut; name them in the order of the forward")
+    stops = [*looking.drawn[1:], len(recording.calls)]
+    return looking.uses, [range(start, stop) for start, stop in zip(looking.drawn, stops, strict=True)]
+
+
+class Part(nn.Module):
+    """Some parts of a model: its parameters and buffers are those of the whole one, by the same names, that they use.
+
+    Everything else of the model is there without values. trained: the first part of all with a parameter to train;
+    first: which of this rank's random calls the first one of each part is.
+    """
+    flow: Flow
+    mine: tuple[int, ...]
+    trained: int
+    first: Mapping[int, int]
+
+    def __init__(self, flow: Flow, mine: Sequence[int], trained: int, first: Mapping[int, int]) -> None:
+        super().__init__()
+        self.__dict__.update(flow=flow, mine=tuple(mine), trained=trained, first=first,
+                             training=flow.model.training, _modules=flow.model._modules,
+                             _parameters=flow.model._parameters, _buffers=flow.model._buffers)
+
+    def train(self, mode: bool = True) -> Part:
+        self.flow.model.train(mode)
+        return super().train(mode)
+
+
+def kept(flow: Flow, uses: Mapping[int, set[int]], mine: Sequence[int], axis: World) -> dict[str, Held]:
+    """Which tensors of the model a rank's parts hold; of the others it loses the values. Collective over the axis."""
+    model = flow.model
+    named = [*model.named_parameters(), *model.named_buffers()]
+    held: dict[str, Held] = {}
+    for name, tensor in named:
+        owners = sorted({part % axis.size for part in uses.get(id(tensor), {0})})
+        world = axis.among([owners]) if len(owners) > 1 and isinstance(tensor, nn.Parameter) else None
+        if axis.rank in owners:
+            held[name] = Held(name, tuple(tensor.shape), counts=owners[0] == axis.rank,
+                              owners=() if world is None else (world,))
+    ours = {id(tensor) for name, tensor in named if name in held}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in list(tensors.items()):
+                if tensor is not None and id(tensor) not in ours:
+                    del tensors[name]
+                    setattr(module, name, flow.hollow(tensor))
+    return held
+
+
+def share_of(flow: Flow, example: Any, mine: Sequence[int], axis: World) -> Share:
+    """What a rank holds of a model whose flow is known. Collective over the axis."""
+    uses, draws = parts_of(flow, example)
+    trained = min((part for parameter in flow.model.parameters() if parameter.requires_grad
+                   for part in uses.get(id(parameter), ())), default=len(flow.cuts) + 1)
+    held = kept(flow, uses, mine, axis)
+    first = dict(zip(mine, itertools.accumulate((len(draws[part]) for part in mine), initial=0), strict=False))
+    return Share(Part(flow, mine, trained, first), held, gives=len(flow.cuts) in mine, draws=tuple(call for part in mine for call in draws[part]))
