@@ -43,8 +43,8 @@ class Crossing:
 
 @dataclass
 class Plan:
-    """Of inputs of some shapes. crossing: at the end of each part;  stand_ins: outputs of each call of a unit, without values, and
-    their places;  steady: it depends on shapes alone."""
+    """Of inputs of some shapes. crossing: at the end of each part;  stand_ins: outputs of each call of a unit, without values,
+    and their places;  steady: it depends on shapes alone."""
     crossing: list[list[Crossing]]
     stand_ins: list[tuple[Any, list[tuple[Tensor, Place]]]] = field(default_factory=list)
     steady: bool = True
@@ -208,7 +208,9 @@ class Planning(Running):
                 self.crossing[cut][place] = Crossing(place, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def faked(self, tree: Any) -> Any:
-        return tree_map_only(Tensor, lambda each: each if isinstance(each, FakeTensor) else self.flow.fake.from_tensor(each), tree)
+        """The same without values."""
+        return tree_map_only(
+            Tensor, lambda each: each if isinstance(each, FakeTensor) else self.flow.fake.from_tensor(each), tree)
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         with self.flow.fake:

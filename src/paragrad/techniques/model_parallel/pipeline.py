@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -19,6 +20,7 @@ from paragrad.techniques.cut import Share
 from paragrad.techniques.exchange import Exchange
 from paragrad.techniques.model_parallel import split
 from paragrad.techniques.model_parallel.flow import Crossing, Flow, Plan, entered
+from paragrad.techniques.model_parallel.halves import Deferring
 from paragrad.techniques.passes import Passes, Sums, Within
 from paragrad.world.world import World
 
@@ -73,8 +75,8 @@ class InStages(Passes):
 
     def output(self, inputs: Any) -> Any:
         micro = Micro([0], [0])
-        step = Step(self, [(micro, inputs, None)], Pipelined(replace(self.strategy.pipelined, micro=1).schedule, 1, self.stages),
-                    training=False)
+        forwards = Pipelined(self.strategy.pipelined.schedule, 1, trained=self.stages)
+        step = Step(self, [(micro, inputs, None)], forwards, training=False)
         step.play()
         return step.out
 
@@ -82,7 +84,8 @@ class InStages(Passes):
 class Step:
     """One batch through the parts of this rank."""
 
-    def __init__(self, passes: InStages, given: list[tuple[Micro, Any, Any]], pipelined: Pipelined, training: bool = True) -> None:
+    def __init__(self, passes: InStages, given: list[tuple[Micro, Any, Any]], pipelined: Pipelined,
+                 training: bool = True) -> None:
         self.passes, self.given, self.pipelined, self.training = passes, given, pipelined, training
         self.within, self.flow, self.line = passes.within, passes.part.flow, passes.line
         with self.within.casting():
@@ -90,7 +93,10 @@ class Step:
         self.messages = Messages(self.plans, self.line)
         self.waiting: dict[tuple[int, int], tuple[list[Tensor], list[Tensor | None], Tensor | None]] = {}
         self.own, self.out = Sums(), None
-        self.left = sum(what != "F" for what, *_ in pipelined.tasks(self.line.rank, self.line.size))
+        tasks = [what for what, *_ in pipelined.tasks(self.line.rank, self.line.size)]
+        self.left = sum(what != "F" for what in tasks)
+        self.in_halves = "W" in tasks
+        self.halves: dict[tuple[int, int], Deferring] = {}
 
     def play(self) -> None:
         actions = list(self.pipelined.program(self.line.rank, self.line.size))
@@ -104,6 +110,9 @@ class Step:
         with self.within.log.span(str(action), "compute"):
             if action.what == "F":
                 self.forward(stage, micro)
+            elif action.what == "W":
+                self.counts_down()
+                self.halves.pop((stage, micro)).weights()
             else:
                 self.backward(stage, micro)
 
@@ -114,7 +123,8 @@ class Step:
         received, gradients = entered(self.messages.taken(f"x{stage}.{number}", stage, number) if stage else [])
         total = None
         with within.keyed(micro, self.passes.part.first[stage]), within.batch_norm, within.casting():
-            sends, out = self.flow.run(inputs, stage, plan, received)
+            with self.deferring(stage, number):
+                sends, out = self.flow.run(inputs, stage, plan, received)
             if last and self.training:
                 total, weight = within.module.pair(out, target, samples)
                 self.own = Sums(self.own.loss + float(total.detach()), self.own.weight + weight)
@@ -125,10 +135,19 @@ class Step:
         if self.training and stage >= self.pipelined.trained:
             self.waiting[stage, number] = ([each for each in sends if each.requires_grad], gradients, total)
 
-    def backward(self, stage: int, number: int) -> None:
-        ends, gradients, total = self.waiting.pop((stage, number))
+    def deferring(self, stage: int, number: int) -> contextlib.AbstractContextManager[Any]:
+        """Around a forward whose backward is made in two halves."""
+        if not self.in_halves:
+            return contextlib.nullcontext()
+        return self.halves.setdefault((stage, number), Deferring())
+
+    def counts_down(self) -> None:
         self.left -= 1
         self.passes.ending = self.left == 0
+
+    def backward(self, stage: int, number: int) -> None:
+        ends, gradients, total = self.waiting.pop((stage, number))
+        self.counts_down()
         micro = self.given[number][0]
         self.within.batch_norm.samples = len(micro.positions)
         with self.within.keyed(micro, self.passes.part.first[stage]), self.within.batch_norm:

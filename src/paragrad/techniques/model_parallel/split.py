@@ -61,24 +61,24 @@ def cut(model: nn.Module, example: Any, parts: int) -> Cut:
 def calls(model: nn.Module, example: Any) -> Call:
     """Every call of a module in a forward, as a tree."""
     names = {module: name for name, module in reversed(list(model.named_modules()))}
-    for _ in range(2):                                  # the first one warms up
-        root = Call("")
-        stack = [root]
+    stack = [Call("")]
 
-        def call(plain: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if module not in names:
-                return plain(module, *args, **kwargs)
-            stack[-1].inside.append(here := Call(names[module]))
-            stack.append(here)
-            start = time.monotonic()
-            try:
-                return plain(module, *args, **kwargs)
-            finally:
-                here.seconds = time.monotonic() - start
-                stack.pop()
-        with calls_watched(call), torch.no_grad():
+    def call(plain: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if module not in names:
+            return plain(module, *args, **kwargs)
+        stack[-1].inside.append(here := Call(names[module]))
+        stack.append(here)
+        start = time.monotonic()
+        try:
+            return plain(module, *args, **kwargs)
+        finally:
+            here.seconds = time.monotonic() - start
+            stack.pop()
+
+    with calls_watched(call), torch.no_grad():
+        for _ in range(2):                              # the first one warms up
             called(model, copied(example))
-    return root.inside[0]
+    return stack[0].inside[-1]
 
 
 def _units(call: Call, most: float, root: bool = True) -> Iterator[Call]:
@@ -146,7 +146,7 @@ def balanced(seconds: Sequence[float], parts: int) -> list[range]:
     return found[::-1]
 
 
-# ---- what a rank keeps -----------------------------------------------------------------------------------------------------------
+# ---- what a rank keeps -------------------------------------------------------------------------------------------------------
 class Looking(Running):
     """A forward that notes which part uses which tensors, and what it draws."""
 
@@ -239,5 +239,6 @@ def share_of(flow: Flow, example: Any, mine: Sequence[int], axis: World) -> Shar
     trained = min((part for parameter in flow.model.parameters() if parameter.requires_grad
                    for part in uses.get(id(parameter), ())), default=len(flow.cuts) + 1)
     held = kept(flow, uses, mine, axis)
-    first = dict(zip(mine, itertools.accumulate((len(draws[part]) for part in mine), initial=0), strict=False))
-    return Share(Part(flow, mine, trained, first), held, gives=len(flow.cuts) in mine, draws=tuple(call for part in mine for call in draws[part]))
+    calls = [call for part in mine for call in draws[part]]
+    first = {part: calls.index(draws[part].start) if draws[part] else 0 for part in mine}
+    return Share(Part(flow, mine, trained, first), held, gives=len(flow.cuts) in mine, draws=tuple(calls))
