@@ -18,6 +18,7 @@ CUT = (Integers(), Word("auto"))            # modules of each part; auto: as lon
 class InParts(Strategy, abstract=True):
     """The model in consecutive parts."""
     cuts_micro = True
+    recompute = False                       # an option of pipeline
 
     @property
     def promise(self) -> Promise:

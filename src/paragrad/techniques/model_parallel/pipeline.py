@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from paragrad.techniques.model_parallel import split
 from paragrad.techniques.model_parallel.flow import Crossing, Flow, Plan, entered
 from paragrad.techniques.model_parallel.halves import Deferring
 from paragrad.techniques.passes import Passes, Sums, Within
+from paragrad.techniques.untouched import set_values
 from paragrad.world.world import World
 
 ALIGNED = 16            # bytes at which each tensor of a message begins
@@ -52,6 +54,7 @@ class InStages(Passes):
         self.part, self.strategy = part, strategy
         self.line = within.world.along(strategy.name)
         self.stages = len(part.flow.cuts) + 1
+        self.recompute = strategy.recompute
         self.ending = False                         # the last backward of this rank is under way
         for parameter in part.parameters():
             if parameter.requires_grad:
@@ -81,6 +84,15 @@ class InStages(Passes):
         return step.out
 
 
+@dataclass
+class Made:
+    """What a forward made, for its backward. ends: what goes on, where it has a gradient;  gradients: of what came in, once
+    backward has come to it;  total: the loss, of the last part."""
+    ends: list[Tensor]
+    gradients: list[Tensor | None]
+    total: Tensor | None = None
+
+
 class Step:
     """One batch through the parts of this rank."""
 
@@ -91,75 +103,94 @@ class Step:
         with self.within.casting():
             self.plans = [self.flow.planned(inputs) for _, inputs, _ in given]
         self.messages = Messages(self.plans, self.line)
-        self.waiting: dict[tuple[int, int], tuple[list[Tensor], list[Tensor | None], Tensor | None]] = {}
         self.own, self.out = Sums(), None
-        tasks = [what for what, *_ in pipelined.tasks(self.line.rank, self.line.size)]
-        self.left = sum(what != "F" for what in tasks)
-        self.in_halves = "W" in tasks
+        tasks = list(pipelined.tasks(self.line.rank, self.line.size))
+        self.left = sum(what != "F" for what, *_ in tasks)
+        self.in_halves = any(what == "W" for what, *_ in tasks)
+        # a forward whose backward comes next is kept
+        at_once = {two[1:] for one, two in pairwise(tasks) if one[0] == "F" and two[0] in "BI" and one[1:] == two[1:]}
+        self.again = {task[1:] for task in tasks if task[0] in "BI"} - at_once if passes.recompute else set()
+        self.made: dict[tuple[int, int], Made] = {}                 # by stage and micro-batch
+        self.received: dict[tuple[int, int], list[Tensor]] = {}     # of those that are computed again
         self.halves: dict[tuple[int, int], Deferring] = {}
 
     def play(self) -> None:
-        actions = list(self.pipelined.program(self.line.rank, self.line.size))
-        play = Play(actions, self.messages, self.line, self.compute)
+        play = Play(list(self.pipelined.program(self.line.rank, self.line.size)), self.messages, self.line, self.compute)
         play.run()
         self.passes.ending = False
         self.passes.exchange.count("activations", play.sent, computed=False)
 
     def compute(self, action: Compute) -> None:
-        stage, micro = stage_of(self.line.rank, action.at)
+        at = stage_of(self.line.rank, action.at)
         with self.within.log.span(str(action), "compute"):
             if action.what == "F":
-                self.forward(stage, micro)
-            elif action.what == "W":
-                self.counts_down()
-                self.halves.pop((stage, micro)).weights()
+                self.forward(*at)
+                return
+            self.left -= 1
+            self.passes.ending = self.left == 0
+            if action.what == "W":
+                self.halves.pop(at).weights()
             else:
-                self.backward(stage, micro)
+                self.backward(*at)
 
     def forward(self, stage: int, number: int) -> None:
-        micro, inputs, target = self.given[number]
-        within, plan, last = self.within, self.plans[number], stage == self.passes.stages - 1
+        received = self.messages.taken(f"x{stage}.{number}") if stage else []
+        keep = self.training and stage >= self.pipelined.trained
+        with torch.set_grad_enabled(torch.is_grad_enabled() and (stage, number) not in self.again):
+            sends, made, weight = self.run(stage, number, received)
+        if made.total is not None:
+            self.own = Sums(self.own.loss + float(made.total.detach()), self.own.weight + weight)
+        if stage < self.passes.stages - 1:
+            self.messages.put(f"x{stage + 1}.{number}", sends)
+        if (stage, number) in self.again:
+            self.received[stage, number] = received
+        elif keep:
+            self.made[stage, number] = made
+
+    def run(self, stage: int, number: int, received: list[Tensor]) -> tuple[list[Tensor], Made, float]:
+        """(what goes on, what backward wants, the weight of the loss)."""
+        (micro, inputs, target), within, last = self.given[number], self.within, stage == self.passes.stages - 1
         samples = within.batch_norm.samples = len(micro.positions)
-        received, gradients = entered(self.messages.taken(f"x{stage}.{number}", stage, number) if stage else [])
-        total = None
+        received, gradients = entered(received)
+        total, weight, halves = None, 0.0, contextlib.nullcontext()
+        if self.in_halves and torch.is_grad_enabled():
+            halves = self.halves[stage, number] = Deferring()
         with within.keyed(micro, self.passes.part.first[stage]), within.batch_norm, within.casting():
-            with self.deferring(stage, number):
-                sends, out = self.flow.run(inputs, stage, plan, received)
+            with halves:
+                sends, out = self.flow.run(inputs, stage, self.plans[number], received)
             if last and self.training:
                 total, weight = within.module.pair(out, target, samples)
-                self.own = Sums(self.own.loss + float(total.detach()), self.own.weight + weight)
-        if last:
-            self.out = out if not self.training else None
-        else:
-            self.messages.put(f"x{stage + 1}.{number}", sends)
-        if self.training and stage >= self.pipelined.trained:
-            self.waiting[stage, number] = ([each for each in sends if each.requires_grad], gradients, total)
-
-    def deferring(self, stage: int, number: int) -> contextlib.AbstractContextManager[Any]:
-        """Around a forward whose backward is made in two halves."""
-        if not self.in_halves:
-            return contextlib.nullcontext()
-        return self.halves.setdefault((stage, number), Deferring())
-
-    def counts_down(self) -> None:
-        self.left -= 1
-        self.passes.ending = self.left == 0
+        if last and not self.training:
+            self.out = out
+        return sends, Made([each for each in sends if each.requires_grad], gradients, total), weight
 
     def backward(self, stage: int, number: int) -> None:
-        ends, gradients, total = self.waiting.pop((stage, number))
-        self.counts_down()
-        micro = self.given[number][0]
+        if (stage, number) in self.again:
+            with unchanged(self.passes.part):
+                _, self.made[stage, number], _ = self.run(stage, number, self.received.pop((stage, number)))
+        made, micro = self.made.pop((stage, number)), self.given[number][0]
         self.within.batch_norm.samples = len(micro.positions)
         with self.within.keyed(micro, self.passes.part.first[stage]), self.within.batch_norm:
-            if total is not None:
-                total.backward()
-            elif ends:
-                torch.autograd.backward(ends, self.messages.taken(f"g{stage + 1}.{number}", stage + 1, number))
+            if made.total is not None:
+                made.total.backward()
+            elif made.ends:
+                torch.autograd.backward(made.ends, self.messages.taken(f"g{stage + 1}.{number}"))
         if stage > self.pipelined.trained:
             crossing = self.plans[number].crossing[stage - 1]
             self.messages.put(f"g{stage}.{number}", [
                 torch.zeros(each.shape, dtype=each.dtype) if gradient is None else gradient
-                for each, gradient in zip(crossing, gradients or [None] * len(crossing), strict=True) if each.grad])
+                for each, gradient in zip(crossing, made.gradients or [None] * len(crossing), strict=True) if each.grad])
+
+
+@contextlib.contextmanager
+def unchanged(part: nn.Module) -> Iterator[None]:
+    """What a forward that is made again does to buffers is undone: running statistics count once."""
+    before = [(buffer, buffer.clone()) for buffer in part.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            set_values(buffer, value)
 
 
 class Messages(Mapping[Slot, Tensor]):
@@ -182,7 +213,7 @@ class Messages(Mapping[Slot, Tensor]):
         for place, tensor in zip(self._views(slot), tensors, strict=True):
             place.copy_(tensor.detach())
 
-    def taken(self, slot: Slot, stage: int, micro: int) -> list[Tensor]:
+    def taken(self, slot: Slot) -> list[Tensor]:
         """The tensors of a message, which is forgotten here."""
         views = list(self._views(slot))
         self.made.pop(slot, None)
