@@ -14,6 +14,7 @@ from torch import nn
 from paragrad.datasets.loading import called, copied
 from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed
+from paragrad.planner.profile import unfused
 from paragrad.techniques.cut import Share
 from paragrad.techniques.draws import Recording
 from paragrad.techniques.kernels import drawing
@@ -22,40 +23,49 @@ from paragrad.techniques.model_parallel.flow import Flow, Running, calls_watched
 from paragrad.techniques.untouched import untouched
 from paragrad.world.world import World
 
-FINE = 8                # units are split further while one is longer than this share of a part
+FINE = 8                # units are split further while one is more than an eighth of a part's work
 ROUNDS = 3              # of which the quickest counts
 
 
 @dataclass
 class Call:
-    """A call of a module in a forward. seconds: of everything in it."""
+    """A call of a module in a forward. work: operations in matrix products, of everything in it."""
     name: str
-    seconds: float = 0.0
+    work: int = 0
     inside: list[Call] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Cut:
     """Where a model is cut. units: modules that are called as a whole;  starts: (unit, which of its calls) with which each part
-    but the first begins;  seconds: of each part, forward and backward, as it was measured."""
+    but the first begins;  parts: units of each;  seconds: of each part, forward and backward, as it was measured."""
     units: tuple[str, ...]
     starts: tuple[tuple[str, int], ...]
-    seconds: tuple[float, ...] = ()
+    parts: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __str__(self) -> str:
+        return " | ".join(["", *(name for name, _ in self.starts)]).strip()
 
 
-def cut(model: nn.Module, example: Any, parts: int) -> Cut:
-    """Into parts that take equally long. Raises StepFailed where there are not as many."""
+def cut(model: nn.Module, example: Any, parts: int, asked: Sequence[int] | None = None) -> Cut:
+    """Into parts that take equally long, or of as many units as asked for. Raises StepFailed where there are not as many."""
     with untouched(Summed(model, abs)):
         tree = calls(model, example)
-        units = list(_units(tree, tree.seconds / (FINE * parts)))
+        units = list(_units(tree, tree.work / (FINE * parts)))
         names = tuple(dict.fromkeys(unit.name for unit in units))
         timed = _timed(model, names, example)
+    listed = ", ".join(name for name, *_ in timed)
     if len(timed) < parts:
-        raise StepFailed(f"the model calls {len(timed)} module(s) one after another, and {parts} parts are wanted; give fewer "
-                         "workers, or a model of more modules")
-    sums = balanced([seconds for *_, seconds in timed], parts)
-    starts = tuple(timed[part.start][:2] for part in sums[1:])
-    return Cut(names, starts, tuple(sum(timed[at][2] for at in part) for part in sums))
+        raise StepFailed(f"the model calls {len(timed)} module(s) one after another ({listed}), and {parts} parts are wanted; "
+                         "give fewer workers, or a model of more modules")
+    if asked is not None and (len(asked) != parts or sum(asked) != len(timed)):
+        raise StepFailed(f"cut={list(asked)} is {len(asked)} part(s) of {sum(asked)} modules together, and there are {parts} "
+                         f"of {len(timed)}: {listed}; give {parts} numbers that add up to {len(timed)}")
+    ends = list(itertools.accumulate(asked or (), initial=0))
+    cuts = [range(*two) for two in itertools.pairwise(ends)] if asked else balanced([each[2] for each in timed], parts)
+    return Cut(names, tuple(timed[part.start][:2] for part in cuts[1:]), tuple(map(len, cuts)),
+               tuple(sum(timed[at][2] for at in part) for part in cuts))
 
 
 def calls(model: nn.Module, example: Any) -> Call:
@@ -68,22 +78,21 @@ def calls(model: nn.Module, example: Any) -> Call:
             return plain(module, *args, **kwargs)
         stack[-1].inside.append(here := Call(names[module]))
         stack.append(here)
-        start = time.monotonic()
+        before = counter.get_total_flops()
         try:
             return plain(module, *args, **kwargs)
         finally:
-            here.seconds = time.monotonic() - start
+            here.work = counter.get_total_flops() - before
             stack.pop()
 
-    with calls_watched(call), torch.no_grad():
-        for _ in range(2):                              # the first one warms up
-            called(model, copied(example))
-    return stack[0].inside[-1]
+    with unfused() as counter, calls_watched(call), torch.no_grad():
+        called(model, copied(example))
+    return stack[0].inside[0]
 
 
 def _units(call: Call, most: float, root: bool = True) -> Iterator[Call]:
     """Calls that are not split further."""
-    if call.inside and (root or call.seconds > most):
+    if call.inside and (root or call.work > most):
         for inner in call.inside:
             yield from _units(inner, most, root=False)
     else:
