@@ -21,15 +21,19 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paragrad.datasets.loading import called
 from paragrad.errors import StepFailed
+from paragrad.techniques.untouched import set_values
 
 Place = tuple[int, int]                 # which operation or unit of a forward made a value, and which of its outputs it is
 READS = {"item", "__bool__", "__int__", "__float__", "__index__", "tolist", "numpy", "__contains__"}      # look at values
-PLAIN = nn.Module.__call__
+# what is replaced around a forward, and is itself inside of a unit
+PLAIN = [(owner, name, getattr(owner, name)) for owner, name in (
+    (nn.Module, "__call__"), (checkpoint, "_checkpoint_without_reentrant_generator"), (checkpoint, "CheckpointFunction"))]
 
 
 @dataclass(frozen=True)
@@ -50,23 +54,39 @@ class Plan:
     steady: bool = True
 
 
+@contextlib.contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """What a forward does to buffers is undone."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            set_values(buffer, value)
+
+
 class Ended(BaseException):
     """This rank's part is over: the rest of the model's Python is not its own."""
 
 
-class Flow:
-    """A model's forward in parts. units: names of modules that are called as a whole;  cuts: (unit, which of its calls) with
-    which each part but the first begins."""
+Unit = tuple[str, int]                  # a call of a module: its name, and which of its calls in a forward it is, from 0
 
-    def __init__(self, model: nn.Module, units: Sequence[str], cuts: Sequence[tuple[str, int]]) -> None:
-        self.model, self.cuts = model, list(cuts)
+
+class Flow:
+    """A model's forward in parts. parts: the units of each, in order; other calls of modules belong to the part in which they
+    come."""
+
+    def __init__(self, model: nn.Module, parts: Sequence[Sequence[Unit]]) -> None:
+        self.model, self.last = model, len(parts) - 1
+        self.part_of = {unit: part for part, units in enumerate(parts) for unit in units}
+        self.units = {model.get_submodule(name): name for name, _ in self.part_of}
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.plans: dict[Any, Plan] = {}
-        self.starts = {cut: part for part, cut in enumerate(self.cuts, 1)}
-        self.units = {model.get_submodule(name): name for name in units}
 
     def hollow(self, tensor: Tensor) -> Tensor:
-        """The same without values."""
+        """The same without values; whole numbers, which Python may look at, keep those that they have now."""
+        if not tensor.is_floating_point():
+            return tensor.clone()
         made = self.fake.from_tensor(tensor.detach())
         return made.requires_grad_() if tensor.requires_grad else made
 
@@ -77,9 +97,10 @@ class Flow:
             (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves))
         if key not in self.plans:
             running = Planning(self)
-            out = running.run(inputs)
+            with unchanged(self.model):
+                out = running.run(inputs)
             for tensor in tensors_in(out):
-                running.use(tensor, len(self.cuts))
+                running.use(tensor, self.last)
             plan = running.plan()
             if not plan.steady:
                 return plan
@@ -89,16 +110,35 @@ class Flow:
     def run(self, inputs: Any, part: int, plan: Plan, received: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
         """(what crosses the end of the part, the model's output where it is the last)."""
         running = Part(self, part, plan, received)
-        try:
-            out = running.run(inputs)
-        except Ended:
-            out = None
-        else:
-            if part < len(self.cuts):
-                raise StepFailed("the forward ended before its next part began")
-            out = running.with_values(out)
-        sends = plan.crossing[part] if part < len(self.cuts) else []
+        out = None
+        with contextlib.suppress(Ended):
+            out = running.with_values(running.run(inputs))
+        sends = plan.crossing[part] if part < self.last else []
         return [running.kept[each.place] for each in sends], out
+
+
+@contextlib.contextmanager
+def uncheckpointed() -> Iterator[None]:
+    """What a model checkpoints by itself (torch.utils.checkpoint) is kept: what is computed again comes with values alone."""
+    names = "_checkpoint_without_reentrant_generator", "CheckpointFunction"
+    before = {name: getattr(checkpoint, name) for name in names}
+    checkpoint._checkpoint_without_reentrant_generator = _kept                      # type: ignore[assignment]
+    checkpoint.CheckpointFunction = _Kept                                           # type: ignore[misc]
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(checkpoint, name, value)
+
+
+def _kept(*_: Any, **__: Any) -> Iterator[None]:
+    yield
+
+
+class _Kept:
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        return function(*args)
 
 
 @contextlib.contextmanager
@@ -138,19 +178,22 @@ class Running(TorchFunctionMode):
             if name is None:
                 return plain(module, *args, **kwargs)
             return self.unit(name, functools.partial(plain, module), args, kwargs)
-        with calls_watched(call), self:
+        with calls_watched(call), uncheckpointed(), self:
             yield
 
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[None]:
         """Inside of a unit."""
-        ours, nn.Module.__call__ = nn.Module.__call__, PLAIN            # type: ignore[method-assign]
+        ours = [(owner, name, getattr(owner, name)) for owner, name, _ in PLAIN]
         self.__exit__(None, None, None)
+        for owner, name, plain in PLAIN:
+            setattr(owner, name, plain)
         try:
             yield
         finally:
+            for owner, name, value in ours:
+                setattr(owner, name, value)
             self.__enter__()
-            nn.Module.__call__ = ours           # type: ignore[method-assign]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -177,9 +220,13 @@ class Running(TorchFunctionMode):
         """Python has looked at a value of the inputs: another batch may go another way."""
 
     def begins(self, name: str) -> None:
-        """A unit is called: the next part may begin with it."""
+        """A unit is called: a part may begin with it."""
         number = self.counted[name] = self.counted.get(name, -1) + 1
-        self.part = self.flow.starts.get((name, number), self.part)
+        part = self.flow.part_of.get((name, number), self.part)
+        if part < self.part:
+            raise StepFailed(f"{name} comes after modules that it came before when the model was cut; a part is what follows "
+                             "one another in every forward")
+        self.part = part
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any: ...
     def unit(self, name: str, call: Any, args: Any, kwargs: Any) -> Any: ...
@@ -190,7 +237,7 @@ class Planning(Running):
 
     def __init__(self, flow: Flow) -> None:
         super().__init__(flow)
-        self.crossing: list[dict[Place, Crossing]] = [{} for _ in flow.cuts]
+        self.crossing: list[dict[Place, Crossing]] = [{} for _ in range(flow.last)]
         self.stand_ins: list[tuple[Any, list[tuple[Tensor, Place]]]] = []
         self.steady = True
 
@@ -213,8 +260,7 @@ class Planning(Running):
             Tensor, lambda each: each if isinstance(each, FakeTensor) else self.flow.fake.from_tensor(each), tree)
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
-        with self.flow.fake:
-            out = func(*self.faked(args), **self.faked(kwargs))
+        out = func(*self.faked(args), **self.faked(kwargs))
         if tensors_in(out) or getattr(func, "__name__", "") == "__setitem__":
             for tensor in tensors_in((args, kwargs)):
                 self.use(tensor, self.part)
@@ -222,7 +268,7 @@ class Planning(Running):
 
     def unit(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
         self.begins(name)
-        with self.unwatched(), self.flow.fake:
+        with self.unwatched():
             out = call(*self.faked(args), **self.faked(kwargs))
         for tensor in tensors_in((args, kwargs)):
             self.use(tensor, self.part)
@@ -241,7 +287,7 @@ class Part(Running):
         super().__init__(flow)
         self.mine, self.plan = mine, plan
         self.kept: dict[Place, Tensor] = {}
-        self.wanted = {each.place for each in plan.crossing[mine]} if mine < len(flow.cuts) else set()
+        self.wanted = {each.place for each in plan.crossing[mine]} if mine < flow.last else set()
         if mine:
             self.kept = {each.place: tensor for each, tensor in zip(plan.crossing[mine - 1], received, strict=True)}
 

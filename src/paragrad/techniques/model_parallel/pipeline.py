@@ -20,10 +20,9 @@ from paragrad.strategies.shares import Micro
 from paragrad.techniques.cut import Share
 from paragrad.techniques.exchange import Exchange
 from paragrad.techniques.model_parallel import split
-from paragrad.techniques.model_parallel.flow import Crossing, Flow, Plan, entered
+from paragrad.techniques.model_parallel.flow import Crossing, Flow, Plan, entered, unchanged
 from paragrad.techniques.model_parallel.halves import Deferring
 from paragrad.techniques.passes import Passes, Sums, Within
-from paragrad.techniques.untouched import set_values
 from paragrad.world.world import World
 
 ALIGNED = 16            # bytes at which each tensor of a message begins
@@ -37,11 +36,10 @@ def look(strategy: InParts, model: nn.Module, example: Any) -> split.Cut:
 
 def share(strategy: InParts, model: nn.Module, example: Any, axis: World, cut: split.Cut) -> Share:
     """Some consecutive parts of a model. Collective over the axis."""
-    mine = range(axis.rank, len(cut.starts) + 1, axis.size)
-    found = split.share_of(Flow(model, cut.units, cut.starts), example, mine, axis)
+    mine = range(axis.rank, len(cut.parts), axis.size)
+    found = split.share_of(Flow(model, cut.parts), example, mine, axis)
     seconds = ", ".join(f"{1e3 * each:.3g}" for each in cut.seconds)
-    counts = ", ".join(map(str, cut.parts))
-    return replace(found, chose=(("cut", str(cut), f"{counts} modules, forward and backward in {seconds} ms, measured alone"),))
+    return replace(found, chose=(("cut", str(cut), f"forward and backward in {seconds} ms, each measured alone"),))
 
 
 def passes(strategy: InParts, within: Within, exchange: Exchange) -> Passes:
@@ -57,7 +55,7 @@ class InStages(Passes):
         assert isinstance(part, split.Part)
         self.part, self.strategy = part, strategy
         self.line = within.world.along(strategy.name)
-        self.stages = len(part.flow.cuts) + 1
+        self.stages = part.flow.last + 1
         self.recompute = strategy.recompute
         self.ending = False                         # the last backward of this rank is under way
         for parameter in part.parameters():
@@ -104,7 +102,7 @@ class Step:
                  training: bool = True) -> None:
         self.passes, self.given, self.pipelined, self.training = passes, given, pipelined, training
         self.within, self.flow, self.line = passes.within, passes.part.flow, passes.line
-        with self.within.casting():
+        with self.within.casting(), self.within.batch_norm.looking():
             self.plans = [self.flow.planned(inputs) for _, inputs, _ in given]
         self.messages = Messages(self.plans, self.line)
         self.own, self.out = Sums(), None
@@ -184,17 +182,6 @@ class Step:
             self.messages.put(f"g{stage}.{number}", [
                 torch.zeros(each.shape, dtype=each.dtype) if gradient is None else gradient
                 for each, gradient in zip(crossing, made.gradients or [None] * len(crossing), strict=True) if each.grad])
-
-
-@contextlib.contextmanager
-def unchanged(part: nn.Module) -> Iterator[None]:
-    """What a forward that is made again does to buffers is undone: running statistics count once."""
-    before = [(buffer, buffer.clone()) for buffer in part.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, value in before:
-            set_values(buffer, value)
 
 
 class Messages(Mapping[Slot, Tensor]):

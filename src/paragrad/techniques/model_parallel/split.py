@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from paragrad.datasets.loading import called, copied
 from paragrad.errors import StepFailed
@@ -19,7 +20,7 @@ from paragrad.techniques.cut import Share
 from paragrad.techniques.draws import Recording
 from paragrad.techniques.kernels import drawing
 from paragrad.techniques.layout import Held
-from paragrad.techniques.model_parallel.flow import Flow, Running, calls_watched, entered, tensors_in
+from paragrad.techniques.model_parallel.flow import Flow, Running, Unit, calls_watched, entered, tensors_in
 from paragrad.techniques.untouched import untouched
 from paragrad.world.world import World
 
@@ -37,15 +38,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a model is cut. units: modules that are called as a whole;  starts: (unit, which of its calls) with which each part
-    but the first begins;  parts: units of each;  seconds: of each part, forward and backward, as it was measured."""
-    units: tuple[str, ...]
-    starts: tuple[tuple[str, int], ...]
-    parts: tuple[int, ...]
+    """Where a model is cut. parts: the units of each, modules that are called as a whole;  seconds: of each part, forward and
+    backward, as it was measured."""
+    parts: tuple[tuple[Unit, ...], ...]
     seconds: tuple[float, ...]
 
     def __str__(self) -> str:
-        return " | ".join(["", *(name for name, _ in self.starts)]).strip()
+        return " | ".join(units[0][0] + (f" to {units[-1][0]}" if len(units) > 1 else "") for units in self.parts)
 
 
 def cut(model: nn.Module, example: Any, parts: int, asked: Sequence[int] | None = None) -> Cut:
@@ -64,7 +63,7 @@ def cut(model: nn.Module, example: Any, parts: int, asked: Sequence[int] | None 
                          f"of {len(timed)}: {listed}; give {parts} numbers that add up to {len(timed)}")
     ends = list(itertools.accumulate(asked or (), initial=0))
     cuts = [range(*two) for two in itertools.pairwise(ends)] if asked else balanced([each[2] for each in timed], parts)
-    return Cut(names, tuple(timed[part.start][:2] for part in cuts[1:]), tuple(map(len, cuts)),
+    return Cut(tuple(tuple(timed[at][:2] for at in part) for part in cuts),
                tuple(sum(timed[at][2] for at in part) for part in cuts))
 
 
@@ -119,16 +118,14 @@ class Timing(Running):
             if ends:
                 torch.autograd.backward(ends, [torch.ones_like(each) for each in ends])
             self.found.append((name, self.counted[name], time.monotonic() - start))
-        for tensor in ends:
-            tensor.detach_()
-        return out
+        return tree_map_only(Tensor, Tensor.detach, out)
 
 
 def _timed(model: nn.Module, units: Sequence[str], example: Any) -> list[tuple[str, int, float]]:
     """(unit, which of its calls, seconds forward and backward) of every call, in order."""
     rounds = []
     for _ in range(ROUNDS):
-        timing = Timing(Flow(model, units, ()))
+        timing = Timing(Flow(model, [[(name, 0) for name in units]]))
         timing.run(copied(example))
         rounds.append(timing.found)
         model.zero_grad()
@@ -169,8 +166,7 @@ class Looking(Running):
     def begins(self, name: str) -> None:
         before = self.part
         super().begins(name)
-        if self.part != before:
-            self.drawn.append(len(self.recording.calls))
+        self.drawn += [len(self.recording.calls)] * (self.part - before)
 
     def used(self, tensors: Sequence[int]) -> None:
         for tensor in tensors:
@@ -192,9 +188,6 @@ def parts_of(flow: Flow, example: Any) -> tuple[dict[int, set[int]], list[range]
     with untouched(Summed(flow.model, abs)), torch.no_grad(), drawing(Recording()) as recording:
         looking = Looking(flow, recording)
         looking.run(copied(example))
-    if len(looking.drawn) != len(flow.cuts) + 1:
-        raise StepFailed(f"the forward comes to {flow.cuts[len(looking.drawn) - 1][0]} in another order than to the other "
-                         "modules at which it is cut; name them in the order of the forward")
     stops = [*looking.drawn[1:], len(recording.calls)]
     return looking.uses, [range(start, stop) for start, stop in zip(looking.drawn, stops, strict=True)]
 
@@ -226,8 +219,10 @@ def kept(flow: Flow, uses: Mapping[int, set[int]], mine: Sequence[int], axis: Wo
     model = flow.model
     named = [*model.named_parameters(), *model.named_buffers()]
     held: dict[str, Held] = {}
+    near = {0}                                          # where nothing is known, as what was defined before it
     for name, tensor in named:
-        owners = sorted({part % axis.size for part in uses.get(id(tensor), {0})})
+        near = uses.get(id(tensor), near)
+        owners = sorted({part % axis.size for part in near})
         world = axis.among([owners]) if len(owners) > 1 and isinstance(tensor, nn.Parameter) else None
         if axis.rank in owners:
             held[name] = Held(name, tuple(tensor.shape), counts=owners[0] == axis.rank,
@@ -246,8 +241,8 @@ def share_of(flow: Flow, example: Any, mine: Sequence[int], axis: World) -> Shar
     """What a rank holds of a model whose flow is known. Collective over the axis."""
     uses, draws = parts_of(flow, example)
     trained = min((part for parameter in flow.model.parameters() if parameter.requires_grad
-                   for part in uses.get(id(parameter), ())), default=len(flow.cuts) + 1)
+                   for part in uses.get(id(parameter), ())), default=flow.last + 1)
     held = kept(flow, uses, mine, axis)
     calls = [call for part in mine for call in draws[part]]
     first = {part: calls.index(draws[part].start) if draws[part] else 0 for part in mine}
-    return Share(Part(flow, mine, trained, first), held, gives=len(flow.cuts) in mine, draws=tuple(calls))
+    return Share(Part(flow, mine, trained, first), held, gives=flow.last in mine, draws=tuple(calls))
