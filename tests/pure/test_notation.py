@@ -15,10 +15,11 @@ from paragrad.schedules.ring import Ring, RingAsync
 from paragrad.schedules.two_level import TwoLevel
 from paragrad.strategies import planned
 from paragrad.strategies.data import Data, Native
+from paragrad.strategies.pipeline import Pipeline
 from paragrad.strategies.serial import Serial
 from paragrad.strategies.strategy import Here, Product, Strategy
 from paragrad.strategies.table import STRATEGIES, algorithms, known, refuse_unbuilt, resolve, strategies, strategy
-from paragrad.strategies.unbuilt import Pipeline, Tensor
+from paragrad.strategies.unbuilt import Tensor
 
 
 def values(kind: object) -> st.SearchStrategy[Any]:
@@ -134,7 +135,7 @@ def test_refused_with_the_repair(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", [
-    "tensor(2)", "spatial(2)", "branch(2)", "place(2)", "pipeline(2)", "server(2)", "local(2)", "federated(2)",
+    "tensor(2)", "spatial(2)", "branch(2)", "server(2)", "local(2)", "federated(2)",
     "data(2) * tensor(2)", "data(2, compress=top_k(0.01))", "data(2, state=fully_sharded)", "data(2, shares=auto)",
     "data(2, dense=tensor)"])
 def test_known_by_name_and_refused_as_not_built(text: str) -> None:
@@ -143,7 +144,7 @@ def test_known_by_name_and_refused_as_not_built(text: str) -> None:
 
 
 def test_built_ones_pass() -> None:
-    for text in ("serial(threads=1, micro=3)", "data(auto)", "data(2, reduce=ring_async(4), micro=2, batch_norm=share)"):
+    for text in ("place(2)", "pipeline(2, schedule=zero_bubble) ", "serial(threads=1, micro=3)", "data(auto)", "data(2, reduce=ring_async(4), micro=2, batch_norm=share)"):
         refuse_unbuilt(strategy(text))
 
 
