@@ -45,9 +45,9 @@ if typing.TYPE_CHECKING:
 
 __all__ = ["AllReduce", "Axis", "Butterfly", "Certificate", "Data", "Decimal", "Direct", "DoubleTree", "Exchange",
            "Flag", "Gpipe", "Halving", "Held", "Integer", "Interleaved", "Job", "Native", "OneFOneB", "Passes", "Pipeline",
-           "PipelineSchedule", "Place", "Promise", "RankFailed", "Recv", "Refused", "Ring", "RingAsync", "Run", "Send", "Serial",
-           "Share", "Star", "Strategy", "Sums", "Table", "Tree", "TwoLevel", "WholeBatch", "Word", "ZeroBubble", "accuracy",
-           "compare", "hook", "job", "option", "parallelize", "strategy", "train", "verify"]
+           "PipelineSchedule", "Place", "Promise", "RankFailed", "Recv", "Refused", "Ring", "RingAsync", "Run", "Send",
+           "Serial", "Share", "Star", "Strategy", "Sums", "Table", "Tree", "TwoLevel", "WholeBatch", "Word", "ZeroBubble",
+           "accuracy", "compare", "hook", "job", "option", "parallelize", "strategy", "train", "verify"]
 
 # where each public name is, AllReduce and Strategy where all of ours are defined, so that no other takes a name before them;
 # tests/test_structure.py compares it with what type checkers are told above

@@ -153,5 +153,5 @@ def test_models_of_odd_ways(pool: Ranks, name: str, row: str) -> None:
 def test_a_cut_that_was_asked_for(tmp_path: Path) -> None:
     run = pg.train(JOBS["cnn"], "pipeline(2, micro=2, cut=[4, 1])", runs=tmp_path)
     assert [(line["what"], line["picked"]) for line in run.of("choice") if line["what"] == "cut"] == [("cut", "0 to 3 | 4")]
-    with pytest.raises(pg.RankFailed, match=r"cut=\[1, 1\] is 2 part\(s\) of 2 modules together, and there are 2 of 5"):
+    with pytest.raises(pg.Refused, match=r"cut=\[1, 1\] is 2 part\(s\) of 2 modules together, and there are 2 of 5"):
         pg.train(JOBS["cnn"], "pipeline(2, micro=2, cut=[1, 1])", runs=tmp_path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from paragrad.errors import Refused
 from paragrad.notation.choices import Flag, Integer, Integers, One, Word, option
@@ -19,6 +19,9 @@ class InParts(Strategy, abstract=True):
     """The model in consecutive parts."""
     cuts_micro = True
     recompute = False                       # an option of pipeline
+    if TYPE_CHECKING:
+        @property
+        def cut(self) -> tuple[int, ...] | str: ...
 
     @property
     def promise(self) -> Promise:
@@ -28,6 +31,11 @@ class InParts(Strategy, abstract=True):
     def axes(self) -> tuple[Axis, ...]:
         assert isinstance(self.workers, int)
         return (Axis(self.name, self.workers, "model"),)
+
+    @property
+    def asked(self) -> tuple[int, ...] | None:
+        """Modules of each part, where the user says so."""
+        return self.cut if isinstance(self.cut, tuple) else None
 
     @property
     def pipelined(self) -> Pipelined:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -39,6 +40,11 @@ def bringing(strategy: Strategy, what: str) -> list[Strategy]:
 def cuts(strategy: Strategy) -> bool:
     """Does it divide the model?"""
     return bool(bringing(strategy, "share"))
+
+
+def checks_of(strategy: Strategy) -> list[tuple[Strategy, Callable[[nn.Module, Any], None]]]:
+    """Of the factors that say at the door whether they can cut a model, how: check(model, example) raises StepFailed."""
+    return [(factor, check) for factor in factors_of(strategy) if (check := _part(factor, "check") if ours(factor) else None)]
 
 
 def share_of(strategy: Strategy, model: nn.Module, example: Any, world: World) -> Share:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from paragrad.players.wire import Play
-from paragrad.schedules.actions import Compute, Slot
+from paragrad.schedules.actions import Compute, Slot, evenly
 from paragrad.schedules.pipeline import Pipelined, stage_of
 from paragrad.strategies.pipeline import InParts
 from paragrad.strategies.shares import Micro
@@ -28,10 +29,17 @@ from paragrad.world.world import World
 ALIGNED = 16            # bytes at which each tensor of a message begins
 
 
+def check(strategy: InParts, model: nn.Module, example: Any) -> None:
+    """Can the model be cut so? Raises StepFailed with the repair."""
+    parts = strategy.pipelined.stages(strategy.size)
+    units = split.units_of(model, example, parts, strategy.asked)
+    ends = itertools.accumulate(strategy.asked or map(len, evenly(len(units), parts)), initial=0)
+    Flow(model, [units[start:stop] for start, stop in itertools.pairwise(ends)]).planned(example)
+
+
 def look(strategy: InParts, model: nn.Module, example: Any) -> split.Cut:
     """Where the model is cut."""
-    asked = None if strategy.cut == "auto" else strategy.cut
-    return split.cut(model, example, strategy.pipelined.stages(strategy.size), asked)
+    return split.cut(model, example, strategy.pipelined.stages(strategy.size), strategy.asked)
 
 
 def share(strategy: InParts, model: nn.Module, example: Any, axis: World, cut: split.Cut) -> Share:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,22 +50,32 @@ class Cut:
 
 def cut(model: nn.Module, example: Any, parts: int, asked: Sequence[int] | None = None) -> Cut:
     """Into parts that take equally long, or of as many units as asked for. Raises StepFailed where there are not as many."""
+    units = units_of(model, example, parts, asked)
+    with untouched(Summed(model, abs)):
+        timed = _timed(model, units, example)
+    ends = list(itertools.accumulate(asked or (), initial=0))
+    cuts = [range(*two) for two in itertools.pairwise(ends)] if asked else balanced(timed, parts)
+    return Cut(tuple(tuple(units[at] for at in part) for part in cuts), tuple(sum(timed[at] for at in part) for part in cuts))
+
+
+def units_of(model: nn.Module, example: Any, parts: int, asked: Sequence[int] | None = None) -> list[Unit]:
+    """The calls of a forward between which so many parts can be cut. Raises StepFailed where there are too few of them, or not
+    as many as asked for."""
     with untouched(Summed(model, abs)):
         tree = calls(model, example)
-        units = list(_units(tree, tree.work / (FINE * parts)))
-        names = tuple(dict.fromkeys(unit.name for unit in units))
-        timed = _timed(model, names, example)
-    listed = ", ".join(name for name, *_ in timed)
-    if len(timed) < parts:
-        raise StepFailed(f"the model calls {len(timed)} module(s) one after another ({listed}), and {parts} parts are wanted; "
+    counted: Counter[str] = Counter()
+    units = []
+    for call in _units(tree, tree.work / (FINE * parts)):
+        units.append((call.name, counted[call.name]))
+        counted[call.name] += 1
+    listed = ", ".join(name for name, _ in units)
+    if len(units) < parts:
+        raise StepFailed(f"the model calls {len(units)} module(s) one after another ({listed}), and {parts} parts are wanted; "
                          "give fewer workers, or a model of more modules")
-    if asked is not None and (len(asked) != parts or sum(asked) != len(timed)):
+    if asked is not None and (len(asked) != parts or sum(asked) != len(units)):
         raise StepFailed(f"cut={list(asked)} is {len(asked)} part(s) of {sum(asked)} modules together, and there are {parts} "
-                         f"of {len(timed)}: {listed}; give {parts} numbers that add up to {len(timed)}")
-    ends = list(itertools.accumulate(asked or (), initial=0))
-    cuts = [range(*two) for two in itertools.pairwise(ends)] if asked else balanced([each[2] for each in timed], parts)
-    return Cut(tuple(tuple(timed[at][:2] for at in part) for part in cuts),
-               tuple(sum(timed[at][2] for at in part) for part in cuts))
+                         f"of {len(units)}: {listed}; give {parts} numbers that add up to {len(units)}")
+    return units
 
 
 def calls(model: nn.Module, example: Any) -> Call:
@@ -103,7 +114,7 @@ class Timing(Running):
 
     def __init__(self, flow: Flow) -> None:
         super().__init__(flow)
-        self.found: list[tuple[str, int, float]] = []
+        self.found: list[float] = []
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
@@ -117,19 +128,19 @@ class Timing(Running):
             ends = [each for each in tensors_in(out) if each.requires_grad and each.is_floating_point()]
             if ends:
                 torch.autograd.backward(ends, [torch.ones_like(each) for each in ends])
-            self.found.append((name, self.counted[name], time.monotonic() - start))
+            self.found.append(time.monotonic() - start)
         return tree_map_only(Tensor, Tensor.detach, out)
 
 
-def _timed(model: nn.Module, units: Sequence[str], example: Any) -> list[tuple[str, int, float]]:
-    """(unit, which of its calls, seconds forward and backward) of every call, in order."""
+def _timed(model: nn.Module, units: Sequence[Unit], example: Any) -> list[float]:
+    """Seconds of each unit, forward and backward."""
     rounds = []
     for _ in range(ROUNDS):
-        timing = Timing(Flow(model, [[(name, 0) for name in units]]))
+        timing = Timing(Flow(model, [units]))
         timing.run(copied(example))
         rounds.append(timing.found)
         model.zero_grad()
-    return [(*first[:2], min(each[2] for each in (first, *others))) for first, *others in zip(*rounds, strict=True)]
+    return [min(each) for each in zip(*rounds, strict=True)]
 
 
 def balanced(seconds: Sequence[float], parts: int) -> list[range]:
