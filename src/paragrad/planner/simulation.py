@@ -51,6 +51,9 @@ def simulate(strategy: Strategy, size: int, machine: Machine, *, link: str | Non
     """
     resolved, plan = plan_of(strategy, "simulate", per_link)
     workers, schedule = plan.size, plan.schedule
+    if plan.what != "all-reduce":
+        raise Refused(f"{strategy}: how long its steps take depends on the model's parts, which are not simulated yet; draw it "
+                      "(paragrad draw), or simulate an exchange, such as data(4, reduce=ring)")
     if size < element:
         raise Refused(f"--bytes {size} is less than one number, which has {element} bytes; give more")
     check(schedule, workers, plan.what)
