@@ -21,6 +21,7 @@ from paragrad import Job
 KILL = json.loads(os.environ.get("KILL", "{}"))
 PLACE = KILL.get("place") if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" else None     # restarted: in peace
 FOLDER = os.environ.get("KILL_FOLDER", "")
+BATCH = 32
 # what Python tells its audit hooks as a checkpoint comes to a part of its writing, and of which path
 WRITING = {name: ("open", f".partial/{name}") for name in ("optimizer.safetensors", "state.json", "SHA256SUMS")} | {
     "renaming": ("os.rename", ".partial"), "removing": ("shutil.rmtree", "")}
@@ -74,7 +75,7 @@ class Net(nn.Module):
         self.calls = 0
 
     def forward(self, inputs):
-        if PLACE and self.training and dist.is_initialized():
+        if PLACE and self.training and dist.is_initialized() and len(inputs) < BATCH:      # not one worker's step beside
             self.calls += 1
             if self.calls == KILL["step"]:
                 inputs = reached(inputs)
@@ -117,6 +118,6 @@ def taken(launcher):
     return Made()
 
 
-job = Job(name="kill", model=Made(), loss=nn.functional.cross_entropy, batch=32, epochs=4, train=Noisy(640), seed=1,
+job = Job(name="kill", model=Made(), loss=nn.functional.cross_entropy, batch=BATCH, epochs=4, train=Noisy(640), seed=1,
           dtype=torch.float64, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
           scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 15, 0.8))

@@ -253,6 +253,27 @@ def test_who_gives_up_tells_the_others(pool: Ranks) -> None:
         assert "all_reduce SUM of float32 [5], 20 bytes, collective 2 of its group of 3" in message
 
 
+def in_two_groups(world: World) -> str:
+    """Rank 1 comes nowhere; rank 0 waits for it in another group than ranks 2 and 3."""
+    both = world.twin(), world.twin()
+    if world.rank == 1:
+        world.store.wait(["told"])
+        return ""
+    group = both[world.rank == 0].group
+    with pytest.raises(RuntimeError) as caught:
+        dist.all_reduce(torch.ones(5), group=group, async_op=True).wait(timedelta(seconds=1.5 if world.rank == 3 else 3))
+    if world.rank == 3:
+        world.store.set("told", "")
+    return str(caught.value)
+
+
+def test_who_waits_in_another_group_is_not_blamed(pool: Ranks) -> None:
+    """Stopped amid a barrier, a rank had let some of the others go, which waited for it in the next exchange, over a region of
+    their own: the one that was left told of them all."""
+    *_, message = pool.run(in_two_groups, size=4, backend="shm")
+    assert "rank 3 gave up waiting for rank 1 in all_reduce" in message
+
+
 def waiting_for_the_dead(rank: int, store: str) -> None:
     """Rank 1 is killed; rank 0 waits for it in a collective, rank 2 for a message of it, rank 3 at a future."""
     dist.init_process_group("shm", store=dist.FileStore(store, 4), rank=rank, world_size=4, timeout=timedelta(seconds=300))

@@ -22,6 +22,7 @@ from paragrad.errors import Refused, StepFailed, told
 from paragrad.world.bound import bounded
 from paragrad.world.generators import generator_states, generators_kept, seed_generators
 from paragrad.world.launching.folders import clear_after_kill
+from paragrad.world.signals import ending_with_this
 from paragrad.world.world import TIMEOUT
 
 Dataset = Any           # map-style: __len__ and __getitem__(index) -> (input, target) or {name: value}
@@ -167,7 +168,7 @@ def _loaded_ahead(samples: Samples, keys: Iterable[Any], loaders: int) -> Iterat
     own = torch.Generator()         # DataLoader draws a seed; not from the generator that the model may use
     try:
         for batch in DataLoader(Sent(samples), batch_size=None, sampler=keys, num_workers=loaders,    # type: ignore
-                                collate_fn=_as_it_is, generator=own):
+                                collate_fn=_as_it_is, generator=own, worker_init_fn=ending_with_this()):
             if isinstance(batch, StepFailed):
                 raise batch
             yield batch

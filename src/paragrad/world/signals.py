@@ -1,14 +1,18 @@
 """SIGTERM, and SIGHUP of a terminal that closes, as a request: finish the step, save, end. Ctrl-C before there is anything to
-end."""
+end. The end of a parent."""
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+PR_SET_PDEATHSIG = 1
 
 
 class Request:
@@ -63,3 +67,23 @@ def leaving_at_once() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def die_with(parent: int) -> None:
+    """Be killed when this process's parent ends, at once where it has. On Linux alone; and it is the end of the thread of the
+    parent that forked this one."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def ending_with_this() -> Callable[[int], None] | None:
+    """What loaders (DataLoader's worker_init_fn) begin with, to end with this process: they look at it every 5 s only. None in
+    a thread of it, which may end before."""
+    this = threading.current_thread() is threading.main_thread()
+    return functools.partial(_ends_with, os.getpid()) if this else None
+
+
+def _ends_with(parent: int, number: int) -> None:
+    die_with(parent)

@@ -11,7 +11,6 @@ launcher's FOLDER; when it is killed, the system kills its ranks (PR_SET_PDEATHS
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import gc
 import importlib
@@ -27,10 +26,10 @@ from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from paragrad.world.launching.messages import NUMBER
+from paragrad.world.signals import die_with
 
 # what `train`, `compare` and `verify` run in a rank, and what torch itself imports at the first step of an optimizer
 NEEDED = ("paragrad.world.launching.rank", "paragrad.training.loop", "paragrad.verbs.lockstep", "torch._dynamo")
-PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
@@ -165,9 +164,7 @@ class ForkServer:
 
     def settle(self, server: int, errors: int) -> None:
         """In a forked child: die with the server, be a process group, and keep nothing that is the server's."""
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != server:                      # it ended before
-            os._exit(1)
+        die_with(server)
         os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

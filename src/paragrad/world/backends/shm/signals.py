@@ -8,8 +8,9 @@ here is a process-shared semaphore in the region: written before the post, read 
 Ends of a wait. A post; the time limit; the death of the rank waited for (its pidfd becomes readable when the process ends, also
 as a zombie, and never means another process); or that some rank gave the group up, which it tells all others through the
 region. A dead rank's last posts count first: who did its part and left is no failure. Whoever sees a death gives the group up,
-so that ranks which wait for somebody else end too. A blocked wait looks up every `SLICE` seconds, and says so in the region:
-who has not for `AWAY` seconds is not waiting, so it is the one that is waited for, if only by way of others.
+so that ranks which wait for somebody else end too. A blocked wait looks up every `SLICE` seconds, and says so in the regions of
+all groups that its process is in: who has not for `AWAY` seconds is not waiting, so it is the one that is waited for, if only
+by way of others.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import ctypes
 import os
 import select
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from paragrad.world.backends.shm.region import LINE
 
@@ -79,7 +82,11 @@ class Semaphores:
 
 
 class Peers:
-    """The processes behind the ranks of a group: are they alive, and has one given the group up?"""
+    """The processes behind the ranks of a group: are they alive, and has one given the group up?
+
+    everywhere: those of all groups that this process is in: in whichever it waits, it waits.
+    """
+    everywhere: ClassVar[list[weakref.ref[Peers]]] = []
 
     def __init__(self, rank: int, spins: int, flags: Semaphores, words: memoryview, looks: memoryview[float]) -> None:
         """flags: nobody gave up, somebody did;  words: why;  looks: when each rank, in a blocked wait, looked up last."""
@@ -88,6 +95,7 @@ class Peers:
         self.pids: dict[int, int] = {}
         self.broken: str | None = None              # why this process gave up
         self.flag = flags.places[1]
+        self.everywhere.append(weakref.ref(self, self.everywhere.remove))
 
     def know(self, pids: Sequence[int]) -> None:
         """The processes of all ranks. Raises GroupError where one is gone already."""
@@ -111,7 +119,10 @@ class Peers:
 
     def look(self, semaphores: Semaphores, number: int, frm: int | None, deadline: float, late: Callable[[], str]) -> bool:
         """One slice of a blocked wait; True if a post came. frm: whose, or None where any rank's would do."""
-        self.looks[self.rank] = time.monotonic()            # one clock for all processes of the host
+        now = time.monotonic()                      # one clock for all processes of the host
+        for found in tuple(self.everywhere):
+            if (peers := found()) is not None:
+                peers.looks[peers.rank] = now
         dead = [] if frm is not None and self.alive(frm) else self.dead()
         if semaphores.wait(number, 0):
             return True
