@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality import JOBS, VECTORS, resolved
+from equality import JOBS, MODULES, TOO_FEW, VECTORS, covering_parts, parts_cells, resolved
 from equality import job as make_job
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -15,22 +15,6 @@ from torch.utils.checkpoint import checkpoint
 import paragrad as pg
 from paragrad.verbs.lockstep import difference
 from paragrad.world.launching import Ranks
-
-ROWS = ("place(2)", "place(3)", "pipeline(2, micro=2)", "pipeline(3, micro=3)", "pipeline(2, micro=3, schedule=gpipe)",
-        "pipeline(2, micro=2, schedule=interleaved)", "pipeline(2, micro=3, schedule=zero_bubble)",
-        "pipeline(2, micro=3, recompute=true)", "pipeline(2, micro=2, schedule=zero_bubble, recompute=true)",
-        "data(2) * pipeline(2, micro=2)", "data(2, reduce=ring) * place(2)")
-# modules that a forward calls one after another
-MODULES = {"mlp": 3, "mlp, adam, clipped, scheduled": 3, "lstm, tied": 3, "lstm, tied, loss as a pair": 3,
-           "mlp, weighted classes": 3, "frozen and unused": 2, "dropout": 4, "dicts, padded, transformed": 3,
-           "nested inputs": 2, "optimizer of the last layer": 3, "in place": 1, "dropout, recomputed": 3}
-TOO_FEW = [(row, column) for row in ROWS for column in JOBS
-           if MODULES.get(column, 5) < (4 if "interleaved" in row else 3 if "(3" in row else 2)]
-CELLS = [(row, column) for row in ROWS for column in JOBS if (row, column) not in TOO_FEW]
-# every row, every column, and every row with dropout or batch norm
-SAMPLE = {(row, columns[place % len(columns)]) for place, row in enumerate(ROWS)
-          for columns in [[column for column in JOBS if (row, column) in CELLS]]} | {
-              (ROWS[2], column) for column in JOBS if (ROWS[2], column) in CELLS}
 
 
 def found(pool: Ranks, row: str, job: pg.Job) -> Any:
@@ -41,7 +25,7 @@ def found(pool: Ranks, row: str, job: pg.Job) -> Any:
 
 
 @pytest.mark.parametrize(("row", "column"), [
-    pytest.param(*cell, marks=() if cell in SAMPLE else pytest.mark.table) for cell in CELLS])
+    pytest.param(*cell, marks=() if cell in covering_parts() else pytest.mark.table) for cell in parts_cells()])
 def test_it_is_the_same_training(pool: Ranks, row: str, column: str) -> None:
     assert found(pool, row, JOBS[column]).value <= 1e-10
 

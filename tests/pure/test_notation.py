@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from paragrad.errors import Refused
 from paragrad.notation.choices import Choice, Decimal, Flag, Integer, Integers, One, Word, options_of
+from paragrad.schedules.pipeline import PipelineSchedule
 from paragrad.schedules.ring import Ring, RingAsync
 from paragrad.schedules.two_level import TwoLevel
 from paragrad.strategies import planned
@@ -62,7 +63,8 @@ def test_round_trip(chosen: Strategy) -> None:
 
 @given(st.sampled_from(list(STRATEGIES.values())).flatmap(choices))
 def test_the_python_form_makes_the_same_value(chosen: Strategy) -> None:
-    names: dict[str, Any] = {cls.__name__: cls for cls in (*known().values(), *algorithms().values())}
+    names: dict[str, Any] = {cls.__name__: cls for cls in (
+        *known().values(), *algorithms().values(), *PipelineSchedule.members.values())}
     names |= {cls.__name__: cls for cls in vars(planned).values() if isinstance(cls, type)}
     assert eval(repr(chosen), names) == chosen
 

@@ -116,7 +116,7 @@ class Pipelined:
     trained: int = 0
 
     def __str__(self) -> str:
-        return f"{self.schedule} of {self.micro} micro-batches"
+        return "one batch at a time" if self.micro == 1 else f"{self.schedule} of {self.micro} micro-batches"
 
     def stages(self, size: int) -> int:
         return size * self.schedule.chunks

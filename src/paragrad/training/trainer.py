@@ -126,8 +126,6 @@ class Trainer:
 
     def hold(self, part: Holding) -> None:
         """From here on this rank holds a part of the model."""
-        for choice in part.chose if self.world.rank == 0 else ():
-            self.log.choice(*choice)
         self.module, self.layout, self.hollow, self.draws = part.module, part.layout, part.hollow, part.draws
         self.model = self.batch_norm.model = part.module.model
         self.parameters, self.everything = dict(self.model.named_parameters()), list(self.module.parameters())

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,7 +98,8 @@ class Flow:
             (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves))
         if key not in self.plans:
             running = Planning(self)
-            with unchanged(self.model):
+            with unchanged(self.model), warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)        # that tensors which are no leaves are copied without values
                 out = running.run(inputs)
             for tensor in tensors_in(out):
                 running.use(tensor, self.last)

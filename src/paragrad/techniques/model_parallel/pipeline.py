@@ -45,7 +45,7 @@ def look(strategy: InParts, model: nn.Module, example: Any) -> split.Cut:
 def share(strategy: InParts, model: nn.Module, example: Any, axis: World, cut: split.Cut) -> Share:
     """Some consecutive parts of a model. Collective over the axis."""
     mine = range(axis.rank, len(cut.parts), axis.size)
-    found = split.share_of(Flow(model, cut.parts), example, mine, axis)
+    found = split.share_of(model, cut, mine, axis)
     seconds = ", ".join(f"{1e3 * each:.3g}" for each in cut.seconds)
     return replace(found, chose=(("cut", str(cut), f"forward and backward in {seconds} ms, each measured alone"),))
 

@@ -40,9 +40,12 @@ class Call:
 @dataclass(frozen=True)
 class Cut:
     """Where a model is cut. parts: the units of each, modules that are called as a whole;  seconds: of each part, forward and
-    backward, as it was measured."""
+    backward, as it was measured;  uses: of each parameter and buffer that was used, in which parts;  draws: the random calls of
+    each part."""
     parts: tuple[tuple[Unit, ...], ...]
     seconds: tuple[float, ...]
+    uses: Mapping[str, tuple[int, ...]]
+    draws: tuple[range, ...]
 
     def __str__(self) -> str:
         return " | ".join(units[0][0] + (f" to {units[-1][0]}" if len(units) > 1 else "") for units in self.parts)
@@ -55,7 +58,8 @@ def cut(model: nn.Module, example: Any, parts: int, asked: Sequence[int] | None 
         timed = _timed(model, units, example)
     ends = list(itertools.accumulate(asked or (), initial=0))
     cuts = [range(*two) for two in itertools.pairwise(ends)] if asked else balanced(timed, parts)
-    return Cut(tuple(tuple(units[at] for at in part) for part in cuts), tuple(sum(timed[at] for at in part) for part in cuts))
+    found = tuple(tuple(units[at] for at in part) for part in cuts)
+    return Cut(found, tuple(sum(timed[at] for at in part) for part in cuts), *parts_of(Flow(model, found), example))
 
 
 def units_of(model: nn.Module, example: Any, parts: int, asked: Sequence[int] | None = None) -> list[Unit]:
@@ -194,13 +198,15 @@ class Looking(Running):
             return call(*args, **kwargs)
 
 
-def parts_of(flow: Flow, example: Any) -> tuple[dict[int, set[int]], list[range]]:
-    """({tensor: the parts that use it}, the random calls of each part)."""
+def parts_of(flow: Flow, example: Any) -> tuple[dict[str, tuple[int, ...]], tuple[range, ...]]:
+    """({tensor, by its first name: the parts that use it}, the random calls of each part)."""
     with untouched(Summed(flow.model, abs)), torch.no_grad(), drawing(Recording()) as recording:
         looking = Looking(flow, recording)
         looking.run(copied(example))
-    stops = [*looking.drawn[1:], len(recording.calls)]
-    return looking.uses, [range(start, stop) for start, stop in zip(looking.drawn, stops, strict=True)]
+    uses = {name: tuple(sorted(looking.uses[id(tensor)]))
+            for name, tensor in (*flow.model.named_parameters(), *flow.model.named_buffers()) if id(tensor) in looking.uses}
+    drawn = looking.drawn + [len(recording.calls)] * (flow.last + 1 - len(looking.drawn))
+    return uses, tuple(range(*each) for each in zip(drawn, [*drawn[1:], len(recording.calls)], strict=True))
 
 
 class Part(nn.Module):
@@ -225,14 +231,14 @@ class Part(nn.Module):
         return super().train(mode)
 
 
-def kept(flow: Flow, uses: Mapping[int, set[int]], mine: Sequence[int], axis: World) -> dict[str, Held]:
+def kept(flow: Flow, uses: Mapping[str, tuple[int, ...]], mine: Sequence[int], axis: World) -> dict[str, Held]:
     """Which tensors of the model a rank's parts hold; of the others it loses the values. Collective over the axis."""
     model = flow.model
     named = [*model.named_parameters(), *model.named_buffers()]
     held: dict[str, Held] = {}
-    near = {0}                                          # where nothing is known, as what was defined before it
+    near: tuple[int, ...] = (0,)                        # where nothing is known, as what was defined before it
     for name, tensor in named:
-        near = uses.get(id(tensor), near)
+        near = uses.get(name, near)
         owners = sorted({part % axis.size for part in near})
         world = axis.among([owners]) if len(owners) > 1 and isinstance(tensor, nn.Parameter) else None
         if axis.rank in owners:
@@ -248,12 +254,12 @@ def kept(flow: Flow, uses: Mapping[int, set[int]], mine: Sequence[int], axis: Wo
     return held
 
 
-def share_of(flow: Flow, example: Any, mine: Sequence[int], axis: World) -> Share:
-    """What a rank holds of a model whose flow is known. Collective over the axis."""
-    uses, draws = parts_of(flow, example)
-    trained = min((part for parameter in flow.model.parameters() if parameter.requires_grad
-                   for part in uses.get(id(parameter), ())), default=flow.last + 1)
-    held = kept(flow, uses, mine, axis)
-    calls = [call for part in mine for call in draws[part]]
-    first = {part: calls.index(draws[part].start) if draws[part] else 0 for part in mine}
+def share_of(model: nn.Module, cut: Cut, mine: Sequence[int], axis: World) -> Share:
+    """What a rank holds of a model, which loses the rest. Collective over the axis."""
+    flow = Flow(model, cut.parts)
+    trained = min((part for name, parameter in model.named_parameters() if parameter.requires_grad
+                   for part in cut.uses.get(name, ())), default=flow.last + 1)
+    held = kept(flow, cut.uses, mine, axis)
+    calls = [call for part in mine for call in cut.draws[part]]
+    first = {part: calls.index(cut.draws[part].start) if cut.draws[part] else 0 for part in mine}
     return Share(Part(flow, mine, trained, first), held, gives=flow.last in mine, draws=tuple(calls))

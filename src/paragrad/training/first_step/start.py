@@ -137,6 +137,8 @@ def wire(trainer: Trainer, some_unused: bool, example: Any) -> Exchange:
             part = divided(trainer.strategy, trainer.module, trainer.optimizer, trainer.draws, trainer.world, example,
                            whole_too=trainer.proof is not None)             # which may ask one worker again
         trainer.hold(part)
+        for choice in part.chose if trainer.world.rank == 0 else ():
+            trainer.log.choice(*choice)
     replica = Replica(trainer.module, trainer.optimizer, trainer.clip_norm, some_unused, trainer.layout)
     world = trainer.everyone if trainer.strategy.servers else trainer.world
     trainer.exchange = exchange_of(trainer.strategy, replica, world, trainer.log, trainer.how)
