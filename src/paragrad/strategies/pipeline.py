@@ -78,8 +78,7 @@ class Pipeline(InParts):
         return Pipelined(self.schedule, self.schedule.filled(self.micro, self.workers))
 
     def resolved(self, here: Here) -> Self:
-        found = replace(self, micro=4 * self.workers) if self.micro == "auto" else self
-        if self.micro != "auto" and self.schedule.filled(self.micro, self.workers) != self.micro:
-            raise Refused(f"{self}: {self.schedule.name} takes micro-batches in groups of {self.workers}; give micro="
-                          f"{self.schedule.filled(self.micro, self.workers)}")
-        return found
+        micro = 4 * self.workers if isinstance(self.micro, str) else self.micro
+        if (filled := self.schedule.filled(micro, self.workers)) != micro:
+            raise Refused(f"{self}: {self.schedule.name} takes micro-batches in groups of {self.workers}; give micro={filled}")
+        return replace(self, micro=micro)

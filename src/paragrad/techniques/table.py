@@ -42,9 +42,9 @@ def cuts(strategy: Strategy) -> bool:
     return bool(bringing(strategy, "share"))
 
 
-def checks_of(strategy: Strategy) -> list[tuple[Strategy, Callable[[nn.Module, Any], None]]]:
+def checks_of(strategy: Strategy) -> list[Callable[[nn.Module, Any], None]]:
     """Of the factors that say at the door whether they can cut a model, how: check(model, example) raises StepFailed."""
-    return [(factor, check) for factor in factors_of(strategy) if (check := _part(factor, "check") if ours(factor) else None)]
+    return [check for factor in factors_of(strategy) if (check := _part(factor, "check") if ours(factor) else None)]
 
 
 def share_of(strategy: Strategy, model: nn.Module, example: Any, world: World) -> Share:

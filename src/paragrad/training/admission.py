@@ -253,7 +253,7 @@ def not_sharing(settings: Settings) -> str | None:
 
 def check_cut(job: Job, asked: Strategy, resolved: Strategy, data: Path | None) -> None:
     """Refuse a model that cannot be cut as asked for, tried on two samples."""
-    for factor, cuttable in checks_of(resolved):
+    for cuttable in checks_of(resolved):
         samples = job.samples(opened(job.train, data))
         model, inputs = job.model_to_train(), brought(parted(samples[0, list(range(min(len(samples), 2)))])[0], CPU,
                                                       job.parameter_dtype)
@@ -261,7 +261,7 @@ def check_cut(job: Job, asked: Strategy, resolved: Strategy, data: Path | None) 
             with generators_kept():
                 cuttable(model, inputs)
         except StepFailed as error:
-            raise Refused(f"job {job.name}, {factor}: {error}") from error
+            raise Refused(f"job {job.name}, {asked}: {error}") from error
 
 
 def check_plans(asked: Strategy, resolved: Strategy, settings: Settings) -> None:

@@ -327,9 +327,9 @@ class Part(Running):
         args, kwargs = self.with_values(args), self.with_values(kwargs)
         with self.unwatched():
             out = call(*args, **kwargs)
-        place = next(self.places)
+        made = next(self.places)
         for each, tensor in enumerate(tensors_in(out)):
-            self.make(tensor, (place, each))
+            self.make(tensor, (made, each))
         return out
 
 

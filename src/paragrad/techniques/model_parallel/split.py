@@ -26,6 +26,7 @@ from paragrad.techniques.untouched import untouched
 from paragrad.world.world import World
 
 FINE = 8                # units are split further while one is more than an eighth of a part's work
+NO_LOSS = nn.functional.mse_loss        # of models that are looked at without one
 ROUNDS = 3              # of which the quickest counts
 
 
@@ -54,7 +55,7 @@ class Cut:
 def cut(model: nn.Module, example: Any, parts: int, asked: Sequence[int] | None = None) -> Cut:
     """Into parts that take equally long, or of as many units as asked for. Raises StepFailed where there are not as many."""
     units = units_of(model, example, parts, asked)
-    with untouched(Summed(model, abs)):
+    with untouched(Summed(model, NO_LOSS)):
         timed = _timed(model, units, example)
     ends = list(itertools.accumulate(asked or (), initial=0))
     cuts = [range(*two) for two in itertools.pairwise(ends)] if asked else balanced(timed, parts)
@@ -65,7 +66,7 @@ def cut(model: nn.Module, example: Any, parts: int, asked: Sequence[int] | None 
 def units_of(model: nn.Module, example: Any, parts: int, asked: Sequence[int] | None = None) -> list[Unit]:
     """The calls of a forward between which so many parts can be cut. Raises StepFailed where there are too few of them, or not
     as many as asked for."""
-    with untouched(Summed(model, abs)):
+    with untouched(Summed(model, NO_LOSS)):
         tree = calls(model, example)
     counted: Counter[str] = Counter()
     units = []
@@ -200,7 +201,7 @@ class Looking(Running):
 
 def parts_of(flow: Flow, example: Any) -> tuple[dict[str, tuple[int, ...]], tuple[range, ...]]:
     """({tensor, by its first name: the parts that use it}, the random calls of each part)."""
-    with untouched(Summed(flow.model, abs)), torch.no_grad(), drawing(Recording()) as recording:
+    with untouched(Summed(flow.model, NO_LOSS)), torch.no_grad(), drawing(Recording()) as recording:
         looking = Looking(flow, recording)
         looking.run(copied(example))
     uses = {name: tuple(sorted(looking.uses[id(tensor)]))
