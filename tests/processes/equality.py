@@ -323,6 +323,7 @@ IN_PARTS = ("place(2)", "place(3)", "pipeline(2, micro=2)", "pipeline(3, micro=3
 MODULES = {"mlp": 3, "mlp, adam, clipped, scheduled": 3, "lstm, tied": 3, "lstm, tied, loss as a pair": 3,
            "mlp, weighted classes": 3, "frozen and unused": 2, "dropout": 4, "dicts, padded, transformed": 3,
            "nested inputs": 2, "optimizer of the last layer": 3, "in place": 1, "dropout, recomputed": 3}
+# "frozen and unused" calls a third one for some batches
 TOO_FEW = [(row, column) for row in IN_PARTS for column in JOBS
            if MODULES.get(column, 5) < (4 if "interleaved" in row else 3 if "(3" in row else 2)]
 

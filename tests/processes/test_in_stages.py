@@ -30,7 +30,8 @@ def test_it_is_the_same_training(pool: Ranks, row: str, column: str) -> None:
     assert found(pool, row, JOBS[column]).value <= 1e-10
 
 
-@pytest.mark.parametrize(("row", "column"), [each for each in TOO_FEW if each[0] in ("place(3)", "place(2)")])
+@pytest.mark.parametrize(("row", "column"), [each for each in TOO_FEW if each[0] in ("place(3)", "place(2)")
+                                            and each[1] != "frozen and unused"])
 def test_a_model_of_too_few_modules(pool: Ranks, row: str, column: str) -> None:
     with pytest.raises(pg.RankFailed, match=f"the model calls {MODULES[column]} module.* parts are wanted; give fewer workers"):
         found(pool, row, JOBS[column])
@@ -116,9 +117,9 @@ class Sometimes(nn.Module):
         self.out = nn.Linear(10, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.first(x))
-        if x[0, 0] > 0.5:
-            hidden = hidden + self.rare(hidden)
+        hidden, large = torch.tanh(self.first(x)), x[:, :1] > 1.5
+        if large.any():
+            hidden = hidden + large * self.rare(hidden)
         return self.out(torch.tanh(self.second(hidden)))
 
 

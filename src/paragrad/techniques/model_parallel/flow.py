@@ -11,30 +11,18 @@ A plan says what crosses: one forward without values, made anew for inputs of ot
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
-from torch.utils.weak import WeakIdKeyDictionary
 
-from paragrad.datasets.loading import called
-from paragrad.errors import StepFailed
+from paragrad.techniques.model_parallel.watch import InUnits, Place, Running, Unit, tensors_in
 from paragrad.techniques.untouched import set_values
-
-Place = tuple[int, int]                 # which operation or unit of a forward made a value, and which of its outputs it is
-READS = {"item", "__bool__", "__int__", "__float__", "__index__", "tolist", "numpy", "__contains__"}      # look at values
-# what is replaced around a forward, and is itself inside of a unit
-PLAIN = [(owner, name, getattr(owner, name)) for owner, name in (
-    (nn.Module, "__call__"), (checkpoint, "_checkpoint_without_reentrant_generator"), (checkpoint, "CheckpointFunction"))]
 
 
 @dataclass(frozen=True)
@@ -70,17 +58,11 @@ class Ended(BaseException):
     """This rank's part is over: the rest of the model's Python is not its own."""
 
 
-Unit = tuple[str, int]                  # a call of a module: its name, and which of its calls in a forward it is, from 0
-
-
-class Flow:
-    """A model's forward in parts. parts: the units of each, in order; other calls of modules belong to the part in which they
-    come."""
+class Flow(InUnits):
+    """A model's forward in parts."""
 
     def __init__(self, model: nn.Module, parts: Sequence[Sequence[Unit]]) -> None:
-        self.model, self.last = model, len(parts) - 1
-        self.part_of = {unit: part for part, units in enumerate(parts) for unit in units}
-        self.units = {model.get_submodule(name): name for name, _ in self.part_of}
+        super().__init__(model, parts)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.plans: dict[Any, Plan] = {}
 
@@ -111,7 +93,7 @@ class Flow:
 
     def run(self, inputs: Any, part: int, plan: Plan, received: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
         """(what crosses the end of the part, the model's output where it is the last)."""
-        running = Part(self, part, plan, received)
+        running = OfPart(self, part, plan, received)
         out = None
         with contextlib.suppress(Ended):
             out = running.with_values(running.run(inputs))
@@ -119,123 +101,10 @@ class Flow:
         return [running.kept[each.place] for each in sends], out
 
 
-@contextlib.contextmanager
-def uncheckpointed() -> Iterator[None]:
-    """What a model checkpoints by itself (torch.utils.checkpoint) is kept: what is computed again comes with values alone."""
-    names = "_checkpoint_without_reentrant_generator", "CheckpointFunction"
-    before = {name: getattr(checkpoint, name) for name in names}
-    checkpoint._checkpoint_without_reentrant_generator = _kept                      # type: ignore[assignment]
-    checkpoint.CheckpointFunction = _Kept                                           # type: ignore[misc]
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(checkpoint, name, value)
-
-
-def _kept(*_: Any, **__: Any) -> Iterator[None]:
-    yield
-
-
-class _Kept:
-    @staticmethod
-    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        return function(*args)
-
-
-@contextlib.contextmanager
-def calls_watched(call: Callable[..., Any]) -> Iterator[None]:
-    """call(plain, module, *arguments) is asked for every call of a module."""
-    plain = nn.Module.__call__
-    nn.Module.__call__ = lambda module, *args, **kwargs: call(plain, module, *args, **kwargs)   # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = plain          # type: ignore[method-assign]
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
-
-
-class Running(TorchFunctionMode):
-    """One forward, watched between its units."""
-
-    def __init__(self, flow: Flow) -> None:
-        super().__init__()
-        self.flow, self.part, self.places, self.calls = flow, 0, itertools.count(), itertools.count()
-        self.made: Any = WeakIdKeyDictionary()           # tensor -> (place, part)
-        self.held = {id(each) for each in itertools.chain(flow.model.parameters(), flow.model.buffers())}
-        self.counted: dict[str, int] = {}
-
-    def run(self, inputs: Any) -> Any:
-        with self.watched():
-            return called(self.flow.model, inputs)
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Operations come to `operation`, and calls of units to `unit`."""
-        def call(plain: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            name = self.flow.units.get(module)
-            if name is None:
-                return plain(module, *args, **kwargs)
-            return self.unit(name, functools.partial(plain, module), args, kwargs)
-        with calls_watched(call), uncheckpointed(), self:
-            yield
-
-    @contextlib.contextmanager
-    def unwatched(self) -> Iterator[None]:
-        """Inside of a unit."""
-        ours = [(owner, name, getattr(owner, name)) for owner, name, _ in PLAIN]
-        self.__exit__(None, None, None)
-        for owner, name, plain in PLAIN:
-            setattr(owner, name, plain)
-        try:
-            yield
-        finally:
-            for owner, name, value in ours:
-                setattr(owner, name, value)
-            self.__enter__()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        tensors = tensors_in((args, kwargs))
-        name = getattr(func, "__name__", "")
-        if not any(each in self.made or id(each) in self.held or isinstance(each, FakeTensor) for each in tensors):
-            if name in READS and tensors:
-                self.read()
-            return func(*args, **kwargs)
-        out = self.operation(func, args, kwargs)
-        found = tensors_in(out)
-        if name == "__setitem__":
-            found = [args[0]]
-        if found:
-            place = next(self.places)
-            for number, tensor in enumerate(found):
-                self.make(tensor, (place, number))
-        return out
-
-    def make(self, tensor: Tensor, place: Place) -> None:
-        self.made[tensor] = place, self.part
-
-    def read(self) -> None:
-        """Python has looked at a value of the inputs: another batch may go another way."""
-
-    def begins(self, name: str) -> None:
-        """A unit is called: a part may begin with it."""
-        number = self.counted[name] = self.counted.get(name, -1) + 1
-        part = self.flow.part_of.get((name, number), self.part)
-        if part < self.part:
-            raise StepFailed(f"{name} comes after modules that it came before when the model was cut; a part is what follows "
-                             "one another in every forward")
-        self.part = part
-
-    def operation(self, func: Any, args: Any, kwargs: Any) -> Any: ...
-    def unit(self, name: str, call: Any, args: Any, kwargs: Any) -> Any: ...
-
-
 class Planning(Running):
     """Nothing has a value; noted is which part makes and which ones use what."""
+
+    flow: Flow
 
     def __init__(self, flow: Flow) -> None:
         super().__init__(flow)
@@ -282,7 +151,7 @@ class Planning(Running):
         return out
 
 
-class Part(Running):
+class OfPart(Running):
     """The forward of one part: before it nothing has a value, with the first thing after it all is over."""
 
     def __init__(self, flow: Flow, mine: int, plan: Plan, received: Sequence[Tensor]) -> None:
@@ -339,8 +208,8 @@ def entered(tree: Any) -> tuple[Any, list[Tensor | None]]:
     leaves, spec = tree_flatten(tree)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     if places:
-        anchor = torch.zeros(0, requires_grad=True)
-        for place, tensor in zip(places, Entered.apply(anchor, gradients, *(leaves[place] for place in places)), strict=True):
+        made = Entered.apply(torch.zeros(0, requires_grad=True), gradients, *(leaves[place].detach() for place in places))
+        for place, tensor in zip(places, made, strict=True):
             leaves[place] = tensor
     return tree_unflatten(leaves, spec), gradients
 

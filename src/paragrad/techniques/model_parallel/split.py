@@ -21,7 +21,8 @@ from paragrad.techniques.cut import Share
 from paragrad.techniques.draws import Recording
 from paragrad.techniques.kernels import drawing
 from paragrad.techniques.layout import Held
-from paragrad.techniques.model_parallel.flow import Flow, Running, Unit, calls_watched, entered, tensors_in
+from paragrad.techniques.model_parallel.flow import Flow, entered
+from paragrad.techniques.model_parallel.watch import InUnits, Running, Unit, calls_watched, tensors_in
 from paragrad.techniques.untouched import untouched
 from paragrad.world.world import World
 
@@ -60,7 +61,7 @@ def cut(model: nn.Module, example: Any, parts: int, asked: Sequence[int] | None 
     ends = list(itertools.accumulate(asked or (), initial=0))
     cuts = [range(*two) for two in itertools.pairwise(ends)] if asked else balanced(timed, parts)
     found = tuple(tuple(units[at] for at in part) for part in cuts)
-    return Cut(found, tuple(sum(timed[at] for at in part) for part in cuts), *parts_of(Flow(model, found), example))
+    return Cut(found, tuple(sum(timed[at] for at in part) for part in cuts), *parts_of(InUnits(model, found), example))
 
 
 def units_of(model: nn.Module, example: Any, parts: int, asked: Sequence[int] | None = None) -> list[Unit]:
@@ -117,7 +118,7 @@ def _units(call: Call, most: float, root: bool = True) -> Iterator[Call]:
 class Timing(Running):
     """A forward in which every unit's backward follows at once, alone."""
 
-    def __init__(self, flow: Flow) -> None:
+    def __init__(self, flow: InUnits) -> None:
         super().__init__(flow)
         self.found: list[float] = []
 
@@ -141,7 +142,7 @@ def _timed(model: nn.Module, units: Sequence[Unit], example: Any) -> list[float]
     """Seconds of each unit, forward and backward."""
     rounds = []
     for _ in range(ROUNDS):
-        timing = Timing(Flow(model, [units]))
+        timing = Timing(InUnits(model, [units]))
         timing.run(copied(example))
         rounds.append(timing.found)
         model.zero_grad()
@@ -172,7 +173,7 @@ def balanced(seconds: Sequence[float], parts: int) -> list[range]:
 class Looking(Running):
     """A forward that notes which part uses which tensors, and what it draws."""
 
-    def __init__(self, flow: Flow, recording: Recording) -> None:
+    def __init__(self, flow: InUnits, recording: Recording) -> None:
         super().__init__(flow)
         self.recording, self.drawn = recording, [0]             # draws before each part
         self.uses: dict[int, set[int]] = {}                     # tensor -> parts
@@ -199,7 +200,7 @@ class Looking(Running):
             return call(*args, **kwargs)
 
 
-def parts_of(flow: Flow, example: Any) -> tuple[dict[str, tuple[int, ...]], tuple[range, ...]]:
+def parts_of(flow: InUnits, example: Any) -> tuple[dict[str, tuple[int, ...]], tuple[range, ...]]:
     """({tensor, by its first name: the parts that use it}, the random calls of each part)."""
     with untouched(Summed(flow.model, NO_LOSS)), torch.no_grad(), drawing(Recording()) as recording:
         looking = Looking(flow, recording)
@@ -208,6 +209,15 @@ def parts_of(flow: Flow, example: Any) -> tuple[dict[str, tuple[int, ...]], tupl
             for name, tensor in (*flow.model.named_parameters(), *flow.model.named_buffers()) if id(tensor) in looking.uses}
     drawn = looking.drawn + [len(recording.calls)] * (flow.last + 1 - len(looking.drawn))
     return uses, tuple(range(*each) for each in zip(drawn, [*drawn[1:], len(recording.calls)], strict=True))
+
+
+def supposed(model: nn.Module, uses: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The parts that use each tensor: where nobody was seen to, as what was defined before it."""
+    found: dict[str, tuple[int, ...]] = {}
+    near: tuple[int, ...] = (0,)
+    for name, _ in (*model.named_parameters(), *model.named_buffers()):
+        near = found[name] = uses.get(name, near)
+    return found
 
 
 class Part(nn.Module):
@@ -237,10 +247,8 @@ def kept(flow: Flow, uses: Mapping[str, tuple[int, ...]], mine: Sequence[int], a
     model = flow.model
     named = [*model.named_parameters(), *model.named_buffers()]
     held: dict[str, Held] = {}
-    near: tuple[int, ...] = (0,)                        # where nothing is known, as what was defined before it
     for name, tensor in named:
-        near = uses.get(name, near)
-        owners = sorted({part % axis.size for part in near})
+        owners = sorted({part % axis.size for part in uses[name]})
         world = axis.among([owners]) if len(owners) > 1 and isinstance(tensor, nn.Parameter) else None
         if axis.rank in owners:
             held[name] = Held(name, tuple(tensor.shape), counts=owners[0] == axis.rank,
@@ -257,10 +265,10 @@ def kept(flow: Flow, uses: Mapping[str, tuple[int, ...]], mine: Sequence[int], a
 
 def share_of(model: nn.Module, cut: Cut, mine: Sequence[int], axis: World) -> Share:
     """What a rank holds of a model, which loses the rest. Collective over the axis."""
-    flow = Flow(model, cut.parts)
-    trained = min((part for name, parameter in model.named_parameters() if parameter.requires_grad
-                   for part in cut.uses.get(name, ())), default=flow.last + 1)
-    held = kept(flow, cut.uses, mine, axis)
+    flow, uses = Flow(model, cut.parts), supposed(model, cut.uses)
+    trained = min((part for name, parameter in model.named_parameters() if parameter.requires_grad for part in uses[name]),
+                  default=flow.last + 1)
+    held = kept(flow, uses, mine, axis)
     calls = [call for part in mine for call in cut.draws[part]]
     first = {part: calls.index(cut.draws[part].start) if cut.draws[part] else 0 for part in mine}
     return Share(Part(flow, mine, trained, first), held, gives=flow.last in mine, draws=tuple(calls))
