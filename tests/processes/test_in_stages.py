@@ -135,6 +135,45 @@ def test_models_of_odd_ways(pool: Ranks, name: str, row: str) -> None:
     assert found(pool, row, make_job(name, ODD[name], VECTORS)).value <= 1e-10
 
 
+class Deciding(nn.Module):
+    """Looks at a value that only one part has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.out = nn.ModuleList(nn.Linear(10, 10) for _ in range(3)), nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if x.abs().max() > 100:
+                break
+        return self.out(x)
+
+
+class Counting(nn.Module):
+    """A module of which nobody knows what it gives without running it."""
+
+    class Kept(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[x.sum(1) > 0]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.kept, self.out = nn.Linear(10, 10), self.Kept(), nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return self.out(hidden) + self.kept(hidden).mean()
+
+
+@pytest.mark.parametrize(("model", "told"), [
+    (Deciding, "raised DataDependentOutputException: .*test_in_stages.py:.*let Python look at values of the inputs alone"),
+    (Counting, "raised DynamicOutputShapeException: .*test_in_stages.py:.*and modules at none that decide a shape")])
+def test_a_way_that_depends_on_hidden_values_is_refused_at_the_door(model: type[nn.Module], told: str, tmp_path: Path) -> None:
+    with pytest.raises(pg.Refused, match=told):
+        pg.train(make_job("deciding", model, VECTORS), "place(2)", runs=tmp_path)
+
+
 def test_a_cut_that_was_asked_for(tmp_path: Path) -> None:
     run = pg.train(JOBS["cnn"], "pipeline(2, micro=2, cut=[4, 1])", runs=tmp_path)
     assert [(line["what"], line["picked"]) for line in run.of("choice") if line["what"] == "cut"] == [("cut", "0 to 3 | 4")]

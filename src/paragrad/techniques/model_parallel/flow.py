@@ -11,6 +11,7 @@ A plan says what crosses: one forward without values, made anew for inputs of ot
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from paragrad.errors import StepFailed, told
 from paragrad.techniques.model_parallel.watch import InUnits, Place, Running, Unit, tensors_in
 from paragrad.techniques.untouched import set_values
 
@@ -41,6 +43,19 @@ class Plan:
     crossing: list[list[Crossing]]
     stand_ins: list[tuple[Any, list[tuple[Tensor, Place]]]] = field(default_factory=list)
     steady: bool = True
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """What torch has to say where there are no values: that tensors which are no leaves are copied, and of every error."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            yield
+    finally:
+        log.disabled = before
 
 
 @contextlib.contextmanager
@@ -79,17 +94,26 @@ class Flow(InUnits):
         key = (str(spec), self.model.training, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), *(
             (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves))
         if key not in self.plans:
-            running = Planning(self)
-            with unchanged(self.model), warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)        # that tensors which are no leaves are copied without values
-                out = running.run(inputs)
-            for tensor in tensors_in(out):
-                running.use(tensor, self.last)
-            plan = running.plan()
+            plan = self._plan(inputs)
             if not plan.steady:
                 return plan
             self.plans[key] = plan
         return self.plans[key]
+
+    def _plan(self, inputs: Any) -> Plan:
+        running = Planning(self)
+        with unchanged(self.model), silent():
+            try:
+                out = running.run(inputs)
+            except StepFailed:
+                raise
+            except Exception as error:
+                raise StepFailed(f"a forward without values, by which every rank knows what the others' modules give, raised "
+                                 f"{told(error)}; let Python look at values of the inputs alone, and modules at none that "
+                                 "decide a shape, or train it without cutting it") from error
+        for tensor in tensors_in(out):
+            running.use(tensor, self.last)
+        return running.plan()
 
     def run(self, inputs: Any, part: int, plan: Plan, received: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
         """(what crosses the end of the part, the model's output where it is the last)."""
