@@ -160,27 +160,35 @@ class Step:
     def run(self, stage: int, number: int, received: list[Tensor]) -> tuple[list[Tensor], Made, float]:
         """(what goes on, what backward wants, the weight of the loss)."""
         (micro, inputs, target), within, last = self.given[number], self.within, stage == self.passes.stages - 1
-        samples = within.batch_norm.samples = len(micro.positions)
         received, gradients = entered(received)
         total, weight, halves = None, 0.0, contextlib.nullcontext()
         if self.in_halves and torch.is_grad_enabled():
             halves = self.halves[stage, number] = Deferring()
-        with within.keyed(micro, self.passes.part.first[stage]), within.batch_norm, within.casting():
+        with self.around(stage, micro), within.casting():
             with halves:
                 sends, out = self.flow.run(inputs, stage, self.plans[number], received)
             if last and self.training:
-                total, weight = within.module.pair(out, target, samples)
+                total, weight = within.module.pair(out, target, len(micro.positions))
         if last and not self.training:
             self.out = out
         return sends, Made([each for each in sends if each.requires_grad], gradients, total), weight
+
+    @contextlib.contextmanager
+    def around(self, stage: int, micro: Micro) -> Iterator[None]:
+        """A forward or backward in training: what is drawn, and batch norms, are those of these samples."""
+        if not self.training:
+            yield
+            return
+        self.within.batch_norm.samples = len(micro.positions)
+        with self.within.keyed(micro, self.passes.part.first[stage]), self.within.batch_norm:
+            yield
 
     def backward(self, stage: int, number: int) -> None:
         if (stage, number) in self.again:
             with unchanged(self.passes.part):
                 _, self.made[stage, number], _ = self.run(stage, number, self.received.pop((stage, number)))
-        made, micro = self.made.pop((stage, number)), self.given[number][0]
-        self.within.batch_norm.samples = len(micro.positions)
-        with self.within.keyed(micro, self.passes.part.first[stage]), self.within.batch_norm:
+        made = self.made.pop((stage, number))
+        with self.around(stage, self.given[number][0]):
             if made.total is not None:
                 made.total.backward()
             elif made.ends:
