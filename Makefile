@@ -21,7 +21,7 @@ check: .venv/ready
 test: .venv/ready
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/mypy
-	$(BIN)/pytest -m "not table and not story"
+	$(BIN)/pytest -m "not table and not story" --numprocesses 2 --dist worksteal
 
 table: .venv/ready
 	$(BIN)/pytest tests/pure tests/processes tests/network --timeout 300

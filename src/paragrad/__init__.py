@@ -21,11 +21,13 @@ if typing.TYPE_CHECKING:
     from paragrad.schedules.direct import Direct
     from paragrad.schedules.double_tree import DoubleTree
     from paragrad.schedules.halving import Halving
+    from paragrad.schedules.pipeline import Gpipe, Interleaved, OneFOneB, PipelineSchedule, ZeroBubble
     from paragrad.schedules.ring import Ring, RingAsync
     from paragrad.schedules.star import Star
     from paragrad.schedules.tree import Tree
     from paragrad.schedules.two_level import TwoLevel
     from paragrad.strategies.data import Data, Native
+    from paragrad.strategies.pipeline import Pipeline, Place
     from paragrad.strategies.serial import Serial
     from paragrad.strategies.strategy import Promise
     from paragrad.strategies.table import AllReduce, Strategy, strategy
@@ -42,9 +44,10 @@ if typing.TYPE_CHECKING:
     from paragrad.world.axes import Axis
 
 __all__ = ["AllReduce", "Axis", "Butterfly", "Certificate", "Data", "Decimal", "Direct", "DoubleTree", "Exchange",
-           "Flag", "Halving", "Held", "Integer", "Job", "Native", "Passes", "Promise", "RankFailed", "Recv", "Refused", "Ring",
-           "RingAsync", "Run", "Send", "Serial", "Share", "Star", "Strategy", "Sums", "Table", "Tree", "TwoLevel", "WholeBatch",
-           "Word", "accuracy", "compare", "hook", "job", "option", "parallelize", "strategy", "train", "verify"]
+           "Flag", "Gpipe", "Halving", "Held", "Integer", "Interleaved", "Job", "Native", "OneFOneB", "Passes", "Pipeline",
+           "PipelineSchedule", "Place", "Promise", "RankFailed", "Recv", "Refused", "Ring", "RingAsync", "Run", "Send",
+           "Serial", "Share", "Star", "Strategy", "Sums", "Table", "Tree", "TwoLevel", "WholeBatch", "Word", "ZeroBubble",
+           "accuracy", "compare", "hook", "job", "option", "parallelize", "strategy", "train", "verify"]
 
 # where each public name is, AllReduce and Strategy where all of ours are defined, so that no other takes a name before them;
 # tests/test_structure.py compares it with what type checkers are told above
@@ -53,8 +56,10 @@ _HOMES = {name: home for home, names in {
     "notation.choices": "Decimal Flag Integer Word option", "report.certificate": "Certificate", "report.run": "Run",
     "report.table": "Table", "schedules.actions": "Recv Send",
     "schedules.butterfly": "Butterfly", "schedules.direct": "Direct", "schedules.double_tree": "DoubleTree",
-    "schedules.halving": "Halving", "schedules.ring": "Ring RingAsync", "schedules.star": "Star", "schedules.tree": "Tree",
-    "schedules.two_level": "TwoLevel", "strategies.data": "Data Native", "strategies.serial": "Serial",
+    "schedules.halving": "Halving", "schedules.pipeline": "Gpipe Interleaved OneFOneB PipelineSchedule ZeroBubble",
+    "schedules.ring": "Ring RingAsync", "schedules.star": "Star", "schedules.tree": "Tree",
+    "schedules.two_level": "TwoLevel", "strategies.data": "Data Native", "strategies.pipeline": "Pipeline Place",
+    "strategies.serial": "Serial",
     "strategies.strategy": "Promise", "strategies.table": "AllReduce Strategy strategy", "techniques.cut": "Share",
     "techniques.exchange": "Exchange", "techniques.layout": "Held", "techniques.passes": "Passes Sums",
     "verbs.compare": "compare", "verbs.hook": "hook", "verbs.parallelize": "parallelize", "verbs.train": "train",

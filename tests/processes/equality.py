@@ -312,3 +312,28 @@ def covering() -> list[tuple[str, str, int]]:
                if not any(cell[1:] == (column, workers) for cell in cells)]
     cells += [(list(ROWS)[(columns.index(column) + workers) % 6], column, workers) for column, workers in missing]
     return cells
+
+
+# ---- models in parts ---------------------------------------------------------------------------------------------------------
+IN_PARTS = ("place(2)", "place(3)", "pipeline(2, micro=2)", "pipeline(3, micro=3)", "pipeline(2, micro=3, schedule=gpipe)",
+            "pipeline(2, micro=2, schedule=interleaved)", "pipeline(2, micro=3, schedule=zero_bubble)",
+            "pipeline(2, micro=3, recompute=true)", "pipeline(2, micro=2, schedule=zero_bubble, recompute=true)",
+            "data(2) * pipeline(2, micro=2)", "data(2, reduce=ring) * place(2)")
+# modules that a forward calls one after another, where there are fewer than five
+MODULES = {"mlp": 3, "mlp, adam, clipped, scheduled": 3, "lstm, tied": 3, "lstm, tied, loss as a pair": 3,
+           "mlp, weighted classes": 3, "frozen and unused": 2, "dropout": 4, "dicts, padded, transformed": 3,
+           "nested inputs": 2, "optimizer of the last layer": 3, "in place": 1, "dropout, recomputed": 3}
+# "frozen and unused" calls a third one for some batches
+TOO_FEW = [(row, column) for row in IN_PARTS for column in JOBS
+           if MODULES.get(column, 5) < (4 if "interleaved" in row else 3 if "(3" in row else 2)]
+
+
+def parts_cells() -> list[tuple[str, str]]:
+    return [(row, column) for row in IN_PARTS for column in JOBS if (row, column) not in TOO_FEW]
+
+
+def covering_parts() -> set[tuple[str, str]]:
+    """Every row under some job, and every job under a pipeline of two."""
+    columns = {row: [column for other, column in parts_cells() if other == row] for row in IN_PARTS}
+    return {(row, columns[row][place % len(columns[row])]) for place, row in enumerate(IN_PARTS)} | {
+        (IN_PARTS[2], column) for column in columns[IN_PARTS[2]]}

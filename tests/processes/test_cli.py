@@ -204,7 +204,8 @@ def test_lists() -> None:
         "digits", "mnist-mlp", "mnist-cnn", "shakespeare-lstm"]
     listed = {row["name"]: row for row in json.loads(paragrad("strategies", "--json"))}
     assert listed["ring"]["built"] is True
-    assert listed["pipeline"]["built"] is False
+    assert listed["pipeline"]["built"] is True
+    assert listed["tensor"]["built"] is False
     for row in listed.values():
         assert row["what"]
     assert "ring\tyes\tRing: reduce-scatter" in paragrad("strategies")

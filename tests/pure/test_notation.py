@@ -11,14 +11,16 @@ from hypothesis import strategies as st
 
 from paragrad.errors import Refused
 from paragrad.notation.choices import Choice, Decimal, Flag, Integer, Integers, One, Word, options_of
+from paragrad.schedules.pipeline import PipelineSchedule
 from paragrad.schedules.ring import Ring, RingAsync
 from paragrad.schedules.two_level import TwoLevel
 from paragrad.strategies import planned
 from paragrad.strategies.data import Data, Native
+from paragrad.strategies.pipeline import Pipeline
 from paragrad.strategies.serial import Serial
 from paragrad.strategies.strategy import Here, Product, Strategy
 from paragrad.strategies.table import STRATEGIES, algorithms, known, refuse_unbuilt, resolve, strategies, strategy
-from paragrad.strategies.unbuilt import Pipeline, Tensor
+from paragrad.strategies.unbuilt import Tensor
 
 
 def values(kind: object) -> st.SearchStrategy[Any]:
@@ -61,7 +63,8 @@ def test_round_trip(chosen: Strategy) -> None:
 
 @given(st.sampled_from(list(STRATEGIES.values())).flatmap(choices))
 def test_the_python_form_makes_the_same_value(chosen: Strategy) -> None:
-    names: dict[str, Any] = {cls.__name__: cls for cls in (*known().values(), *algorithms().values())}
+    names: dict[str, Any] = {cls.__name__: cls for cls in (
+        *known().values(), *algorithms().values(), *PipelineSchedule.members.values())}
     names |= {cls.__name__: cls for cls in vars(planned).values() if isinstance(cls, type)}
     assert eval(repr(chosen), names) == chosen
 
@@ -134,7 +137,7 @@ def test_refused_with_the_repair(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", [
-    "tensor(2)", "spatial(2)", "branch(2)", "place(2)", "pipeline(2)", "server(2)", "local(2)", "federated(2)",
+    "tensor(2)", "spatial(2)", "branch(2)", "server(2)", "local(2)", "federated(2)",
     "data(2) * tensor(2)", "data(2, compress=top_k(0.01))", "data(2, state=fully_sharded)", "data(2, shares=auto)",
     "data(2, dense=tensor)"])
 def test_known_by_name_and_refused_as_not_built(text: str) -> None:
@@ -143,7 +146,8 @@ def test_known_by_name_and_refused_as_not_built(text: str) -> None:
 
 
 def test_built_ones_pass() -> None:
-    for text in ("serial(threads=1, micro=3)", "data(auto)", "data(2, reduce=ring_async(4), micro=2, batch_norm=share)"):
+    for text in ("place(2)", "pipeline(2, schedule=zero_bubble)",
+                 "serial(threads=1, micro=3)", "data(auto)", "data(2, reduce=ring_async(4), micro=2, batch_norm=share)"):
         refuse_unbuilt(strategy(text))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from paragrad.errors import Refused
 from paragrad.planner.interval import interval
@@ -15,7 +15,7 @@ from paragrad.players.machine import Cluster, Machine
 from paragrad.players.proof import check
 from paragrad.players.uniform import Tell, simulated
 from paragrad.players.work import WorkAndDepth, work_and_depth
-from paragrad.schedules.actions import ScheduleError
+from paragrad.schedules.actions import Collective, ScheduleError
 from paragrad.strategies.strategy import Strategy
 from paragrad.strategies.table import plan_of
 
@@ -50,7 +50,10 @@ def simulate(strategy: Strategy, size: int, machine: Machine, *, link: str | Non
     per_core: ranks that share a core;  slow: (rank, how many times slower);  tell: see `players.uniform`.
     """
     resolved, plan = plan_of(strategy, "simulate", per_link)
-    workers, schedule = plan.size, plan.schedule
+    workers, schedule = plan.size, cast(Collective, plan.schedule)
+    if plan.what != "all-reduce":
+        raise Refused(f"{strategy}: how long its steps take depends on the model's parts, which are not simulated yet; draw it "
+                      "(paragrad draw), or simulate an exchange, such as data(4, reduce=ring)")
     if size < element:
         raise Refused(f"--bytes {size} is less than one number, which has {element} bytes; give more")
     check(schedule, workers, plan.what)

@@ -10,6 +10,7 @@ yield is waited for, and only what differs from process to process is not seen.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice, zip_longest
@@ -31,6 +32,7 @@ from paragrad.schedules.actions import (
     parts_in,
     shown,
 )
+from paragrad.schedules.pipeline import stage_of
 
 PROVED = 64                     # ranks up to which a schedule is proved before it is played
 ENDLESS = 1000                  # messages that a rank may send for every other, beside two of every slot: more have no end
@@ -68,7 +70,51 @@ def _owned_sums(schedule: Any, size: int) -> list[Held]:
 ALL_REDUCE = Goal(_own, _sums)              # exactly one contribution of everyone in every slot of every rank
 FIRST_HALF = Goal(_own, _owned_sums)        # reduce, reduce_scatter: in what each rank owns, and every slot has an owner
 SECOND_HALF = Goal(_owned_sums, _sums)      # broadcast, all_gather: from there to everywhere
-GOALS = {"all-reduce": ALL_REDUCE}          # of strategies' plans
+
+
+def _own_tasks(schedule: Any, size: int, done: bool) -> list[Held]:
+    """A mark for each task of a rank's stages: forward, and backward, whole or in halves, as its order has it."""
+    every: list[Held] = []
+    for rank in range(size):
+        halves = {what for what, *_ in schedule.tasks(rank, size)} & {"I", "W"}
+        stages = range(rank, schedule.stages(size), size)
+        every.append({f"{what}{stage}.{micro}": done << stage for stage in stages for micro in range(schedule.micro)
+                      for what in ("F", *(("I", "W") if halves else ("B",)) * (stage >= schedule.trained))})
+    return every
+
+
+def _pass(rank: int, action: Compute, held: Held) -> None:
+    """A forward or a backward: what it needs is there, and it is made once."""
+    stage, micro = stage_of(rank, action.at)
+    mark, below = f"{action.what}{stage}.{micro}", (1 << stage) - 1
+    needed = {"F": (), "B": ("F",), "I": ("F",), "W": ("I",)}.get(action.what)
+    if needed is None or mark not in held:
+        raise ScheduleError(f"rank {rank} computes {action.what!r}, which is no part of a pipeline: F, and B or I and W")
+    if held[mark]:
+        raise ScheduleError(f"rank {rank} makes {action} twice")
+    if lacks := next((what for what in needed if not held[f"{what}{stage}.{micro}"]), None):
+        raise ScheduleError(f"rank {rank} makes {action} and has not made {lacks}{shown(action.at)}")
+    held[mark] = 1 << stage
+    came, back = f"x{stage}.{micro}", f"g{stage + 1}.{micro}"
+    if action.what == "F":
+        if held.get(came, below) != below:
+            raise ScheduleError(f"rank {rank} makes {action} without the activations {came}")
+        _given(held, f"x{stage + 1}.{micro}", below | 1 << stage)
+    elif action.what in "BI":
+        if back in held and not held[back] >> (stage + 1) & 1:
+            raise ScheduleError(f"rank {rank} makes {action} without the gradient {back}")
+        _given(held, f"g{stage}.{micro}", held.get(back, 0) | 1 << stage)
+
+
+def _given(held: Held, slot: Slot, bits: int) -> None:
+    if slot in held:
+        held[slot] = bits
+
+
+# every micro-batch forward and backward once on every stage, when what that needs is there
+PIPELINE = Goal(functools.partial(_own_tasks, done=False), functools.partial(_own_tasks, done=True), _pass,
+                "the pass of stage {}".format)
+GOALS = {"all-reduce": ALL_REDUCE, "pipeline": PIPELINE}        # of strategies' plans
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +136,8 @@ def prove(schedule: Schedule, size: int, length: int | Mapping[Slot, int] | None
     """
     if not callable(getattr(schedule, "program", None)):
         raise ScheduleError(f"{type(schedule).__name__} has no program; give it a method program(rank, size) of actions")
+    if length is None and (named := getattr(schedule, "slots", None)):
+        length = dict.fromkeys(named(size), 1)
     if not isinstance(length, Mapping):
         parts = parts_for(schedule, size)
         if (again := parts_for(schedule, size)) != parts:

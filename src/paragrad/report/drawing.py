@@ -8,13 +8,13 @@ from typing import Any
 from paragrad.errors import Refused
 from paragrad.players.draw import Arrow, Diagram
 from paragrad.report.charts import COLOURS, FAINT, INK, MUTED, TEXT, drawing, inline
-from paragrad.schedules.actions import Collective, shown
+from paragrad.schedules.actions import Schedule, shown
 
 MARGIN, ROW = 34, 62                # units beside the first round; between two ranks
 SLOPE, LETTER = 46, 6.6             # units of a round for its arrows; of a letter of its labels
 
 
-def write_space_time(schedule: Collective, size: int, file: Path) -> None:
+def write_space_time(schedule: Schedule, size: int, file: Path) -> None:
     """The diagram as an SVG file. Raises Refused where it cannot be written."""
     try:
         file.write_text(space_time(schedule, size))
@@ -22,7 +22,7 @@ def write_space_time(schedule: Collective, size: int, file: Path) -> None:
         raise Refused(f"--svg {file}: {error.strerror}; give a file in a folder that is there and can be written") from None
 
 
-def space_time(schedule: Collective, size: int) -> str:
+def space_time(schedule: Schedule, size: int) -> str:
     """The diagram of a schedule over `size` ranks, the rounds being those of `paragrad draw`.
 
     A message leaves its sender's line at the left of the round it is sent in, and comes to its receiver's at the right of the

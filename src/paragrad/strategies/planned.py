@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from paragrad.notation.choices import Choice, Decimal, Integer, Integers, One, Word, option
+from paragrad.notation.choices import Choice, Decimal, Integer, One, Word, option
 
 
 class Planned(Choice, abstract=True):
@@ -59,24 +59,6 @@ class Dgc(Planned):
 COMPRESSORS = (Threshold, TopK, OneBit, Int8, PowerSgd, Bf16, Fp16, Dgc)
 
 
-# ---- pipeline schedules ------------------------------------------------------------------------------------------------
-class Gpipe(Planned):
-    """All forwards, then all backwards (Huang et al. 2019)."""
-
-
-class OneFOneB(Planned):
-    """One forward, one backward in turn (PipeDream-flush, Narayanan et al. 2019)."""
-
-
-class Interleaved(Planned):
-    """One forward, one backward over several chunks of the model per rank (Narayanan et al. 2021)."""
-    chunks: int = option(Integer(2), default=2)
-
-
-class ZeroBubble(Planned):
-    """ZB-H1: the weight part of backward fills the bubble (Qi et al. 2024)."""
-
-
 # ---- parameter servers, averaging ----------------------------------------------------------------------------------------
 class Bsp(Planned):
     """Bulk synchronous; with backup workers the slowest are not waited for (Chen et al. 2016)."""
@@ -116,8 +98,6 @@ class Dirichlet(Planned):
     alpha: float = option(Decimal(), default=0.5)
 
 
-CUT = (Integers(), Word("auto"))
-SCHEDULES = One(Gpipe, OneFOneB, Interleaved, ZeroBubble)
 SYNC = One(Bsp, Ssp, Asp)
 OUTER = One(Mean, Nesterov, Elastic)
 SPLIT = One(Even, Dirichlet)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
 from paragrad.errors import Refused
 from paragrad.notation.choices import Family, Several, option
-from paragrad.schedules.actions import Collective
+from paragrad.schedules.actions import Schedule
 from paragrad.strategies.shares import Division, divide
 from paragrad.world.axes import Axis
 
@@ -54,7 +54,7 @@ class Plan:
     what: its goal, by its name in `players.proof.GOALS`.
     """
     what: str
-    schedule: Collective
+    schedule: Schedule
     size: int
 
 

@@ -5,8 +5,8 @@ Each moves to a file of its own when it is built.
 
 from __future__ import annotations
 
-from paragrad.notation.choices import Choice, Decimal, Flag, Integer, Word, option
-from paragrad.strategies.planned import CUT, OUTER, SCHEDULES, SPLIT, SYNC, Bsp, Even, Mean, OneFOneB, Planned
+from paragrad.notation.choices import Choice, Decimal, Integer, Word, option
+from paragrad.strategies.planned import OUTER, SPLIT, SYNC, Bsp, Even, Mean, Planned
 from paragrad.strategies.strategy import Promise, Strategy
 
 
@@ -43,22 +43,6 @@ class Spatial(Unbuilt):
 class Branch(Unbuilt):
     """Independent sub-networks on ranks of their own (Krizhevsky et al. 2012)."""
     workers: int = option(Integer())
-
-
-class Place(Unbuilt):
-    """Layers in sequence on different ranks, one batch at a time (Dean et al. 2012)."""
-    workers: int = option(Integer())
-    cut: tuple[int, ...] | str = option(*CUT, default="auto")
-
-
-class Pipeline(Unbuilt):
-    """Micro-batches in flight through stages of layers (Huang et al. 2019; Narayanan et al. 2019)."""
-    cuts_micro = True
-    workers: int = option(Integer())
-    micro: int | str = option(Integer(), Word("auto"), default="auto")          # auto: 4 x workers
-    schedule: Choice = option(SCHEDULES, default=OneFOneB())
-    recompute: bool = option(Flag(), default=False)
-    cut: tuple[int, ...] | str = option(*CUT, default="auto")
 
 
 class Server(Unbuilt):

@@ -22,12 +22,14 @@ class Share:
 
     held: which part of which tensor its parameters and buffers are, by their names in `model`;  gives: the output, and the
     loss, are on this rank (where not, passes are the technique's own);  draws: of every random call in its forward, which call
-    of the model before the cut it is; None: the same ones.
+    of the model before the cut it is; None: the same ones;  chose: what was picked by measure, for the record (what, picked,
+    because).
     """
     model: nn.Module
     held: Mapping[str, Held]
     gives: bool = True
     draws: tuple[int, ...] | None = None
+    chose: tuple[tuple[str, str, str], ...] = ()
 
     @classmethod
     def all_of(cls, model: nn.Module) -> Share:
@@ -46,4 +48,4 @@ class Share:
             raise StepFailed(f"a cut says that {strange[0]} holds of {self.held[strange[0]].name}, which the model does not "
                              "have")
         held = {name: each.after(before.held[each.name]) for name, each in self.held.items()}
-        return Share(self.model, held, self.gives and before.gives, draws)
+        return Share(self.model, held, self.gives and before.gives, draws, before.chose + self.chose)

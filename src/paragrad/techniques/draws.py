@@ -82,17 +82,19 @@ class Keyed(Drawing):
 
     Gradient checkpointing runs parts of the forward again in backward, and restores torch's generator for it: every call draws
     one number there, and a number that was drawn before is the same call again.
-    strict: a draw that was not `seen` so ends the step; otherwise (on one worker) it is common to all samples.
+    strict: a draw that was not `seen` so ends the step; otherwise (on one worker) it is common to all samples;  first: which of
+    this rank's calls the first one here is.
     """
 
-    def __init__(self, draws: Draws, seed: int, step: int, positions: list[int], strict: bool = True) -> None:
+    def __init__(self, draws: Draws, seed: int, step: int, positions: list[int], strict: bool = True, first: int = 0) -> None:
         self.draws, self.seed, self.step, self.positions, self.strict = draws, seed, step, tuple(positions) or (0,), strict
+        self.first = first
         self.calls: dict[int, int] = {}         # number drawn -> which call it is
 
     def numbers(self, name: str, tensor: Tensor, distribution: Distribution) -> Tensor:
         if not tensor.numel():
             return tensor
-        call = self._serial(self.calls.setdefault(drawn(), len(self.calls)), name)
+        call = self._serial(self.calls.setdefault(drawn(), self.first + len(self.calls)), name)
         key = int.from_bytes(hashlib.blake2b(f"{self.seed} {self.step} {call}".encode(), digest_size=4).digest()) >> 1
         shape = tuple(tensor.shape)
         known = name, shape, len(self.positions), call
@@ -132,7 +134,7 @@ class Keyed(Drawing):
 
 
 @contextlib.contextmanager
-def keyed(draws: Draws, seed: int, step: int, positions: list[int], strict: bool = False) -> Iterator[None]:
+def keyed(draws: Draws, seed: int, step: int, positions: list[int], strict: bool = False, first: int = 0) -> Iterator[None]:
     """Around forward and backward of some samples: what they draw is keyed (`Keyed`), if they draw. Draws from other
     generators, which are common to all samples, begin alike in every forward of a step, on every rank."""
     if not draws and not strict:
@@ -140,7 +142,7 @@ def keyed(draws: Draws, seed: int, step: int, positions: list[int], strict: bool
         return
     if draws.others:
         seed_generators(f"forward {seed} {step}")
-    with drawing(Keyed(draws, seed, step, positions, strict)):
+    with drawing(Keyed(draws, seed, step, positions, strict, first)):
         yield
 
 

@@ -27,7 +27,8 @@ class Sums(NamedTuple):
 
 
 class Within(Protocol):
-    """What a trainer offers to its passes. casting: autocast, if any;  keyed: draws by a sample's place in the global batch."""
+    """What a trainer offers to its passes. casting: autocast, if any;  keyed: draws by a sample's place in the global batch
+    (first: which of this rank's random calls the first one here is)."""
     world: World
     module: Summed
     batch_norm: BatchNorm
@@ -35,7 +36,7 @@ class Within(Protocol):
 
     def casting(self) -> AbstractContextManager[Any]: ...
 
-    def keyed(self, micro: Micro) -> AbstractContextManager[Any]: ...
+    def keyed(self, micro: Micro, first: int = 0) -> AbstractContextManager[Any]: ...
 
 
 class Passes(ABC):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -16,11 +17,14 @@ from paragrad.techniques.exchange import Alone, Exchange, How, Replica
 from paragrad.techniques.passes import OneByOne, Passes, Within
 from paragrad.world.world import World
 
-# modules with a function exchange(strategy, replica, world, log, how), or share(strategy, model, example, axis), and
+# modules with a function exchange(strategy, replica, world, log, how), or share(strategy, model, example, axis) (with another
+# argument, what look(strategy, model, example) saw on the first rank, where there is one), and
 # passes(strategy, within, exchange) where forward and backward go another way than one worker's
 TECHNIQUES = {
     "serial": "paragrad.techniques.data_parallel",
     "data": "paragrad.techniques.data_parallel",
+    "place": "paragrad.techniques.model_parallel.pipeline",
+    "pipeline": "paragrad.techniques.model_parallel.pipeline",
 }
 
 
@@ -38,6 +42,11 @@ def cuts(strategy: Strategy) -> bool:
     return bool(bringing(strategy, "share"))
 
 
+def checks_of(strategy: Strategy) -> list[Callable[[nn.Module, Any], None]]:
+    """Of the factors that say at the door whether they can cut a model, how: check(model, example) raises StepFailed."""
+    return [check for factor in factors_of(strategy) if (check := _part(factor, "check") if ours(factor) else None)]
+
+
 def share_of(strategy: Strategy, model: nn.Module, example: Any, world: World) -> Share:
     """This rank's share of a model, which is changed: cut by the innermost factor first, along its axes. Collective.
 
@@ -48,7 +57,9 @@ def share_of(strategy: Strategy, model: nn.Module, example: Any, world: World) -
         if made := _part(factor, "share"):
             axes = [axis.name for axis in factor.axes if axis.divides != "samples"]
             try:
-                found = made(share.model, example, world.along(axes))
+                looked = _part(factor, "look")          # once, and told to all: replicas are cut alike
+                seen = [world.agreed(looked(share.model, example) if world.rank == 0 else None)] if looked else []
+                found = made(share.model, example, world.along(axes), *seen)
             except Exception as error:
                 if ours(factor) or isinstance(error, StepFailed):
                     raise

@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 
-from paragrad.errors import Refused
-from paragrad.jobs.job import Job
+from paragrad.datasets.loading import brought, parted
+from paragrad.errors import Refused, StepFailed
+from paragrad.jobs.job import CPU, Job, opened
 from paragrad.notation.choices import Integer, Integers
 from paragrad.players.proof import GOALS, check
 from paragrad.schedules.sabotage import sabotaged
 from paragrad.strategies.strategy import Here, Promise, Strategy, factors_of
 from paragrad.strategies.table import refuse_unbuilt, resolve, strategy
-from paragrad.techniques.table import bringing, cuts, ours
+from paragrad.techniques.table import bringing, checks_of, cuts, ours
 from paragrad.training import checkpoint
 from paragrad.training.door import Findings, examined, uncut
 from paragrad.training.first_step.causes import by_layout
@@ -28,6 +29,7 @@ from paragrad.training.saved import Saved
 from paragrad.training.settings import Settings
 from paragrad.world.axes import grid
 from paragrad.world.backends.shm.region import unavailable
+from paragrad.world.generators import generators_kept
 from paragrad.world.joining import check_interfaces, launched_size, ranks_here
 from paragrad.world.launched import cores
 from paragrad.world.launching import Ranks, files
@@ -116,6 +118,7 @@ def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, 
     job = facts.ready(job)
     with asking(asked):
         resolved.refuse(Asked(job, facts, settings.folder), asked, settings.unchecked)
+    check_cut(job, asked, resolved, settings.folder)
     refuse_crowded(job, asked, resolved, facts, settings.folder, settings.device)
     check_plans(asked, resolved, settings)
     backend = backend_of(settings, resolved.size)
@@ -246,6 +249,19 @@ def not_sharing(settings: Settings) -> str | None:
     if settings.device != "cpu":
         return f"parameters on {settings.device} are each rank's own"
     return not_shm(launched_size() or 1)
+
+
+def check_cut(job: Job, asked: Strategy, resolved: Strategy, data: Path | None) -> None:
+    """Refuse a model that cannot be cut as asked for, tried on two samples."""
+    for cuttable in checks_of(resolved):
+        samples = job.samples(opened(job.train, data))
+        model, inputs = job.model_to_train(), brought(parted(samples[0, list(range(min(len(samples), 2)))])[0], CPU,
+                                                      job.parameter_dtype)
+        try:
+            with generators_kept():
+                cuttable(model, inputs)
+        except StepFailed as error:
+            raise Refused(f"job {job.name}, {asked}: {error}") from error
 
 
 def check_plans(asked: Strategy, resolved: Strategy, settings: Settings) -> None:

@@ -28,11 +28,12 @@ from paragrad.world.world import World
 @dataclass(frozen=True)
 class Holding:
     """module: this rank's part of the model, and the loss;  layout: where it stands in the whole;  hollow: the whole, without
-    values;  draws: with the number that each random call of the part has in the whole."""
+    values;  draws: with the number that each random call of the part has in the whole;  chose: as in Share."""
     module: Summed
     layout: Layout
     hollow: nn.Module
     draws: Draws
+    chose: tuple[tuple[str, str, str], ...]
 
 
 def placed(strategy: Strategy, world: World) -> World:
@@ -76,7 +77,7 @@ def divided(strategy: Strategy, module: Summed, optimizer: torch.optim.Optimizer
     for name, parameter in share.model.named_parameters():
         held[parameters[share.held[name].name]].append((share.held[name], parameter))
     layout.hand_over(optimizer, held)
-    return Holding(module.around(share.model), own, hollow, replace(draws, serial=share.draws))
+    return Holding(module.around(share.model), own, hollow, replace(draws, serial=share.draws), share.chose)
 
 
 def check_given(weights: list[float], givers: int) -> None:

@@ -225,12 +225,12 @@ class Trainer:
                 self.alike("schedule", self.steps, self.scheduler.step)
         return own, Result(loss / weight, weight, stop > 0), rate
 
-    def keyed(self, micro: Micro) -> contextlib.AbstractContextManager[Any]:
+    def keyed(self, micro: Micro, first: int = 0) -> contextlib.AbstractContextManager[Any]:
         """Around forward and backward: what is drawn is keyed by each sample's place in the global batch; where the first step
-        drew nothing, a draw ends the run."""
+        drew nothing, a draw ends the run. first: which of this rank's random calls the first one here is."""
         if not self.draws and not self.splits:
             return contextlib.nullcontext()
-        return keyed(self.draws, self.seed, self.steps, micro.places[:len(micro.positions)], strict=self.splits)
+        return keyed(self.draws, self.seed, self.steps, micro.places[:len(micro.positions)], self.splits, first)
 
     def casting(self) -> contextlib.AbstractContextManager[Any]:
         self.cast = True

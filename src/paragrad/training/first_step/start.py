@@ -133,8 +133,12 @@ def wire(trainer: Trainer, some_unused: bool, example: Any) -> Exchange:
         if trainer.batch_norm.inside:
             raise StepFailed("the model has batch norms inside of samples or weights, which are known by the number of their "
                              f"call, and in parts calls have others; train it without {trainer.strategy}")
-        trainer.hold(divided(trainer.strategy, trainer.module, trainer.optimizer, trainer.draws, trainer.world, example,
-                             whole_too=trainer.proof is not None))          # which may ask one worker again
+        with trainer.batch_norm.looking():
+            part = divided(trainer.strategy, trainer.module, trainer.optimizer, trainer.draws, trainer.world, example,
+                           whole_too=trainer.proof is not None)             # which may ask one worker again
+        trainer.hold(part)
+        for choice in part.chose if trainer.world.rank == 0 else ():
+            trainer.log.choice(*choice)
     replica = Replica(trainer.module, trainer.optimizer, trainer.clip_norm, some_unused, trainer.layout)
     world = trainer.everyone if trainer.strategy.servers else trainer.world
     trainer.exchange = exchange_of(trainer.strategy, replica, world, trainer.log, trainer.how)

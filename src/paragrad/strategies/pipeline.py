@@ -1,0 +1,84 @@
+"""place and pipeline: a model in consecutive parts on consecutive ranks, a batch or its micro-batches going through them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Self
+
+from paragrad.errors import Refused
+from paragrad.notation.choices import Flag, Integer, Integers, One, Word, option
+from paragrad.schedules.pipeline import Gpipe, OneFOneB, Pipelined, PipelineSchedule
+from paragrad.strategies.shares import Division
+from paragrad.strategies.strategy import Here, Plan, Promise, Strategy
+from paragrad.world.axes import Axis
+
+CUT = (Integers(), Word("auto"))            # modules of each part; auto: as long as each other
+
+
+class InParts(Strategy, abstract=True):
+    """The model in consecutive parts."""
+    cuts_micro = True
+    recompute = False                       # an option of pipeline
+    if TYPE_CHECKING:
+        @property
+        def cut(self) -> tuple[int, ...] | str: ...
+
+    @property
+    def promise(self) -> Promise:
+        return Promise()
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        assert isinstance(self.workers, int)
+        return (Axis(self.name, self.workers, "model"),)
+
+    @property
+    def asked(self) -> tuple[int, ...] | None:
+        """Modules of each part, where the user says so."""
+        return self.cut if isinstance(self.cut, tuple) else None
+
+    @property
+    def pipelined(self) -> Pipelined:
+        """The schedule of a full share, of a resolved strategy."""
+        raise NotImplementedError
+
+    def plans(self) -> tuple[Plan, ...]:
+        """Of a full share first; a short last batch may have fewer micro-batches."""
+        whole = self.pipelined
+        counts = sorted({whole.schedule.filled(micro, self.size) for micro in range(1, whole.micro + 1)}, reverse=True)
+        return tuple(Plan("pipeline", replace(whole, micro=count), self.size) for count in counts)
+
+
+class Place(InParts):
+    """Consecutive parts on consecutive ranks, one batch at a time (Dean et al. 2012)."""
+    workers: int = option(Integer())
+    cut: tuple[int, ...] | str = option(*CUT, default="auto")
+
+    @property
+    def pipelined(self) -> Pipelined:
+        return Pipelined(Gpipe(), 1)
+
+
+class Pipeline(InParts):
+    """Micro-batches in flight through stages of layers (Huang et al. 2019; Narayanan et al. 2019)."""
+    workers: int = option(Integer())
+    micro: int | str = option(Integer(), Word("auto"), default="auto")          # auto: 4 x workers
+    schedule: PipelineSchedule = option(One(PipelineSchedule), default=OneFOneB())
+    recompute: bool = option(Flag(), default=False)
+    cut: tuple[int, ...] | str = option(*CUT, default="auto")
+
+    @property
+    def division(self) -> Division:
+        assert isinstance(self.micro, int)
+        return Division((1,), self.micro)
+
+    @property
+    def pipelined(self) -> Pipelined:
+        assert isinstance(self.micro, int)
+        return Pipelined(self.schedule, self.schedule.filled(self.micro, self.workers))
+
+    def resolved(self, here: Here) -> Self:
+        micro = 4 * self.workers if isinstance(self.micro, str) else self.micro
+        if (filled := self.schedule.filled(micro, self.workers)) != micro:
+            raise Refused(f"{self}: {self.schedule.name} takes micro-batches in groups of {self.workers}; give micro={filled}")
+        return replace(self, micro=micro)

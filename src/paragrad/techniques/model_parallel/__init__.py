@@ -1,0 +1,1 @@
+"""Techniques that cut the model."""

@@ -1,0 +1,181 @@
+"""place and pipeline: the same training as serial's, with the parts of models that are cut anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equality import JOBS, MODULES, TOO_FEW, VECTORS, covering_parts, parts_cells, resolved
+from equality import job as make_job
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import paragrad as pg
+from paragrad.verbs.lockstep import difference
+from paragrad.world.launching import Ranks
+
+
+def found(pool: Ranks, row: str, job: pg.Job) -> Any:
+    chosen = resolved(row)
+    answers = pool.run(difference, job, chosen, size=chosen.size)
+    assert all(answer == answers[0] for answer in answers)
+    return answers[0]
+
+
+@pytest.mark.parametrize(("row", "column"), [
+    pytest.param(*cell, marks=() if cell in covering_parts() else pytest.mark.table) for cell in parts_cells()])
+def test_it_is_the_same_training(pool: Ranks, row: str, column: str) -> None:
+    assert found(pool, row, JOBS[column]).value <= 1e-10
+
+
+@pytest.mark.parametrize(("row", "column"), [each for each in TOO_FEW if each[0] in ("place(3)", "place(2)")
+                                            and each[1] != "frozen and unused"])
+def test_a_model_of_too_few_modules(pool: Ranks, row: str, column: str) -> None:
+    with pytest.raises(pg.RankFailed, match=f"the model calls {MODULES[column]} module.* parts are wanted; give fewer workers"):
+        found(pool, row, JOBS[column])
+
+
+# ---- odd models --------------------------------------------------------------------------------------------------------------
+class Skipping(nn.Module):
+    """A parameter of its own, skips over several layers, a buffer written in place, a value of an early layer in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(10))
+        self.layers = nn.ModuleList(nn.Linear(10, 10) for _ in range(4))
+        self.out = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = hidden = self.layers[0](x) * self.scale
+        for layer in self.layers[1:]:
+            hidden = hidden + torch.tanh(layer(hidden))
+        marked = torch.zeros_like(x)
+        marked[:, 1:] = first[:, 1:]
+        hidden += marked * self.scale
+        return self.out(hidden) + first.mean(1, keepdim=True)
+
+
+class Shared(nn.Module):
+    """One layer that is called three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.out = nn.Linear(10, 10), nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = torch.relu(self.layer(x))
+        return self.out(x)
+
+
+class Checkpointed(nn.Module):
+    """Checkpoints by itself, across what may be a cut, in both ways that torch has."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.layers, self.reentrant = nn.ModuleList(nn.Linear(10, 10) for _ in range(4)), reentrant
+        self.out = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        x = checkpoint(lambda h: self.layers[2](torch.tanh(self.layers[1](h))), x, use_reentrant=self.reentrant)
+        return self.out(self.layers[3](x))
+
+
+class Nested(nn.Module):
+    """Units that take and give dicts, tuples and None."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(10, 10)
+
+        def forward(self, state: dict[str, Any], bias: Tensor | None = None) -> tuple[dict[str, Any], None]:
+            hidden = torch.tanh(self.layer(state["hidden"]))
+            return {"hidden": hidden if bias is None else hidden + bias, "seen": (*state["seen"], hidden)}, None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Inner() for _ in range(3))
+        self.out = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state: dict[str, Any] = {"hidden": x, "seen": ()}
+        for number, layer in enumerate(self.layers):
+            state, _ = layer(state, bias=x if number == 2 else None)
+        return self.out(sum(state["seen"]))
+
+
+class Sometimes(nn.Module):
+    """Another way through the model for other batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rare, self.second = (nn.Linear(10, 10) for _ in range(3))
+        self.out = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, large = torch.tanh(self.first(x)), x[:, :1] > 1.5
+        if large.any():
+            hidden = hidden + large * self.rare(hidden)
+        return self.out(torch.tanh(self.second(hidden)))
+
+
+ODD = {"skipping": Skipping, "shared": Shared, "checkpointed": lambda: Checkpointed(False),
+       "checkpointed, reentrant": lambda: Checkpointed(True), "nested": Nested, "sometimes": Sometimes}
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("row", ["place(2)", "place(3)", pytest.param("pipeline(2, micro=3)", marks=pytest.mark.table),
+                                 pytest.param("pipeline(3, micro=2, schedule=zero_bubble)", marks=pytest.mark.table),
+                                 "pipeline(3, micro=2, recompute=true)"])
+def test_models_of_odd_ways(pool: Ranks, name: str, row: str) -> None:
+    assert found(pool, row, make_job(name, ODD[name], VECTORS)).value <= 1e-10
+
+
+class Deciding(nn.Module):
+    """Looks at a value that only one part has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.out = nn.ModuleList(nn.Linear(10, 10) for _ in range(3)), nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if x.abs().max() > 100:
+                break
+        return self.out(x)
+
+
+class Counting(nn.Module):
+    """A module of which nobody knows what it gives without running it."""
+
+    class Kept(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[x.sum(1) > 0]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.kept, self.out = nn.Linear(10, 10), self.Kept(), nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return self.out(hidden) + self.kept(hidden).mean()
+
+
+@pytest.mark.parametrize(("model", "told"), [
+    (Deciding, "raised DataDependentOutputException: .*test_in_stages.py:.*let Python look at values of the inputs alone"),
+    (Counting, "raised DynamicOutputShapeException: .*test_in_stages.py:.*and modules at none that decide a shape")])
+def test_a_way_that_depends_on_hidden_values_is_refused_at_the_door(model: type[nn.Module], told: str, tmp_path: Path) -> None:
+    with pytest.raises(pg.Refused, match=told):
+        pg.train(make_job("deciding", model, VECTORS), "place(2)", runs=tmp_path)
+
+
+def test_a_cut_that_was_asked_for(tmp_path: Path) -> None:
+    run = pg.train(JOBS["cnn"], "pipeline(2, micro=2, cut=[4, 1])", runs=tmp_path)
+    assert [(line["what"], line["picked"]) for line in run.of("choice") if line["what"] == "cut"] == [("cut", "0 to 3 | 4")]
+    with pytest.raises(pg.Refused, match=r"cut=\[1, 1\] is 2 part\(s\) of 2 modules together, and there are 2 of 5"):
+        pg.train(JOBS["cnn"], "pipeline(2, micro=2, cut=[1, 1])", runs=tmp_path)
