@@ -11,6 +11,7 @@ import torch
 
 import paragrad as pg
 from paragrad.jobs.finding import find
+from paragrad.world.launching import files
 
 DATA = """
 import torch, paragrad as pg
@@ -197,3 +198,13 @@ def test_a_guarded_script_is_a_job_file_that_prints_once(tmp_path: Path) -> None
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (done.stdout + done.stderr).count("at the top") == 1
+
+
+def test_a_short_name_within_another_one_names_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a job `two:job` whatever had "two" in it, such as two_level, was sent with that module, which ranks import by its
+    name and may no longer find."""
+    written(tmp_path, "job = pg.Job(model=lambda: nn.Linear(5, 3), **settings)", "two.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = find("two:job")
+    assert [file.name for file in files.dumps(found)[1]] == ["two"]
+    assert files.dumps(("in two", "two_level", pg.TwoLevel))[1] == ()

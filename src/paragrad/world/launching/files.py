@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import importlib
 import io
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -63,7 +64,13 @@ def dumps(task: Any) -> tuple[bytes, tuple[JobFile, ...]]:
         raise Refused(f"{_unsent(task)} cannot be sent to the ranks ({type(error).__name__}: {error}); put the job into a file "
                       "and a function around it there, such as loss=lambda output, target: own(output, target), for what "
                       "functions of a job file name is not sent: every rank runs the file") from error
-    return call, tuple(replace(file, changed=_changed(file.name)) for file in known.values() if file.name.encode() in call)
+    return call, tuple(replace(file, changed=_changed(file.name)) for file in known.values() if _names(call, file.name))
+
+
+def _names(call: bytes, module: str) -> bool:
+    """Does a pickle name a module, or one inside of it? As a string that begins so, and ends there or goes on with a dot:
+    another's name may have it within."""
+    return re.search(rb"(?:\x8c.|X.{4})" + re.escape(module.encode()) + rb"[\x94.]", call, re.DOTALL) is not None
 
 
 def _pickled(value: Any) -> bytes:
