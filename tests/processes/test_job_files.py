@@ -201,10 +201,10 @@ def test_a_guarded_script_is_a_job_file_that_prints_once(tmp_path: Path) -> None
 
 
 def test_a_short_name_within_another_one_names_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a job `two:job` whatever had "two" in it, such as two_level, was sent with that module, which ranks import by its
+    """After a job `level:job` whatever had "level" in it, such as two_level, was sent with that module, which ranks import by its
     name and may no longer find."""
-    written(tmp_path, "job = pg.Job(model=lambda: nn.Linear(5, 3), **settings)", "two.py")
+    written(tmp_path, "job = pg.Job(model=lambda: nn.Linear(5, 3), **settings)", "level.py")
     monkeypatch.syspath_prepend(tmp_path)
-    found = find("two:job")
-    assert [file.name for file in files.dumps(found)[1]] == ["two"]
-    assert files.dumps(("in two", "two_level", pg.TwoLevel))[1] == ()
+    found = find("level:job")
+    assert [file.name for file in files.dumps(found)[1]] == ["level"]
+    assert files.dumps(("a level", "two_level", pg.TwoLevel))[1] == ()
