@@ -201,8 +201,8 @@ def test_a_guarded_script_is_a_job_file_that_prints_once(tmp_path: Path) -> None
 
 
 def test_a_short_name_within_another_one_names_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a job `level:job` whatever had "level" in it, such as two_level, was sent with that module, which ranks import by its
-    name and may no longer find."""
+    """After a job `level:job` whatever had "level" in it, such as two_level, was sent with that module, which ranks import by
+    its name and may no longer find."""
     written(tmp_path, "job = pg.Job(model=lambda: nn.Linear(5, 3), **settings)", "level.py")
     monkeypatch.syspath_prepend(tmp_path)
     found = find("level:job")
