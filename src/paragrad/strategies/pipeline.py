@@ -22,6 +22,9 @@ class InParts(Strategy, abstract=True):
     if TYPE_CHECKING:
         @property
         def cut(self) -> tuple[int, ...] | str: ...
+        @property
+        def pipelined(self) -> Pipelined:
+            """The schedule of a full share, of a resolved strategy."""
 
     @property
     def promise(self) -> Promise:
@@ -36,11 +39,6 @@ class InParts(Strategy, abstract=True):
     def asked(self) -> tuple[int, ...] | None:
         """Modules of each part, where the user says so."""
         return self.cut if isinstance(self.cut, tuple) else None
-
-    @property
-    def pipelined(self) -> Pipelined:
-        """The schedule of a full share, of a resolved strategy."""
-        raise NotImplementedError
 
     def plans(self) -> tuple[Plan, ...]:
         """Of a full share first; a short last batch may have fewer micro-batches."""

@@ -64,7 +64,6 @@ class InStages(Passes):
         self.part, self.strategy = part, strategy
         self.line = within.world.along(strategy.name)
         self.stages = part.flow.last + 1
-        self.recompute = strategy.recompute
         self.ending = False                         # the last backward of this rank is under way
         for parameter in part.parameters():
             if parameter.requires_grad:
@@ -119,7 +118,7 @@ class Step:
         self.in_halves = any(what == "W" for what, *_ in tasks)
         # a forward whose backward comes next is kept
         at_once = {two[1:] for one, two in pairwise(tasks) if one[0] == "F" and two[0] in "BI" and one[1:] == two[1:]}
-        self.again = {task[1:] for task in tasks if task[0] in "BI"} - at_once if passes.recompute else set()
+        self.again = {task[1:] for task in tasks if task[0] in "BI"} - at_once if passes.strategy.recompute else set()
         self.made: dict[tuple[int, int], Made] = {}                 # by stage and micro-batch
         self.received: dict[tuple[int, int], list[Tensor]] = {}     # of those that are computed again
         self.halves: dict[tuple[int, int], Deferring] = {}

@@ -150,7 +150,7 @@ def _timed(model: nn.Module, units: Sequence[Unit], example: Any) -> list[float]
 
 
 def balanced(seconds: Sequence[float], parts: int) -> list[range]:
-    """Consecutive parts, none empty, of which the longest is as short as can be; of several such, the one before it too."""
+    """Consecutive parts, none empty, of which the longest is as short as can be."""
     ends = list(itertools.accumulate(seconds, initial=0.0))
     count = len(seconds)
     best: list[list[float]] = [[float("inf")] * (count + 1) for _ in range(parts + 1)]
@@ -227,22 +227,20 @@ class Part(nn.Module):
     first: which of this rank's random calls the first one of each part is.
     """
     flow: Flow
-    mine: tuple[int, ...]
     trained: int
     first: Mapping[int, int]
 
-    def __init__(self, flow: Flow, mine: Sequence[int], trained: int, first: Mapping[int, int]) -> None:
+    def __init__(self, flow: Flow, trained: int, first: Mapping[int, int]) -> None:
         super().__init__()
-        self.__dict__.update(flow=flow, mine=tuple(mine), trained=trained, first=first,
-                             training=flow.model.training, _modules=flow.model._modules,
-                             _parameters=flow.model._parameters, _buffers=flow.model._buffers)
+        self.__dict__.update(flow=flow, trained=trained, first=first, training=flow.model.training,
+                             _modules=flow.model._modules, _parameters=flow.model._parameters, _buffers=flow.model._buffers)
 
     def train(self, mode: bool = True) -> Part:
         self.flow.model.train(mode)
         return super().train(mode)
 
 
-def kept(flow: Flow, uses: Mapping[str, tuple[int, ...]], mine: Sequence[int], axis: World) -> dict[str, Held]:
+def kept(flow: Flow, uses: Mapping[str, tuple[int, ...]], axis: World) -> dict[str, Held]:
     """Which tensors of the model a rank's parts hold; of the others it loses the values. Collective over the axis."""
     model = flow.model
     named = [*model.named_parameters(), *model.named_buffers()]
@@ -268,7 +266,7 @@ def share_of(model: nn.Module, cut: Cut, mine: Sequence[int], axis: World) -> Sh
     flow, uses = Flow(model, cut.parts), supposed(model, cut.uses)
     trained = min((part for name, parameter in model.named_parameters() if parameter.requires_grad for part in uses[name]),
                   default=flow.last + 1)
-    held = kept(flow, uses, mine, axis)
+    held = kept(flow, uses, axis)
     calls = [call for part in mine for call in cut.draws[part]]
     first = {part: calls.index(cut.draws[part].start) if cut.draws[part] else 0 for part in mine}
-    return Share(Part(flow, mine, trained, first), held, gives=flow.last in mine, draws=tuple(calls))
+    return Share(Part(flow, trained, first), held, gives=flow.last in mine, draws=tuple(calls))
