@@ -179,3 +179,41 @@ def test_a_cut_that_was_asked_for(tmp_path: Path) -> None:
     assert [(line["what"], line["picked"]) for line in run.of("choice") if line["what"] == "cut"] == [("cut", "0 to 3 | 4")]
     with pytest.raises(pg.Refused, match=r"cut=\[1, 1\] is 2 part\(s\) of 2 modules together, and there are 2 of 5"):
         pg.train(JOBS["cnn"], "pipeline(2, micro=2, cut=[1, 1])", runs=tmp_path)
+
+
+class Blocks(nn.Module):
+    """Modules in a list, which is not called itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Module()
+        self.trunk.h = nn.ModuleList(nn.Sequential(nn.Linear(10, 10), nn.Tanh()) for _ in range(4))
+        self.out = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.trunk.h:
+            x = x + block(x)
+        return self.out(x)
+
+
+@pytest.mark.parametrize(("cut", "picked"), [
+    ("[trunk.h.1]", "trunk.h.0 | trunk.h.1 to out"),
+    ("[h.3]", "trunk.h.0 to trunk.h.2 | trunk.h.3 to out"),
+    ("[h.2.1]", "trunk.h.0 to trunk.h.2.0 | trunk.h.2.1 to out")])         # inside of what would be a unit
+def test_a_cut_by_names(cut: str, picked: str, tmp_path: Path) -> None:
+    run = pg.train(make_job("blocks", Blocks, VECTORS), f"place(2, cut={cut})", runs=tmp_path)
+    assert [line["picked"] for line in run.of("choice") if line["what"] == "cut"] == [picked]
+    assert run.of("first_step")
+
+
+@pytest.mark.parametrize(("strategy", "told"), [
+    ("place(2, cut=[h.9])", "cut: no module 'h.9'; did you mean"),
+    ("place(2, cut=[trunk])", r"cut=\[trunk\]: trunk is not called in a forward; cut at one of trunk.h.1"),
+    ("place(2, cut=[h.0])", "2 parts that are not empty need 1"),
+    ("place(3, cut=[h.2, h.1])", "3 parts that are not empty need 2 in the order in which they are called"),
+    ("place(3, cut=[h.2])", "3 parts that are not empty need 2"),
+    ("place(2, cut=[1, h.2])", r"takes a list of whole numbers from 1, such as \[3, 1\] or a list of names"),
+    (pg.Place(2, cut=["0"]), "cut names 0, which may be trunk.h.0.*give the whole name")])
+def test_names_that_cut_nothing(strategy: str | pg.Place, told: str, tmp_path: Path) -> None:
+    with pytest.raises(pg.Refused, match=told):
+        pg.train(make_job("blocks", Blocks, VECTORS), strategy, runs=tmp_path)
