@@ -464,7 +464,7 @@ def test_the_same_text_in_other_clothes(tmp_path: Path, small: Path, change: Cal
     (b"A:\nfine\nso 4ar", "input.txt, line 3, column 4: '4' is none of the 65 characters"),
     ("\ufeffA:\nfine".encode(), r"input.txt, line 1, column 1: '\ufeff' is none of the 65 characters"),
     (b"A:\nna\xefve", "input.txt is no UTF-8 text (byte 5)"),
-    (gzip.compress(b"A:\nfine")[:-3], "input.txt is cut off in the middle of its gzip data"),
+    (gzip.compress(b"A:\nfine", mtime=0)[:-3], "input.txt is cut off in the middle of its gzip data"),
 ])
 def test_a_strange_text_is_refused_by_name_and_place(tmp_path: Path, body: bytes, message: str) -> None:
     (tmp_path / "input.txt").write_bytes(body)

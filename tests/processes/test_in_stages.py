@@ -188,7 +188,7 @@ class Blocks(nn.Module):
         super().__init__()
         self.trunk = nn.Module()
         self.trunk.h = nn.ModuleList(nn.Sequential(nn.Linear(10, 10), nn.Tanh()) for _ in range(4))
-        self.out = nn.Linear(10, 4)
+        self.out, self.unused = nn.Linear(10, 4), nn.Tanh()
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.trunk.h:
@@ -197,18 +197,19 @@ class Blocks(nn.Module):
 
 
 @pytest.mark.parametrize(("cut", "picked"), [
-    ("[trunk.h.1]", "trunk.h.0 | trunk.h.1 to out"),
-    ("[h.3]", "trunk.h.0 to trunk.h.2 | trunk.h.3 to out"),
-    ("[h.2.1]", "trunk.h.0 to trunk.h.2.0 | trunk.h.2.1 to out")])         # inside of what would be a unit
+    ("[trunk.h.1]", "trunk.h.0.0 to trunk.h.0.1 | trunk.h.1.0 to out"),
+    ("[h.3]", "trunk.h.0.0 to trunk.h.2.1 | trunk.h.3.0 to out"),
+    ("[h.2.1]", "trunk.h.0.0 to trunk.h.2.0 | trunk.h.2.1 to out")])
 def test_a_cut_by_names(cut: str, picked: str, tmp_path: Path) -> None:
     run = pg.train(make_job("blocks", Blocks, VECTORS), f"place(2, cut={cut})", runs=tmp_path)
     assert [line["picked"] for line in run.of("choice") if line["what"] == "cut"] == [picked]
-    assert run.of("first_step")
+    assert run.of("checked")
 
 
 @pytest.mark.parametrize(("strategy", "told"), [
-    ("place(2, cut=[h.9])", "cut: no module 'h.9'; did you mean"),
-    ("place(2, cut=[trunk])", r"cut=\[trunk\]: trunk is not called in a forward; cut at one of trunk.h.1"),
+    ("place(2, cut=[h.9])", "cut: no module 'h.9'; known: .*trunk.h.3"),
+    ("place(2, cut=[unused])", r"cut=\[unused\]: unused is not called in a forward; cut at one of trunk.h.0.1"),
+    ("place(2, cut=[trunk])", "2 parts that are not empty need 1"),
     ("place(2, cut=[h.0])", "2 parts that are not empty need 1"),
     ("place(3, cut=[h.2, h.1])", "3 parts that are not empty need 2 in the order in which they are called"),
     ("place(3, cut=[h.2])", "3 parts that are not empty need 2"),

@@ -29,8 +29,6 @@ from paragrad.players.machine import machine_of
 from paragrad.report import simulation
 from paragrad.report.progress import Shown
 from paragrad.schedules.sabotage import SABOTAGES
-from paragrad.strategies.table import plan_of
-from paragrad.strategies.table import strategies as read_strategies
 from paragrad.strategies.table import strategy as read_strategy
 from paragrad.version import __version__
 from paragrad.world.launched import cores, launched
@@ -169,23 +167,15 @@ OwnJob = Annotated[str | None, typer.Option("--job", metavar="JOB", help="a job 
 
 @app.command()
 def draw(strategy: Annotated[str, typer.Argument(help="such as 'data(4, reduce=ring)'; several separated by ;")],
-         job: Annotated[str | None, typer.Option("--job", metavar="JOB", help="whose parts to show, or a file with an "
-                                                 "all-reduce of your own")] = None,
+         job: Annotated[str | None, typer.Option(metavar="JOB", help="with its parts, or an all-reduce of your own")] = None,
          svg: Annotated[Path | None, typer.Option(metavar="FILE", help="also write a space-time diagram")] = None,
          data: Data = None, batch: Batch = None, set_: Set = None) -> None:
     """Draw what the ranks of a strategy do and send each other, and with --job the parts of its model."""
-    from paragrad.report.drawing import draw as drawn_as
-    from paragrad.verbs.draw import parts
+    from paragrad.verbs.draw import draw as drawn
     with answering():
-        chosen = _job(job, set_, batch, None, None) if job else None
-        asked = read_strategies(strategy)
-        if svg and len(asked) > 1:
-            raise Refused(f"--svg {svg} takes one picture; give one strategy")
-        for number, each in enumerate(asked):
-            with Console(stderr=True).status("drawing"):
-                resolved, plan = plan_of(each, "draw")
-                drawn = drawn_as(plan, parts(chosen, resolved, data) if chosen else (), svg)
-            print(("\n" if number else "") + drawn)
+        with Console(stderr=True).status("drawing"):
+            text = drawn(strategy, _job(job, set_, batch, None, None) if job else None, svg, data)
+        print(text)
 
 
 @app.command()

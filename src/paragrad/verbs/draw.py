@@ -9,12 +9,27 @@ import torch
 from paragrad.datasets.loading import brought, parted
 from paragrad.errors import Refused, StepFailed
 from paragrad.jobs.job import CPU, Job, opened
+from paragrad.report.drawing import draw as drawn
 from paragrad.strategies.pipeline import InParts
 from paragrad.strategies.shares import micro_batches
 from paragrad.strategies.strategy import Strategy, factors_of
+from paragrad.strategies.table import plan_of, strategies
 from paragrad.techniques.model_parallel.account import Piece, pieces
 from paragrad.training.door import examined
 from paragrad.world.generators import generators_kept
+
+
+def draw(text: str, job: Job | None = None, svg: Path | None = None, data: Path | None = None) -> str:
+    """Strategies, one below the other. job: with the parts of its model;  svg: a file for a space-time diagram of one. Raises
+    Refused."""
+    asked = strategies(text)
+    if svg and len(asked) > 1:
+        raise Refused(f"--svg {svg} takes one picture; give one strategy")
+    found = []
+    for each in asked:
+        resolved, plan = plan_of(each, "draw")
+        found.append(drawn(plan, parts(job, resolved, data) if job else (), svg))
+    return "\n\n".join(found)
 
 
 def parts(job: Job, chosen: Strategy, data: Path | None = None) -> list[Piece]:

@@ -113,11 +113,14 @@ def divided(model: nn.Module, units: Sequence[Unit], parts: int, asked: Asked) -
     if sizes:
         ends = list(itertools.accumulate(sizes, initial=0))
         return [range(*two) for two in itertools.pairwise(ends)]
-    begins = [(named(model, str(each)), 0) for each in asked]
-    if absent := [name for name, _ in begins if (name, 0) not in units]:
-        raise StepFailed(f"{said}: {absent[0]} is not called in a forward; cut at one of {_listed(units[1:])}")
-    starts = [0, *map(units.index, begins), len(units)]
-    if len(begins) != parts - 1 or any(start >= stop for start, stop in itertools.pairwise(starts)):
+    starts = [0]
+    for name in (named(model, str(each)) for each in asked):
+        inside = [at for at, (unit, _) in enumerate(units) if f"{unit}.".startswith(f"{name}.")]
+        if not inside:
+            raise StepFailed(f"{said}: {name} is not called in a forward; cut at one of {_listed(units[1:])}")
+        starts.append(inside[0])
+    starts.append(len(units))
+    if len(asked) != parts - 1 or any(start >= stop for start, stop in itertools.pairwise(starts)):
         raise StepFailed(f"{said} names the modules with which all parts but the first begin, and {parts} parts that are not "
                          f"empty need {parts - 1} in the order in which they are called: of {_listed(units[1:])}")
     return [range(*two) for two in itertools.pairwise(starts)]
