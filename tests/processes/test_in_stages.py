@@ -203,7 +203,7 @@ class Blocks(nn.Module):
 def test_a_cut_by_names(cut: str, picked: str, tmp_path: Path) -> None:
     run = pg.train(make_job("blocks", Blocks, VECTORS), f"place(2, cut={cut})", runs=tmp_path)
     assert [line["picked"] for line in run.of("choice") if line["what"] == "cut"] == [picked]
-    assert run.of("checked")
+    assert "are one worker's" in (run.first_step or "")
 
 
 @pytest.mark.parametrize(("strategy", "told"), [
