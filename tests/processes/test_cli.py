@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -201,7 +202,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
 
 def test_lists() -> None:
     assert [row["job"] for row in json.loads(paragrad("jobs", "--json"))] == [
-        "digits", "mnist-mlp", "mnist-cnn", "shakespeare-lstm"]
+        "digits", "mnist-mlp", "mnist-cnn", "shakespeare-lstm", "shakespeare-gpt"]
     listed = {row["name"]: row for row in json.loads(paragrad("strategies", "--json"))}
     assert listed["ring"]["built"] is True
     assert listed["pipeline"]["built"] is True
@@ -213,6 +214,26 @@ def test_lists() -> None:
 
 def test_draw() -> None:
     assert paragrad("draw", "data(2, reduce=butterfly)").splitlines()[1:] == ["0 | >1:0 <1:0+", "1 | >0:0 <0:0+"]
+
+
+def test_draw_the_parts_of_a_model(tmp_path: Path) -> None:
+    """Of a micro-batch of 8: 64 numbers go on from the first layer, and their gradients come back."""
+    words = "draw", "pipeline(2, micro=4, cut=[1, 2])", "--job", "digits", "--batch", "32", "--svg", str(tmp_path / "drawn.svg")
+    table, drawing = (each.splitlines() for each in paragrad(*words).split("\n\n"))
+    rows = [re.split("  +", line) for line in table[1:3]]
+    assert [row[:5] for row in rows] == [["0", "0", "0", "4,160", "65,536 (86%)"], ["1", "1", "1 to 2", "650", "10,240 (14%)"]]
+    assert [row[6:] for row in rows] == [["2.05 KB", "2.05 KB"], ["0 bytes", "0 bytes"]]
+    assert drawing[1].startswith("0 | F0   >1:x1.0")
+    texts = [element.text for element in ElementTree.fromstring((tmp_path / "drawn.svg").read_text()).iter() if element.text]
+    assert sum(text in ("F0", "B3") for text in texts) == 4         # a box of each on both ranks
+    assert "1 to 2 (650 parameters)" in texts
+
+
+def test_draw_several() -> None:
+    """Why there are pipelines: in place nobody works beside anybody."""
+    one, other = paragrad("draw", "place(2); pipeline(2, micro=2)").split("\n\n")
+    assert one.splitlines()[1:] == paragrad("draw", "place(2)").splitlines()[1:]
+    assert other.splitlines()[0].startswith("one_f_one_b of 2 micro-batches")
 
 
 @pytest.mark.parametrize("algorithm", [each.name if each.name != "two_level" else "two_level(group=2)" for each in SCHEDULES])

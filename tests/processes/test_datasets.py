@@ -14,6 +14,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import cloudpickle
@@ -31,12 +32,13 @@ from paragrad.datasets.files import SETS, Original, content, located
 from paragrad.datasets.idx import labelled, read
 from paragrad.datasets.loading import Samples
 from paragrad.datasets.mnist import DEVIATION, MEAN, mnist
-from paragrad.datasets.text import CHARACTERS, NUMBERS, Speeches, pad, speeches
+from paragrad.datasets.text import CHARACTERS, NUMBERS, Speeches, pad, speeches, windows
 from paragrad.errors import Refused
+from paragrad.jobs import finding
 from paragrad.jobs.job import Job, accuracy
 from paragrad.jobs.loss import Summed
 from paragrad.jobs.mnist import mnist_cnn, mnist_mlp
-from paragrad.jobs.shakespeare import shakespeare_lstm
+from paragrad.jobs.shakespeare import shakespeare_gpt, shakespeare_lstm
 from paragrad.training.door import examined
 
 CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}
@@ -462,7 +464,7 @@ def test_the_same_text_in_other_clothes(tmp_path: Path, small: Path, change: Cal
     (b"A:\nfine\nso 4ar", "input.txt, line 3, column 4: '4' is none of the 65 characters"),
     ("\ufeffA:\nfine".encode(), r"input.txt, line 1, column 1: '\ufeff' is none of the 65 characters"),
     (b"A:\nna\xefve", "input.txt is no UTF-8 text (byte 5)"),
-    (gzip.compress(b"A:\nfine")[:-3], "input.txt is cut off in the middle of its gzip data"),
+    (gzip.compress(b"A:\nfine", mtime=0)[:-3], "input.txt is cut off in the middle of its gzip data"),
 ])
 def test_a_strange_text_is_refused_by_name_and_place(tmp_path: Path, body: bytes, message: str) -> None:
     (tmp_path / "input.txt").write_bytes(body)
@@ -500,8 +502,25 @@ def test_the_real_text(data: Path) -> None:
     assert set(torch.cat(whole).tolist()) == set(range(65))
 
 
+def test_windows_of_the_text(small: Path) -> None:
+    """Each begins where the last one ended; the next characters are those one further on."""
+    train, rest = windows(small, True, 20), windows(small, False, 20)
+    assert len(train) == (int(0.9 * len(PLAY)) - 1) // 20 > len(rest) > 0
+    pairs = [(plain(x), plain(y)) for x, y in (train[index] for index in range(len(train)))]
+    assert "".join(x for x, _ in pairs) == PLAY[:20 * len(train)]
+    assert "".join(y for _, y in pairs) == PLAY[1:20 * len(train) + 1]
+    assert plain(train[-1][0]) == pairs[-1][0]
+    with pytest.raises(IndexError):
+        train[len(train)]
+
+
+def test_windows_that_do_not_fit(small: Path) -> None:
+    with pytest.raises(Refused, match="has 89 characters to test with, and a window is 100 and the next; give a shorter one"):
+        windows(small, False, 100)
+
+
 # ---- the jobs -----------------------------------------------------------------------------------------------------------
-JOBS: list[Callable[[], Job]] = [mnist_mlp, mnist_cnn, shakespeare_lstm]
+JOBS: list[Callable[[], Job]] = [mnist_mlp, mnist_cnn, shakespeare_lstm, partial(shakespeare_gpt, context=40)]
 
 
 @pytest.mark.parametrize("make", JOBS)
@@ -510,15 +529,18 @@ def test_making_a_job_reads_no_data_and_it_can_be_shipped(make: Callable[[], Job
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_bytes", lambda _: pytest.fail("data was read"))
         job = pickle.loads(cloudpickle.dumps(make()))
-    assert job.name == make.__name__.replace("_", "-")
+    assert job.name in finding.JOBS
     assert len(job.train(small)) > len(job.test(small)) > 0
 
 
-@pytest.mark.parametrize("make", [*JOBS, lambda: mnist_mlp(16, "sigmoid"), lambda: shakespeare_lstm(8, 5)])
+@pytest.mark.parametrize("make", [*JOBS, lambda: mnist_mlp(16, "sigmoid"), lambda: shakespeare_lstm(8, 5),
+                                  lambda: shakespeare_gpt(1, 8, 2, 5, 0.0)])
 def test_a_job_passes_the_door_and_learns(make: Callable[[], Job], small: Path) -> None:
     job = make()
     facts = examined(job, small)
-    assert (facts.samples, facts.test_samples) == ((18, 2) if job.collate else (20, 7))
+    read = job.train(small), job.test(small)
+    assert (facts.samples, facts.test_samples) == tuple(map(len, read))
+    assert job.name == "shakespeare-gpt" or tuple(map(len, read)) == ((18, 2) if job.collate else (20, 7))
     model = job.built_model()
     optimizer = job.optimizer(model.parameters())
     inputs, target = job.samples(job.train(small))[0, list(range(facts.samples))]
@@ -562,6 +584,9 @@ def test_the_next_character_of_every_position() -> None:
     (lambda: mnist_mlp(width=0), "job mnist-mlp: width must be a whole number from 1, got 0"),
     (lambda: shakespeare_lstm(hidden=0), "job shakespeare-lstm: hidden must be a whole number from 1, got 0"),
     (lambda: shakespeare_lstm(length=-3), "job shakespeare-lstm: length must be a whole number from 1, got -3"),
+    (lambda: shakespeare_gpt(layers=0), "job shakespeare-gpt: layers must be a whole number from 1, got 0"),
+    (lambda: shakespeare_gpt(width=10, heads=4), "job shakespeare-gpt: width 10 is no multiple of heads 4; give one that is"),
+    (lambda: shakespeare_gpt(dropout=1), "job shakespeare-gpt: dropout must be a number from 0 to below 1, got 1"),
 ])
 def test_bad_arguments_are_refused(make: Callable[[], Job], message: str) -> None:
     with pytest.raises(Refused) as refusal:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import paragrad as pg
+from paragrad.techniques.model_parallel.flow import SHAPES, Flow
 from paragrad.verbs.lockstep import difference
 from paragrad.world.launching import Ranks
 
@@ -179,3 +180,83 @@ def test_a_cut_that_was_asked_for(tmp_path: Path) -> None:
     assert [(line["what"], line["picked"]) for line in run.of("choice") if line["what"] == "cut"] == [("cut", "0 to 3 | 4")]
     with pytest.raises(pg.Refused, match=r"cut=\[1, 1\] is 2 part\(s\) of 2 modules together, and there are 2 of 5"):
         pg.train(JOBS["cnn"], "pipeline(2, micro=2, cut=[1, 1])", runs=tmp_path)
+
+
+class Blocks(nn.Module):
+    """Modules in a list, which is not called itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Module()
+        self.trunk.h = nn.ModuleList(nn.Sequential(nn.Linear(10, 10), nn.Tanh()) for _ in range(4))
+        self.out, self.unused = nn.Linear(10, 4), nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.trunk.h:
+            x = x + block(x)
+        return self.out(x)
+
+
+@pytest.mark.parametrize(("cut", "picked"), [
+    ("[trunk.h.1]", "trunk.h.0.0 to trunk.h.0.1 | trunk.h.1.0 to out"),
+    ("[h.3]", "trunk.h.0.0 to trunk.h.2.1 | trunk.h.3.0 to out"),
+    ("[h.2.1]", "trunk.h.0.0 to trunk.h.2.0 | trunk.h.2.1 to out")])
+def test_a_cut_by_names(cut: str, picked: str, tmp_path: Path) -> None:
+    run = pg.train(make_job("blocks", Blocks, VECTORS), f"place(2, cut={cut})", runs=tmp_path)
+    assert [line["picked"] for line in run.of("choice") if line["what"] == "cut"] == [picked]
+    assert "are one worker's" in (run.first_step or "")
+
+
+@pytest.mark.parametrize(("strategy", "told"), [
+    ("place(2, cut=[h.9])", "cut: no module 'h.9'; known: .*trunk.h.3"),
+    ("place(2, cut=[unused])", r"cut=\[unused\]: unused is not called in a forward; cut at one of trunk.h.0.1"),
+    ("place(2, cut=[trunk])", "2 parts that are not empty need 1"),
+    ("place(2, cut=[h.0])", "2 parts that are not empty need 1"),
+    ("place(3, cut=[h.2, h.1])", "3 parts that are not empty need 2 in the order in which they are called"),
+    ("place(3, cut=[h.2])", "3 parts that are not empty need 2"),
+    ("place(2, cut=[1, h.2])", r"takes a list of whole numbers from 1, such as \[3, 1\] or a list of names"),
+    (pg.Place(2, cut=["0"]), "cut names 0, which may be trunk.h.0.*give the whole name")])
+def test_names_that_cut_nothing(strategy: str | pg.Place, told: str, tmp_path: Path) -> None:
+    with pytest.raises(pg.Refused, match=told):
+        pg.train(make_job("blocks", Blocks, VECTORS), strategy, runs=tmp_path)
+
+
+class Asking(nn.Module):
+    """Asks for the shape of what an earlier part made, and goes ways that depend on the inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 10)
+        self.out = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        early = torch.tanh(self.first(x))
+        large = x * (x > 0.5)
+        hidden = early.clone() if large.sum() > 2.0 else early              # the same values, by other operations
+        hidden = self.second(hidden) + hidden
+        if bool((x[:, 0] > 0).any()):
+            hidden = hidden.clone() + 0.0 * early
+        hidden = torch.relu(self.third(hidden))
+        return self.out(hidden) * (early.size(0) / len(x)) * (early.dim() / 2)
+
+
+@pytest.mark.parametrize("cut", ["[second]", "[third]", "[out]"])
+def test_ways_that_depend_on_the_inputs(pool: Ranks, cut: str) -> None:
+    """A shape that was asked for across a cut ended in a KeyError, and a plan was made anew for every micro-batch of a model
+    that looks at its inputs, as masks of transformers do."""
+    job = make_job("asking", Asking, VECTORS)
+    assert found(pool, f"pipeline(2, micro=4, cut={cut})", job).value <= 1e-10
+
+
+def test_plans_are_kept_by_what_is_read() -> None:
+    model = Asking()
+    flow = Flow(model, [[("first", 0), ("second", 0)], [("third", 0), ("out", 0)]])
+    small, large = torch.zeros(3, 10), torch.ones(3, 10)
+    plans = [flow.planned(each) for each in (small, large, small - 0.1, large * 2, torch.ones(4, 10))]
+    assert plans[0] is plans[2] is not plans[1]
+    assert plans[1] is plans[3] is not plans[4]
+    mixed = torch.cat([-torch.ones(3, 1), large[:, 1:]], 1)             # the second question alone is answered otherwise
+    assert flow.planned(mixed) is not plans[1]
+    for number in range(SHAPES + 3):
+        flow.planned(torch.zeros(5 + number, 10))
+    assert len(flow.plans) == SHAPES

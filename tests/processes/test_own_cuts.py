@@ -548,7 +548,6 @@ def test_products_that_cannot_be_are_refused(text: str, says: str) -> None:
 
 
 @pytest.mark.parametrize(("text", "says"), [
-    ("columns(1)", "a loop of your own holds the whole model, which it cuts; make it a Job"),
     ("central(1)", r"central\(1\) wants 2 ranks, 1 of them for servers, and the launcher started 1; start 2"),
 ])
 def test_in_a_loop_of_ones_own_they_are_refused(text: str, says: str) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paragrad.errors import Refused
-from paragrad.notation.choices import Choice, Decimal, Flag, Integer, Integers, One, Word, options_of
+from paragrad.notation.choices import Choice, Decimal, Flag, Integer, Integers, Names, One, Word, options_of
 from paragrad.schedules.pipeline import PipelineSchedule
 from paragrad.schedules.ring import Ring, RingAsync
 from paragrad.schedules.two_level import TwoLevel
@@ -35,6 +35,8 @@ def values(kind: object) -> st.SearchStrategy[Any]:
         return st.sampled_from([None if name == "none" else name for name in kind.names])
     if isinstance(kind, Integers):
         return st.lists(st.integers(max(kind.least, 1), 9), min_size=1, max_size=5).map(tuple)
+    if isinstance(kind, Names):
+        return st.lists(st.sampled_from(("h.2", "encoder.layers.0", "head")), min_size=1, max_size=3).map(tuple)
     assert isinstance(kind, One)
     return st.sampled_from(kind.classes).flatmap(choices)
 

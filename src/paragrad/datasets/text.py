@@ -1,4 +1,4 @@
-"""Tiny Shakespeare, one speech a sample: 40,000 lines of plays as numbers of characters."""
+"""Tiny Shakespeare as numbers of characters, 40,000 lines of plays: one speech a sample, or windows of one length."""
 
 from __future__ import annotations
 
@@ -34,10 +34,34 @@ class Speeches(Dataset):
         return self.samples[index]
 
 
+class Windows(Dataset):
+    """dataset[index] -> (`length` characters of a text, the next ones): two 1-D int64 tensors. Windows follow one another."""
+
+    def __init__(self, text: str, length: int) -> None:
+        self.characters, self.length = torch.tensor([NUMBERS[character] for character in text]), length
+
+    def __len__(self) -> int:
+        return (len(self.characters) - 1) // self.length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        start = range(len(self))[index] * self.length
+        return self.characters[start:start + self.length], self.characters[start + 1:start + 1 + self.length]
+
+
+def windows(data: Path | None, train: bool, length: int) -> Windows:
+    """Those of the first 90 % of the text, or of the rest. data: see files.located. Raises Refused."""
+    text = _text(data)
+    cut = int(TRAINING * len(text))
+    part = text[:cut] if train else text[cut:]
+    if len(part) <= length:
+        raise Refused(f"tinyshakespeare has {len(part)} characters {'to train on' if train else 'to test with'}, and a window "
+                      f"is {length} and the next; give a shorter one")
+    return Windows(part, length)
+
+
 def speeches(data: Path | None, train: bool, length: int) -> Speeches:
     """The speeches that begin in the first 90 % of the text, or the others. data: see files.located. Raises Refused."""
-    path = located("tinyshakespeare", data)["input.txt"]
-    text = _checked(path, content(path))
+    text = _text(data)
     blocks = list(re.finditer(r".+(?:\n.+)*", text))                # lines with no empty one between them
     return Speeches([block[0] for block in blocks if (block.start() < TRAINING * len(text)) == train], length)
 
@@ -54,6 +78,11 @@ def pad(samples: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         characters[row, :len(sample)] = sample
         targets[row, :len(sample) - 1] = sample[1:]
     return characters[:, :-1], targets
+
+
+def _text(data: Path | None) -> str:
+    path = located("tinyshakespeare", data)["input.txt"]
+    return _checked(path, content(path))
 
 
 def _checked(path: Path, raw: bytes) -> str:

@@ -15,12 +15,12 @@ from paragrad.errors import Refused, told
 from paragrad.jobs.digits import digits
 from paragrad.jobs.job import Job
 from paragrad.jobs.mnist import mnist_cnn, mnist_mlp
-from paragrad.jobs.shakespeare import shakespeare_lstm
+from paragrad.jobs.shakespeare import shakespeare_gpt, shakespeare_lstm
 from paragrad.notation.choices import unknown
 from paragrad.world.launching import files
 
 JOBS: dict[str, Callable[..., Job]] = {"digits": digits, "mnist-mlp": mnist_mlp, "mnist-cnn": mnist_cnn,
-                                      "shakespeare-lstm": shakespeare_lstm}
+                                      "shakespeare-lstm": shakespeare_lstm, "shakespeare-gpt": shakespeare_gpt}
 
 
 def job(name: str, **arguments: Any) -> Job:

@@ -71,6 +71,17 @@ class Integers:
         return f"a list of whole numbers from {self.least}, such as [3, 1]"
 
 
+@dataclass(frozen=True)
+class Names:
+    """A list of names of modules, such as [h.2, h.4]."""
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, tuple) and bool(value) and all(isinstance(name, str) for name in value)
+
+    def __str__(self) -> str:
+        return "a list of names, such as [h.2, h.4]"
+
+
 class Word:
     """One of some bare words; `none` stands for None."""
 
@@ -115,7 +126,7 @@ class Several:
         return "choices"
 
 
-Kind = Integer | Decimal | Flag | Integers | Word | One | Several
+Kind = Integer | Decimal | Flag | Integers | Names | Word | One | Several
 
 
 def option(*kinds: Kind, default: Any = MISSING, later: tuple[object, ...] = ()) -> Any:
@@ -224,6 +235,8 @@ def _fitted(value: object, spec: Field[Any], owner: str) -> object:
     kinds: tuple[Kind, ...] = spec.metadata["kinds"]
     if isinstance(value, list):
         value = tuple(value)
+    if isinstance(value, tuple) and any(isinstance(kind, Names) for kind in kinds):
+        value = tuple(each.name if isinstance(each, Call) and each == Call(each.name) else each for each in value)
     if isinstance(value, str) and not any(value in kind for kind in kinds):
         value = parse_call(value)
     if isinstance(value, Call):

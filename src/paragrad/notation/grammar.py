@@ -4,6 +4,7 @@
     call       = name [ "(" [ argument { "," argument } ] ")" ]
     argument   = [ name "=" ] value
     value      = integer | decimal | "true" | "false" | call | "[" value { "," value } "]"
+    name       = word { "." word }                  a name of a module may have dots: h.2
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Call:
         return self.name
 
 
-TOKEN = re.compile(r"\s*(?:(?P<number>[+-]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?)|(?P<name>[A-Za-z_]\w*)"
+TOKEN = re.compile(r"\s*(?:(?P<number>[+-]?(?:\d+\.\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?)|(?P<name>[A-Za-z_]\w*(?:\.\w+)*)"
                    r"|(?P<sign>[()\[\],=;*])|(?P<wrong>\S))")
 QUOTES = ("'", '"')
 

@@ -38,6 +38,7 @@ class Diagram:
     def __init__(self, size: int) -> None:
         self.cells: list[list[list[str]]] = [[] for _ in range(size)]
         self.arrows: list[Arrow] = []
+        self.computed: list[tuple[int, int, str]] = []          # (rank, round, what)
         self.rounds = Rounds(size)
 
     @classmethod
@@ -65,4 +66,4 @@ class Diagram:
         self.arrows.append(Arrow(recv.frm, rank, payload, self._put(rank, str(recv)), recv.slot, recv.add))
 
     def compute(self, rank: int, action: Compute) -> None:
-        self._put(rank, str(action))
+        self.computed.append((rank, self._put(rank, str(action)), str(action)))

@@ -13,21 +13,14 @@ from typing import Any
 
 from rich.console import Console
 
-from paragrad.errors import Refused
-from paragrad.players.counting import refuse_long
-from paragrad.players.draw import draw as drawn
-from paragrad.players.proof import check
 from paragrad.record.record import Record
 from paragrad.report.certificate import Certificate
-from paragrad.report.drawing import write_space_time
 from paragrad.report.printing import print_facts, print_rows
 from paragrad.report.run import Run
 from paragrad.report.table import COMPUTED, Table, held, sent, show
 from paragrad.report.times import times_of
-from paragrad.schedules.actions import ScheduleError
 from paragrad.strategies.shares import Division, micro_batches
-from paragrad.strategies.strategy import Strategy
-from paragrad.strategies.table import algorithms, known, plan_of
+from paragrad.strategies.table import algorithms, known
 from paragrad.training.admission import Admitted
 from paragrad.training.saved import folders, step_of
 
@@ -124,9 +117,6 @@ def certificate(found: Certificate, as_json: bool) -> None:
     print_facts((name, value) for name, value in facts.items() if value is not None)
 
 
-LETTERS, ARROWS = 10_000, 2_000         # messages that are drawn as text, and as a diagram: some seconds
-
-
 def dry_run(checked: Admitted, as_json: bool) -> None:
     """What a run would do: shares, steps, resolved choices."""
     order, job = checked.facts.order, checked.job
@@ -151,21 +141,6 @@ def _shares(batch: range, division: Division) -> list[list[int]]:
     """For each rank, the samples of its micro-batches."""
     pieces = micro_batches(batch, division)
     return [[len(piece[rank]) for piece in pieces] for rank in range(len(division.shares))]
-
-
-def draw(chosen: Strategy, svg: Path | None) -> str:
-    """The drawing of a data strategy's all-reduce. svg: a file for it as a space-time diagram, too. Raises Refused."""
-    _, plan = plan_of(chosen, "draw")
-    check(plan.schedule, plan.size, plan.what)
-    try:
-        refuse_long(plan.schedule, plan.size, ARROWS if svg else LETTERS, "drawn")
-    except ScheduleError as error:
-        raise Refused(str(error)) from None
-    if svg:
-        write_space_time(plan.schedule, plan.size, svg)
-    return "\n".join((f"{plan.schedule}, {plan.size} ranks; a line is a rank, a column a round. "
-                      ">1:0 sends slot 0 to rank 1, <3:2+ receives slot 2 from rank 3 and adds it, ! waits",
-                      drawn(plan.schedule, plan.size)))
 
 
 def jobs(known: dict[str, Callable[..., Any]], as_json: bool) -> None:

@@ -143,10 +143,11 @@ def sent(kinds: dict[str, Line]) -> str:
 
 def held(memory: dict[str, int]) -> str:
     """Bytes by kind, what there is, in the units that people use."""
-    return ", ".join(f"{kind} {_sized(number)}" for kind, number in memory.items() if number)
+    return ", ".join(f"{kind} {sized(number)}" for kind, number in memory.items() if number)
 
 
-def _sized(number: float) -> str:
+def sized(number: float) -> str:
+    """Bytes in the unit that people use."""
     for unit in ("bytes", "KB", "MB"):
         if number < 999.5:
             return f"{number:.3g} {unit}"

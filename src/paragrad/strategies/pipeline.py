@@ -6,13 +6,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Self
 
 from paragrad.errors import Refused
-from paragrad.notation.choices import Flag, Integer, Integers, One, Word, option
+from paragrad.notation.choices import Flag, Integer, Integers, Names, One, Word, option
 from paragrad.schedules.pipeline import Gpipe, OneFOneB, Pipelined, PipelineSchedule
 from paragrad.strategies.shares import Division
 from paragrad.strategies.strategy import Here, Plan, Promise, Strategy
 from paragrad.world.axes import Axis
 
-CUT = (Integers(), Word("auto"))            # modules of each part; auto: as long as each other
+Asked = tuple[int, ...] | tuple[str, ...]           # modules of each part; with which module each part but the first begins
+CUT = (Integers(), Names(), Word("auto"))           # auto: parts that take as long as each other
 
 
 class InParts(Strategy, abstract=True):
@@ -21,7 +22,7 @@ class InParts(Strategy, abstract=True):
     recompute = False                       # an option of pipeline
     if TYPE_CHECKING:
         @property
-        def cut(self) -> tuple[int, ...] | str: ...
+        def cut(self) -> Asked | str: ...
         @property
         def pipelined(self) -> Pipelined:
             """The schedule of a full share, of a resolved strategy."""
@@ -36,8 +37,8 @@ class InParts(Strategy, abstract=True):
         return (Axis(self.name, self.workers, "model"),)
 
     @property
-    def asked(self) -> tuple[int, ...] | None:
-        """Modules of each part, where the user says so."""
+    def asked(self) -> Asked | None:
+        """Modules of each part, or the first ones of all parts but the first, where the user says so."""
         return self.cut if isinstance(self.cut, tuple) else None
 
     def plans(self) -> tuple[Plan, ...]:
@@ -50,7 +51,7 @@ class InParts(Strategy, abstract=True):
 class Place(InParts):
     """Consecutive parts on consecutive ranks, one batch at a time (Dean et al. 2012)."""
     workers: int = option(Integer())
-    cut: tuple[int, ...] | str = option(*CUT, default="auto")
+    cut: Asked | str = option(*CUT, default="auto")
 
     @property
     def pipelined(self) -> Pipelined:
@@ -63,7 +64,7 @@ class Pipeline(InParts):
     micro: int | str = option(Integer(), Word("auto"), default="auto")          # auto: 4 x workers
     schedule: PipelineSchedule = option(One(PipelineSchedule), default=OneFOneB())
     recompute: bool = option(Flag(), default=False)
-    cut: tuple[int, ...] | str = option(*CUT, default="auto")
+    cut: Asked | str = option(*CUT, default="auto")
 
     @property
     def division(self) -> Division:

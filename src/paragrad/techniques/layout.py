@@ -236,10 +236,38 @@ def _sent(value: Any) -> Any:
 
 def hollow(model: nn.Module) -> nn.Module:
     """The same modules, their parameters and buffers without values."""
-    empty: dict[int, Any] = {id(each): nn.Parameter(each.to("meta"), requires_grad=each.requires_grad)
-                             for each in model.parameters()}
-    empty |= {id(each): each.to("meta") for each in model.buffers()}
-    return copy.deepcopy(model, empty)
+    return copy.deepcopy(model, dict(_empty(model)))
+
+
+def vacate(model: nn.Module) -> None:
+    """Take the values out of a model: who calls it then is told so by torch."""
+    _exchange(model, _empty(model))
+
+
+def fill(model: nn.Module, tensors: Mapping[str, Tensor | None]) -> None:
+    """Give a vacated model values, by a tensor's first name."""
+    values: dict[int, Tensor] = {}
+    for name, each in model.named_buffers():
+        if (value := tensors.get(name)) is not None:
+            values[id(each)] = value
+    for name, parameter in model.named_parameters():
+        if (value := tensors.get(name)) is not None:
+            values[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    _exchange(model, values)
+
+
+def _empty(model: nn.Module) -> dict[int, Tensor]:
+    """What stands for each parameter and buffer of a model, without values."""
+    return {**{id(each): nn.Parameter(each.to("meta"), requires_grad=each.requires_grad) for each in model.parameters()},
+            **{id(each): each.to("meta") for each in model.buffers()}}
+
+
+def _exchange(model: nn.Module, instead: Mapping[int, Tensor]) -> None:
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if id(tensor) in instead:
+                    tensors[name] = instead[id(tensor)]         # type: ignore[assignment]
 
 
 def filled(model: nn.Module, tensors: Mapping[str, Tensor | None]) -> nn.Module:

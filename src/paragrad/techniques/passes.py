@@ -54,6 +54,12 @@ class Passes(ABC):
         """Of the model in eval mode; None where it is on other ranks. Collective of those that hold one replica."""
         return called(self.within.module.model, inputs)
 
+    in_flight = 1                   # batches that `outputs` may be given at once
+
+    def outputs(self, batches: list[Any]) -> list[Any]:
+        """The same of several batches of inputs."""
+        return [self.output(inputs) for inputs in batches]
+
 
 def sums_of(passes: Passes, micros: Iterator[tuple[Micro, Any, Any]], count: int) -> Sums:
     """What passes, anybody's, make of a step."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,11 +12,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from paragrad.datasets.loading import Samples, brought, copied, loaded, parted
+from paragrad.datasets.loading import Samples, brought, called, copied, loaded, parted
 from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed
 from paragrad.schedules.actions import evenly
 from paragrad.techniques.layout import Layout
+from paragrad.techniques.passes import Passes
 from paragrad.world.world import World
 
 BATCH = 256             # samples that are evaluated at once
@@ -23,28 +26,33 @@ Metric = Callable[[Any, Any], tuple[Any, Any]]          # f(output, target) -> (
 Found = TypeVar("Found")
 
 
-def evaluated(world: World, module: Summed, output: Callable[[Any], Any], layout: Layout, samples: Samples,
+def evaluated(world: World, module: Summed, passes: Passes | None, layout: Layout, samples: Samples,
               metric: Metric | None, dtype: torch.dtype | None, loaders: int = 0) -> dict[str, float]:
     """{"value", "weight"} of the metric (or, without one, the loss) over all samples and ranks. Collective.
 
-    output: of inputs, None where it is on other ranks.
+    passes: None before the first step.
 
     Without gradients; with them if the first batch fails without, as a model does that takes some itself (forces), where
     the weight of a loss is read off its graph, and where the model is cut.
     """
     total, weight, gradients = 0.0, 0.0, (metric is None and module.by_graph) or layout.cut
+    outputs = passes.outputs if passes else lambda several: [called(module.model, inputs) for inputs in several]
     mine = evenly(len(samples), world.size)[world.rank]
     batches = [mine[start:start + BATCH] for start in range(0, len(mine), BATCH)]
-    for number, fetched in enumerate(loaded(samples, ((0, list(indices)) for indices in batches), loaders)):
-        batch = parted(brought(fetched, world.device, dtype))
-        kept = copied(batch) if number == 0 else None
+    fetched = loaded(samples, ((0, list(indices)) for indices in batches), loaders)
+    scored = functools.partial(_scored, module, outputs, metric)
+    at_once = passes.in_flight if passes else 1
+    for start in range(0, len(batches), at_once):
+        counts = [len(indices) for indices in batches[start:start + at_once]]
+        given = [parted(brought(each, world.device, dtype)) for each in itertools.islice(fetched, at_once)]
+        kept = copied(given) if start == 0 else None
         try:
-            more = _scored(module, output, metric, batch, len(batches[number]), gradients)
+            more = scored(given, counts, gradients)
         except RuntimeError:
             if kept is None or layout.cut:              # the other ranks of a replica would not try again
                 raise
             gradients = True
-            more = _scored(module, output, metric, kept, len(batches[number]), gradients)
+            more = scored(kept, counts, gradients)
         total, weight = total + more[0], weight + more[1]
     sums = world.all_reduced(torch.tensor([total, weight], dtype=torch.float64))
     total, weight = layout.told(sums.tolist())[0]
@@ -53,19 +61,20 @@ def evaluated(world: World, module: Summed, output: Callable[[Any], Any], layout
     return {"value": total / weight if weight else math.nan, "weight": weight}
 
 
-def _scored(module: Summed, output: Callable[[Any], Any], metric: Metric | None, batch: tuple[Any, Any], samples: int,
-            gradients: bool) -> tuple[float, float]:
-    """(sum, weight) of a batch (inputs, target); zeros where its output is on other ranks."""
-    inputs, target = batch
+def _scored(module: Summed, outputs: Callable[[list[Any]], list[Any]], metric: Metric | None, batches: list[tuple[Any, Any]],
+            counts: list[int], gradients: bool) -> tuple[float, float]:
+    """(sum, weight) of some batches (inputs, target) of so many samples; zeros where their output is on other ranks."""
+    total = weight = 0.0
     with torch.set_grad_enabled(gradients):
-        given = output(inputs)
-        if given is None:
-            return 0.0, 0.0
-        if metric is None:
-            pair: Any = module.pair(given, target, samples)
-        else:
-            pair = metric(given.detach() if isinstance(given, Tensor) else given, target)
-    total, weight = (float(each.detach() if isinstance(each, Tensor) else each) for each in pair)
+        for given, (_, target), samples in zip(outputs([inputs for inputs, _ in batches]), batches, counts, strict=True):
+            if given is None:
+                continue
+            if metric is None:
+                pair: Any = module.pair(given, target, samples)
+            else:
+                pair = metric(given.detach() if isinstance(given, Tensor) else given, target)
+            more = [float(each.detach() if isinstance(each, Tensor) else each) for each in pair]
+            total, weight = total + more[0], weight + more[1]
     return total, weight
 
 

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paragrad.datasets.loading import Collate, Dataset, Samples, called, refuse_loader, whole_where_needed
+from paragrad.datasets.loading import Collate, Dataset, Samples, refuse_loader, whole_where_needed
 from paragrad.datasets.order import Order
 from paragrad.errors import Refused, StepFailed
 from paragrad.jobs.described import described
@@ -99,7 +98,8 @@ class Trainer:
         self.module, self.known_by = Summed(model, loss), {} if examined else {"model": described(model)}      # own loops
         self.everything = list(self.module.parameters())
         self.layout = Layout()                      # what of the model this rank holds, from the cut on
-        self.hollow = model                         # the whole model, which then has no values
+        # the whole model, which has no values after the cut; the user's own, in a loop of theirs
+        self.hollow, self.given = model, None if examined else model
         self.exchange: Exchange | None = None
         self.passes: Passes | None = None
         self.feed, self.watch = Feed(self.log, world.device, self.dtype), Watch(self.world)
@@ -246,9 +246,8 @@ class Trainer:
     def evaluation(self, dataset: Dataset, metric: Metric | None = None, loaders: int = 0) -> dict[str, float]:
         """The same with the weight it stands on: {"value", "weight"}."""
         samples = Samples(dataset, self.seed, self.collate, self.world.timeout)
-        output = self.passes.output if self.passes else functools.partial(called, self.model)
         with self.for_evaluation(), evaluating(self.model), self.casting():
-            return evaluated(self.replicated, self.module, output, self.layout, samples, metric, self.dtype, loaders)
+            return evaluated(self.replicated, self.module, self.passes, self.layout, samples, metric, self.dtype, loaders)
 
     def for_evaluation(self) -> contextlib.AbstractContextManager[Any]:
         """Parameters in the eval mode of an optimizer that has one (schedule-free); afterwards as they were. Collective."""

@@ -166,16 +166,16 @@ OwnJob = Annotated[str | None, typer.Option("--job", metavar="JOB", help="a job 
 
 
 @app.command()
-def draw(strategy: Annotated[str, typer.Argument(help="such as 'data(4, reduce=ring)'")], job: OwnJob = None,
-         svg: Annotated[Path | None, typer.Option(metavar="FILE", help="also write a space-time diagram")] = None) -> None:
-    """Draw what the ranks of a strategy send each other."""
-    from paragrad.report import listing
+def draw(strategy: Annotated[str, typer.Argument(help="such as 'data(4, reduce=ring)'; several separated by ;")],
+         job: Annotated[str | None, typer.Option(metavar="JOB", help="with its parts, or an all-reduce of your own")] = None,
+         svg: Annotated[Path | None, typer.Option(metavar="FILE", help="also write a space-time diagram")] = None,
+         data: Data = None, batch: Batch = None, set_: Set = None) -> None:
+    """Draw what the ranks of a strategy do and send each other, and with --job the parts of its model."""
+    from paragrad.verbs.draw import draw as drawn
     with answering():
-        if job:
-            _job(job, None, None, None, None)
         with Console(stderr=True).status("drawing"):
-            drawn = listing.draw(read_strategy(strategy), svg)
-        print(drawn)
+            text = drawn(strategy, _job(job, set_, batch, None, None) if job else None, svg, data)
+        print(text)
 
 
 @app.command()

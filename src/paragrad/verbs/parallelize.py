@@ -15,7 +15,7 @@ from paragrad.jobs.loss import Loss
 from paragrad.strategies.strategy import Strategy
 from paragrad.strategies.table import refuse_unbuilt
 from paragrad.strategies.table import strategy as read_strategy
-from paragrad.techniques.table import cuts
+from paragrad.techniques.layout import fill
 from paragrad.training.admission import check_plans, here_for, ready, threads_of
 from paragrad.training.door import unfit
 from paragrad.training.lazy import lazy_names
@@ -38,16 +38,15 @@ def parallelize(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, 
     samples, or f(output, target) -> (sum, weight);  scheduler, which counts steps, and clip_norm are the trainer's to apply;
     autocast: torch.bfloat16, or None;  timeout: seconds to wait for another rank. After `trainer.world.stop.set()` on any rank
     (in a signal handler, say) `result.stop` is true on all ranks at the same step. unchecked: do not compare the first step
-    with one worker's. Raises Refused before the first step.
+    with one worker's. A strategy that cuts the model takes it: from the first step to the end of the context the user's own has
+    no values, `trainer.state()` has; then it is whole again, on every rank. Raises Refused before the first step.
     """
     settings = Settings(device=device, backend=backend)
     _check(model, loss, optimizer, scheduler, clip_norm, autocast, settings)
     chosen, size = _chosen(strategy), launched_size()
     here = here_for(settings, own_loop=True)
     resolved = ready(chosen, here)
-    if because := resolved.promise.jobs_only or (cuts(resolved) and "a loop of your own holds the whole model, which it cuts; "
-                                                 "make it a Job") or (resolved.servers and "its servers have no loop of your "
-                                                                      "own; make it a Job"):
+    if because := resolved.promise.jobs_only or (resolved.servers and "its servers have no loop of your own; make it a Job"):
         raise Refused(f"{chosen}: {because}")
     check_plans(chosen, resolved, settings)
     if size is not None or isinstance(chosen.threads, int):
@@ -60,6 +59,8 @@ def parallelize(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, 
                           autocast=autocast, collate=collate, unchecked=unchecked)
         try:
             yield trainer
+            if trainer.layout.cut:
+                fill(model, trainer.layout.whole({**trainer.parameters, **dict(trainer.model.named_buffers())}))
         finally:
             trainer.close()
 

@@ -23,8 +23,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from paragrad.errors import StepFailed, told
+from paragrad.techniques.model_parallel.tape import Tape
 from paragrad.techniques.model_parallel.watch import InUnits, Place, Running, Unit, tensors_in
 from paragrad.techniques.untouched import set_values
+
+SHAPES, WAYS = 64, 4            # of inputs, and ways through the model for one, of which plans are kept
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,10 @@ class Crossing:
 @dataclass
 class Plan:
     """Of inputs of some shapes. crossing: at the end of each part;  stand_ins: outputs of each call of a unit, without values,
-    and their places;  steady: it depends on shapes alone."""
+    and their places;  tape: by which inputs of these shapes are known to go the same way."""
     crossing: list[list[Crossing]]
     stand_ins: list[tuple[Any, list[tuple[Tensor, Place]]]] = field(default_factory=list)
-    steady: bool = True
+    tape: Tape | None = None
 
 
 @contextlib.contextmanager
@@ -79,7 +82,7 @@ class Flow(InUnits):
     def __init__(self, model: nn.Module, parts: Sequence[Sequence[Unit]]) -> None:
         super().__init__(model, parts)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.plans: dict[Any, Plan] = {}
+        self.plans: dict[Any, list[Plan]] = {}
 
     def hollow(self, tensor: Tensor) -> Tensor:
         """The same without values; whole numbers, which Python may look at, keep those that they have now."""
@@ -93,15 +96,15 @@ class Flow(InUnits):
         leaves, spec = tree_flatten(inputs)
         key = (str(spec), self.model.training, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), *(
             (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves))
-        if key not in self.plans:
-            plan = self._plan(inputs)
-            if not plan.steady:
-                return plan
-            self.plans[key] = plan
-        return self.plans[key]
+        known = self.plans.pop(key, [])
+        found = next((plan for plan in known if plan.tape is None or plan.tape.same(inputs)), None) or self._plan(inputs)
+        self.plans[key] = [found, *(plan for plan in known if plan is not found)][:WAYS]
+        if len(self.plans) > SHAPES:
+            del self.plans[next(iter(self.plans))]          # of what came longest ago
+        return found
 
     def _plan(self, inputs: Any) -> Plan:
-        running = Planning(self)
+        running = Planning(self, inputs)
         with unchanged(self.model), silent():
             try:
                 out = running.run(inputs)
@@ -130,18 +133,18 @@ class Planning(Running):
 
     flow: Flow
 
-    def __init__(self, flow: Flow) -> None:
+    def __init__(self, flow: Flow, inputs: Any) -> None:
         super().__init__(flow)
         self.crossing: list[dict[Place, Crossing]] = [{} for _ in range(flow.last)]
         self.stand_ins: list[tuple[Any, list[tuple[Tensor, Place]]]] = []
-        self.steady = True
+        self.tape = Tape(inputs)
 
     def plan(self) -> Plan:
         return Plan([sorted(each.values(), key=lambda crossing: crossing.place) for each in self.crossing], self.stand_ins,
-                    self.steady)
+                    self.tape.cut())
 
-    def read(self) -> None:
-        self.steady = False
+    def of_inputs(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        self.tape.note(func, args, kwargs, out)
 
     def use(self, tensor: Tensor, part: int) -> None:
         if tensor in self.made:
@@ -189,7 +192,7 @@ class OfPart(Running):
     def with_values(self, tree: Any) -> Any:
         def valued(tensor: Tensor) -> Tensor:
             if tensor in self.made and self.made[tensor][1] < self.mine:
-                return self.kept[self.made[tensor][0]]
+                return self.kept.get(self.made[tensor][0], tensor)      # of what does not cross Python wants the shape alone
             return tensor
         return tree_map_only(Tensor, valued, tree)
 

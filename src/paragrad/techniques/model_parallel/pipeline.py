@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from paragrad.techniques.exchange import Exchange
 from paragrad.techniques.model_parallel import split
 from paragrad.techniques.model_parallel.flow import Crossing, Flow, Plan, entered, unchanged
 from paragrad.techniques.model_parallel.halves import Deferring
+from paragrad.techniques.model_parallel.part import Part, share_of
 from paragrad.techniques.passes import Passes, Sums, Within
 from paragrad.world.world import World
 
@@ -32,9 +32,9 @@ ALIGNED = 16            # bytes at which each tensor of a message begins
 def check(strategy: InParts, model: nn.Module, example: Any) -> None:
     """Can the model be cut so? Raises StepFailed with the repair."""
     parts = strategy.pipelined.stages(strategy.size)
-    units = split.units_of(model, example, parts, strategy.asked)
-    ends = itertools.accumulate(strategy.asked or map(len, evenly(len(units), parts)), initial=0)
-    Flow(model, [units[start:stop] for start, stop in itertools.pairwise(ends)]).planned(example)
+    units = list(split.units_of(model, example, parts, strategy.asked))
+    found = split.divided(model, units, parts, strategy.asked) if strategy.asked else evenly(len(units), parts)
+    Flow(model, [[units[at] for at in part] for part in found]).planned(example)
 
 
 def look(strategy: InParts, model: nn.Module, example: Any) -> split.Cut:
@@ -45,7 +45,7 @@ def look(strategy: InParts, model: nn.Module, example: Any) -> split.Cut:
 def share(strategy: InParts, model: nn.Module, example: Any, axis: World, cut: split.Cut) -> Share:
     """Some consecutive parts of a model. Collective over the axis."""
     mine = range(axis.rank, len(cut.parts), axis.size)
-    found = split.share_of(model, cut, mine, axis)
+    found = share_of(model, cut, mine, axis)
     seconds = ", ".join(f"{1e3 * each:.3g}" for each in cut.seconds)
     return replace(found, chose=(("cut", str(cut), f"forward and backward in {seconds} ms, each measured alone"),))
 
@@ -60,10 +60,11 @@ class InStages(Passes):
     def __init__(self, strategy: InParts, within: Within, exchange: Exchange) -> None:
         super().__init__(within, exchange)
         part = within.module.model
-        assert isinstance(part, split.Part)
+        assert isinstance(part, Part)
         self.part, self.strategy = part, strategy
         self.line = within.world.along(strategy.name)
         self.stages = part.flow.last + 1
+        self.in_flight = strategy.pipelined.micro
         self.ending = False                         # the last backward of this rank is under way
         for parameter in part.parameters():
             if parameter.requires_grad:
@@ -85,12 +86,16 @@ class InStages(Passes):
             self.exchange.ready(parameter)
         return step.own
 
-    def output(self, inputs: Any) -> Any:
-        micro = Micro([0], [0])
-        forwards = Pipelined(self.strategy.pipelined.schedule, 1, trained=self.stages)
-        step = Step(self, [(micro, inputs, None)], forwards, training=False)
+    def outputs(self, batches: list[Any]) -> list[Any]:
+        schedule = self.strategy.pipelined.schedule
+        count = schedule.filled(len(batches), self.line.size)
+        given = [(Micro([0], [0]), inputs, None) for inputs in [*batches, *batches[-1:] * (count - len(batches))]]
+        step = Step(self, given, Pipelined(schedule, count, trained=self.stages), training=False)
         step.play()
-        return step.out
+        return [step.outs.get(number) for number in range(len(batches))]
+
+    def output(self, inputs: Any) -> Any:
+        return self.outputs([inputs])[0]
 
 
 @dataclass
@@ -112,7 +117,8 @@ class Step:
         with self.within.casting(), self.within.batch_norm.looking():
             self.plans = [self.flow.planned(inputs) for _, inputs, _ in given]
         self.messages = Messages(self.plans, self.line)
-        self.own, self.out = Sums(), None
+        self.own = Sums()
+        self.outs: dict[int, Any] = {}                              # of micro-batches, in a test
         tasks = list(pipelined.tasks(self.line.rank, self.line.size))
         self.left = sum(what != "F" for what, *_ in tasks)
         self.in_halves = any(what == "W" for what, *_ in tasks)
@@ -169,7 +175,7 @@ class Step:
             if last and self.training:
                 total, weight = within.module.pair(out, target, len(micro.positions))
         if last and not self.training:
-            self.out = out
+            self.outs[number] = out
         return sends, Made([each for each in sends if each.requires_grad], gradients, total), weight
 
     @contextlib.contextmanager

@@ -1,11 +1,11 @@
-"""The split of a model into consecutive parts: where it is cut, and what of it a rank keeps."""
+"""The split of a model into consecutive parts: between which calls of modules it is cut, and what each part uses."""
 
 from __future__ import annotations
 
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,15 +16,14 @@ from torch.utils._pytree import tree_map_only
 from paragrad.datasets.loading import called, copied
 from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed
+from paragrad.notation.choices import unknown
 from paragrad.planner.profile import unfused
-from paragrad.techniques.cut import Share
+from paragrad.strategies.pipeline import Asked
 from paragrad.techniques.draws import Recording
 from paragrad.techniques.kernels import drawing
-from paragrad.techniques.layout import Held
-from paragrad.techniques.model_parallel.flow import Flow, entered
+from paragrad.techniques.model_parallel.flow import entered
 from paragrad.techniques.model_parallel.watch import InUnits, Running, Unit, calls_watched, tensors_in
 from paragrad.techniques.untouched import untouched
-from paragrad.world.world import World
 
 FINE = 8                # units are split further while one is more than an eighth of a part's work
 NO_LOSS = nn.functional.mse_loss        # of models that are looked at without one
@@ -42,46 +41,89 @@ class Call:
 @dataclass(frozen=True)
 class Cut:
     """Where a model is cut. parts: the units of each, modules that are called as a whole;  seconds: of each part, forward and
-    backward, as it was measured;  uses: of each parameter and buffer that was used, in which parts;  draws: the random calls of
-    each part."""
+    backward, as it was measured;  work: of each, operations in the matrix products of a forward;  uses: of each parameter and
+    buffer that was used, in which parts;  draws: the random calls of each part."""
     parts: tuple[tuple[Unit, ...], ...]
     seconds: tuple[float, ...]
+    work: tuple[int, ...]
     uses: Mapping[str, tuple[int, ...]]
     draws: tuple[range, ...]
 
+    @property
+    def told(self) -> list[str]:
+        """Each part in words."""
+        return [units[0][0] + (f" to {units[-1][0]}" if len(units) > 1 else "") for units in self.parts]
+
     def __str__(self) -> str:
-        return " | ".join(units[0][0] + (f" to {units[-1][0]}" if len(units) > 1 else "") for units in self.parts)
+        return " | ".join(self.told)
 
 
-def cut(model: nn.Module, example: Any, parts: int, asked: Sequence[int] | None = None) -> Cut:
-    """Into parts that take equally long, or of as many units as asked for. Raises StepFailed where there are not as many."""
+def cut(model: nn.Module, example: Any, parts: int, asked: Asked | None = None) -> Cut:
+    """Into parts that take equally long, or as asked for. Raises StepFailed where there are not as many."""
     units = units_of(model, example, parts, asked)
+    names = list(units)
     with untouched(Summed(model, NO_LOSS)):
-        timed = _timed(model, units, example)
-    ends = list(itertools.accumulate(asked or (), initial=0))
-    cuts = [range(*two) for two in itertools.pairwise(ends)] if asked else balanced(timed, parts)
-    found = tuple(tuple(units[at] for at in part) for part in cuts)
-    return Cut(found, tuple(sum(timed[at] for at in part) for part in cuts), *parts_of(InUnits(model, found), example))
+        timed = _timed(model, names, example)
+    cuts = divided(model, names, parts, asked) if asked else balanced(timed, parts)
+    found = tuple(tuple(names[at] for at in part) for part in cuts)
+    return Cut(found, tuple(sum(timed[at] for at in part) for part in cuts),
+               tuple(sum(units[unit] for unit in part) for part in found), *parts_of(InUnits(model, found), example))
 
 
-def units_of(model: nn.Module, example: Any, parts: int, asked: Sequence[int] | None = None) -> list[Unit]:
-    """The calls of a forward between which so many parts can be cut. Raises StepFailed where there are too few of them, or not
-    as many as asked for."""
+def units_of(model: nn.Module, example: Any, parts: int, asked: Asked | None = None) -> dict[Unit, int]:
+    """The calls of a forward between which so many parts can be cut, in order, and the work of each. Raises StepFailed where
+    there are too few of them."""
+    begins = [named(model, each) for each in asked or () if isinstance(each, str)]
     with untouched(Summed(model, NO_LOSS)):
         tree = calls(model, example)
+    most = tree.work / (FINE * parts)
     counted: Counter[str] = Counter()
-    units = []
-    for call in _units(tree, tree.work / (FINE * parts)):
-        units.append((call.name, counted[call.name]))
+    units: dict[Unit, int] = {}
+    for call in _units(tree, lambda each: each.work <= most and not any(name.startswith(f"{each.name}.") for name in begins)):
+        units[call.name, counted[call.name]] = call.work
         counted[call.name] += 1
-    listed = ", ".join(name for name, _ in units)
     if len(units) < parts:
-        raise StepFailed(f"the model calls {len(units)} module(s) one after another ({listed}), and {parts} parts are wanted; "
-                         "give fewer workers, or a model of more modules")
-    if asked is not None and (len(asked) != parts or sum(asked) != len(units)):
-        raise StepFailed(f"cut={list(asked)} is {len(asked)} part(s) of {sum(asked)} modules together, and there are {parts} "
-                         f"of {len(units)}: {listed}; give {parts} numbers that add up to {len(units)}")
+        raise StepFailed(f"the model calls {len(units)} module(s) one after another ({_listed(units)}), and {parts} parts are "
+                         "wanted; give fewer workers, or a model of more modules")
     return units
+
+
+def _listed(units: Iterable[Unit]) -> str:
+    return ", ".join(name for name, _ in units)
+
+
+def named(model: nn.Module, name: str) -> str:
+    """The name of a module by which it is cut: it may be given by its end. Raises StepFailed where there is none."""
+    first = {module: own for own, module in reversed(list(model.named_modules()))}
+    found = {first[module] for each, module in model.named_modules(remove_duplicate=False)
+             if each == name or each.endswith(f".{name}")}
+    if len(found) > 1 and name not in found:
+        raise StepFailed(f"cut names {name}, which may be {' or '.join(sorted(found))}; give the whole name")
+    if not found:
+        raise StepFailed(f"cut: {unknown('module', name, filter(None, first.values()))}")
+    return name if name in found else found.pop()
+
+
+def divided(model: nn.Module, units: Sequence[Unit], parts: int, asked: Asked) -> list[range]:
+    """The parts that are asked for. Raises StepFailed where they are not as many, or one would be empty."""
+    said, sizes = f"cut=[{', '.join(map(str, asked))}]", [each for each in asked if isinstance(each, int)]
+    if sizes and (len(sizes) != parts or sum(sizes) != len(units)):
+        raise StepFailed(f"{said} is {len(sizes)} part(s) of {sum(sizes)} modules together, and there are {parts} of "
+                         f"{len(units)}: {_listed(units)}; give {parts} numbers that add up to {len(units)}")
+    if sizes:
+        ends = list(itertools.accumulate(sizes, initial=0))
+        return [range(*two) for two in itertools.pairwise(ends)]
+    starts = [0]
+    for name in (named(model, str(each)) for each in asked):
+        inside = [at for at, (unit, _) in enumerate(units) if f"{unit}.".startswith(f"{name}.")]
+        if not inside:
+            raise StepFailed(f"{said}: {name} is not called in a forward; cut at one of {_listed(units[1:])}")
+        starts.append(inside[0])
+    starts.append(len(units))
+    if len(asked) != parts - 1 or any(start >= stop for start, stop in itertools.pairwise(starts)):
+        raise StepFailed(f"{said} names the modules with which all parts but the first begin, and {parts} parts that are not "
+                         f"empty need {parts - 1} in the order in which they are called: of {_listed(units[1:])}")
+    return [range(*two) for two in itertools.pairwise(starts)]
 
 
 def calls(model: nn.Module, example: Any) -> Call:
@@ -106,11 +148,11 @@ def calls(model: nn.Module, example: Any) -> Call:
     return stack[0].inside[0]
 
 
-def _units(call: Call, most: float, root: bool = True) -> Iterator[Call]:
+def _units(call: Call, whole: Callable[[Call], bool], root: bool = True) -> Iterator[Call]:
     """Calls that are not split further."""
-    if call.inside and (root or call.work > most):
+    if call.inside and (root or not whole(call)):
         for inner in call.inside:
-            yield from _units(inner, most, root=False)
+            yield from _units(inner, whole, root=False)
     else:
         yield call
 
@@ -169,7 +211,7 @@ def balanced(seconds: Sequence[float], parts: int) -> list[range]:
     return found[::-1]
 
 
-# ---- what a rank keeps -------------------------------------------------------------------------------------------------------
+# ---- who uses what -----------------------------------------------------------------------------------------------------------
 class Looking(Running):
     """A forward that notes which part uses which tensors, and what it draws."""
 
@@ -209,64 +251,3 @@ def parts_of(flow: InUnits, example: Any) -> tuple[dict[str, tuple[int, ...]], t
             for name, tensor in (*flow.model.named_parameters(), *flow.model.named_buffers()) if id(tensor) in looking.uses}
     drawn = looking.drawn + [len(recording.calls)] * (flow.last + 1 - len(looking.drawn))
     return uses, tuple(range(*each) for each in zip(drawn, [*drawn[1:], len(recording.calls)], strict=True))
-
-
-def supposed(model: nn.Module, uses: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The parts that use each tensor: where nobody was seen to, as what was defined before it."""
-    found: dict[str, tuple[int, ...]] = {}
-    near: tuple[int, ...] = (0,)
-    for name, _ in (*model.named_parameters(), *model.named_buffers()):
-        near = found[name] = uses.get(name, near)
-    return found
-
-
-class Part(nn.Module):
-    """Some parts of a model: its parameters and buffers are those of the whole one, by the same names, that they use.
-
-    Everything else of the model is there without values. trained: the first part of all with a parameter to train;
-    first: which of this rank's random calls the first one of each part is.
-    """
-    flow: Flow
-    trained: int
-    first: Mapping[int, int]
-
-    def __init__(self, flow: Flow, trained: int, first: Mapping[int, int]) -> None:
-        super().__init__()
-        self.__dict__.update(flow=flow, trained=trained, first=first, training=flow.model.training,
-                             _modules=flow.model._modules, _parameters=flow.model._parameters, _buffers=flow.model._buffers)
-
-    def train(self, mode: bool = True) -> Part:
-        self.flow.model.train(mode)
-        return super().train(mode)
-
-
-def kept(flow: Flow, uses: Mapping[str, tuple[int, ...]], axis: World) -> dict[str, Held]:
-    """Which tensors of the model a rank's parts hold; of the others it loses the values. Collective over the axis."""
-    model = flow.model
-    named = [*model.named_parameters(), *model.named_buffers()]
-    held: dict[str, Held] = {}
-    for name, tensor in named:
-        owners = sorted({part % axis.size for part in uses[name]})
-        world = axis.among([owners]) if len(owners) > 1 and isinstance(tensor, nn.Parameter) else None
-        if axis.rank in owners:
-            held[name] = Held(name, tuple(tensor.shape), counts=owners[0] == axis.rank,
-                              owners=() if world is None else (world,))
-    ours = {id(tensor) for name, tensor in named if name in held}
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in list(tensors.items()):
-                if tensor is not None and id(tensor) not in ours:
-                    del tensors[name]
-                    setattr(module, name, flow.hollow(tensor))
-    return held
-
-
-def share_of(model: nn.Module, cut: Cut, mine: Sequence[int], axis: World) -> Share:
-    """What a rank holds of a model, which loses the rest. Collective over the axis."""
-    flow, uses = Flow(model, cut.parts), supposed(model, cut.uses)
-    trained = min((part for name, parameter in model.named_parameters() if parameter.requires_grad for part in uses[name]),
-                  default=flow.last + 1)
-    held = kept(flow, uses, axis)
-    calls = [call for part in mine for call in cut.draws[part]]
-    first = {part: calls.index(cut.draws[part].start) if cut.draws[part] else 0 for part in mine}
-    return Share(Part(flow, trained, first), held, gives=flow.last in mine, draws=tuple(calls))

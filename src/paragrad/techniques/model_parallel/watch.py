@@ -21,7 +21,6 @@ from paragrad.errors import StepFailed
 
 Place = tuple[int, int]                 # which operation or unit of a forward made a value, and which of its outputs it is
 Unit = tuple[str, int]                  # a call of a module: its name, and which of its calls in a forward it is, from 0
-READS = {"item", "__bool__", "__int__", "__float__", "__index__", "tolist", "numpy", "__contains__"}      # look at values
 # what is replaced around a forward, and is itself inside of a unit
 PLAIN = [(owner, name, getattr(owner, name)) for owner, name in (
     (nn.Module, "__call__"), (checkpoint, "_checkpoint_without_reentrant_generator"), (checkpoint, "CheckpointFunction"))]
@@ -85,9 +84,9 @@ class Running(TorchFunctionMode):
         tensors = tensors_in((args, kwargs))
         name = getattr(func, "__name__", "")
         if not any(each in self.made or id(each) in self.held or isinstance(each, FakeTensor) for each in tensors):
-            if name in READS and tensors:
-                self.read()
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            self.of_inputs(func, args, kwargs, out)
+            return out
         out = self.operation(func, args, kwargs)
         found = tensors_in(out)
         if name == "__setitem__":
@@ -101,8 +100,8 @@ class Running(TorchFunctionMode):
     def make(self, tensor: Tensor, place: Place) -> None:
         self.made[tensor] = place, self.part
 
-    def read(self) -> None:
-        """Python has looked at a value of the inputs: another batch may go another way."""
+    def of_inputs(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """An operation on the inputs alone was made."""
 
     def begins(self, name: str) -> None:
         """A unit is called: a part may begin with it."""

@@ -5,28 +5,25 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-import itertools
-import operator
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paragrad.datasets.loading import brought, cut, parted, tensors_of
-from paragrad.errors import Refused, StepFailed
+from paragrad.datasets.loading import brought
+from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed, loss_in
 from paragrad.jobs.precision import in_precision
 from paragrad.strategies.strategy import Strategy
-from paragrad.techniques.draws import Draws
 from paragrad.techniques.exchange import Exchange, Replica
-from paragrad.techniques.probe import Probe, probed
+from paragrad.techniques.layout import vacate
 from paragrad.techniques.table import cuts, exchange_of, passes_of
 from paragrad.techniques.untouched import Before, untouched
-from paragrad.training.additive import Excerpt, wrong_with
 from paragrad.training.batches import Batch
 from paragrad.training.first_step.beside import fetched, fewer, proof
 from paragrad.training.first_step.causes import SHARED, by_layout, not_the_same
+from paragrad.training.first_step.look import all_given_as_loaded, given_as_loaded, looked_at, seen_at_the_door
 from paragrad.training.first_step.made import Made
 from paragrad.training.first_step.proof import Miss
 from paragrad.training.holding import divided
@@ -49,9 +46,9 @@ def before(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> None:
         if trainer.layout.cut and trainer.splits and trainer.taken == 1:
             trainer.log.choice("loss again", "not checked", WHERE_CUT)
         elif trainer.splits and not trainer.layout.cut and (trainer.taken + 1).bit_count() == 1:        # the 2nd, 4th, 8th, ...
-            _prepare(trainer, batch, inputs, target, _all_given_as_loaded(trainer, inputs, target), loss_alone=True)
+            _prepare(trainer, batch, inputs, target, all_given_as_loaded(trainer, inputs, target), loss_alone=True)
         return
-    seen = _seen(trainer)
+    seen = seen_at_the_door(trainer)
     found, as_loaded = (seen, True) if seen else looked_at(trainer, batch, inputs, target)
     trainer.draws, trainer.module.traced, trainer.coarsest = found.draws, found.known, found.coarsest
     trainer.module.linear = found.linear
@@ -66,6 +63,7 @@ def before(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> None:
     if trainer.unchecked:
         trainer.log.choice("first step", "not checked", "asked for")
     wire(trainer, found.some_unused, inputs)
+    vacate_given(trainer)
 
 
 def _prepare(trainer: Trainer, batch: Batch, inputs: Any, target: Any, as_loaded: bool, loss_alone: bool = False,
@@ -81,6 +79,7 @@ def _prepare(trainer: Trainer, batch: Batch, inputs: Any, target: Any, as_loaded
         wiring()
     trainer.kept = Before(trainer.module, trainer.proof.serial.moved if trainer.proof and not trainer.layout.cut else ())
     if trainer.proof is None:
+        vacate_given(trainer)
         trainer.log.choice("loss again" if loss_alone else "first step", "not checked", because)
         if trainer.log.recorder is None:            # a loop of one's own
             warnings.warn(f"step {trainer.steps} is not compared with one worker's: {because}", stacklevel=2)
@@ -107,7 +106,7 @@ def _in_double(trainer: Trainer, module: Summed, kept: Before, batch: Batch, inp
                 dtype=torch.float64, how=trainer.how, examined=True)
             twin.steps, twin.feed.samples = trainer.steps, trainer.feed.samples
             pair = brought((inputs, target), trainer.world.device, torch.float64)
-            loaded = _given_as_loaded(trainer, inputs, target)
+            loaded = given_as_loaded(trainer, inputs, target)
             twin.feed.fetched = pair if loaded else None
             before(twin, batch, *pair)
             return compared(twin, *_averaged(twin, batch, *pair)) if twin.proof else None
@@ -116,14 +115,6 @@ def _in_double(trainer: Trainer, module: Summed, kept: Before, batch: Batch, inp
     finally:
         if twin is not None:
             twin.close()
-
-
-def _seen(trainer: Trainer) -> Probe | None:
-    """What the door saw, where a look by every rank would show no more: whether all parameters are used matters to an exchange
-    alone, which calls of batch norm ask other ranks only where there are some, and other devices draw by other kernels."""
-    seen = trainer.seen
-    by_rank = trainer.strategy.bucketed or trainer.world.device.type != "cpu" or (seen is not None and seen.normed)
-    return None if by_rank else seen
 
 
 def wire(trainer: Trainer, some_unused: bool, example: Any) -> Exchange:
@@ -135,7 +126,7 @@ def wire(trainer: Trainer, some_unused: bool, example: Any) -> Exchange:
                              f"call, and in parts calls have others; train it without {trainer.strategy}")
         with trainer.batch_norm.looking():
             part = divided(trainer.strategy, trainer.module, trainer.optimizer, trainer.draws, trainer.world, example,
-                           whole_too=trainer.proof is not None)             # which may ask one worker again
+                           whole_too=trainer.proof is not None or trainer.given is not None)    # who may ask one worker again
         trainer.hold(part)
         for choice in part.chose if trainer.world.rank == 0 else ():
             trainer.log.choice(*choice)
@@ -144,6 +135,12 @@ def wire(trainer: Trainer, some_unused: bool, example: Any) -> Exchange:
     trainer.exchange = exchange_of(trainer.strategy, replica, world, trainer.log, trainer.how)
     trainer.passes = passes_of(trainer.strategy, trainer, trainer.exchange)
     return trainer.exchange
+
+
+def vacate_given(trainer: Trainer) -> None:
+    """The user's own model, which is cut, has no values from here on: what they were would be taken for what they are."""
+    if trainer.layout.cut and trainer.given is not None:
+        vacate(trainer.given)
 
 
 def serve(trainer: Trainer) -> None:
@@ -206,61 +203,6 @@ def _averaged(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> tuple
     return loss / weight, weight
 
 
-def looked_at(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> tuple[Probe, bool]:
-    """What one forward and backward of this rank's first micro-batch shows, and whether step got what batches gave; agreed by
-    all ranks. Collective."""
-    world, as_loaded = trainer.world, _given_as_loaded(trainer, inputs, target)
-    micro, inputs, target = next(batch.parts(inputs, target))
-    trainer.batch_norm.samples = samples = len(micro.positions)
-    with untouched(trainer.module), trainer.batch_norm.looking():
-        with trainer.casting():
-            found = probed(trainer.module, inputs, target, samples, trainer.batch_norm, lambda count: _repeated(
-                trainer, batch, inputs, target, max(samples, 1), count, as_loaded))
-        if not trainer.examined and not found.draws.by_layout:
-            _examine(trainer, inputs, target, samples, found.draws)
-    told = world.collected((found, as_loaded, trainer.batch_norm.inside))
-    probe, as_loaded, inside = world.agreed(told and (
-        functools.reduce(operator.or_, (each for each, *_ in told)), all(loaded for _, loaded, _ in told),
-        set().union(*(inside for *_, inside in told))))
-    trainer.batch_norm.agree(inside)
-    return probe, as_loaded
-
-
-def _given_as_loaded(trainer: Trainer, inputs: Any, target: Any) -> bool:
-    """Did this rank's `step` get what `batches` gave?"""
-    try:
-        gave = tensors_of(list(parted(trainer.feed.fetched)))
-    except Refused:                 # neither a pair nor a dict
-        return False
-    return all(a is b for a, b in itertools.zip_longest(tensors_of([inputs, target]), gave))
-
-
-def _all_given_as_loaded(trainer: Trainer, inputs: Any, target: Any) -> bool:
-    """The same of every rank. Collective."""
-    return bool(trainer.world.all_reduced(torch.tensor([float(_given_as_loaded(trainer, inputs, target))]), "MIN"))
-
-
-def _repeated(trainer: Trainer, batch: Batch, inputs: Any, target: Any, length: int, count: int,
-              as_loaded: bool) -> tuple[Any, Any]:
-    """A batch of one sample so many times: loaded anew, or, where step was given something else, cut out of that."""
-    if as_loaded:
-        samples = trainer.feed.samples
-        assert samples is not None
-        return parted(brought(samples[batch.epoch, batch.indices[:1] * count], trainer.world.device, trainer.dtype))
-    return cut((inputs, target), [0] * count, length)       # type: ignore[no-any-return]
-
-
-def _examine(trainer: Trainer, inputs: Any, target: Any, samples: int, draws: Draws) -> None:
-    """Does the loss add up? What a Job is asked at the door."""
-    try:
-        parts = Excerpt(inputs, target, list(range(samples))).in_parts()
-    except ValueError as error:
-        trainer.log.choice("loss", "not asked", f"whether it adds up: {error}")
-        return
-    if len(parts) == 3 and (wrong := wrong_with(trainer.module, parts, draws, tight=trainer.dtype == torch.float64)):
-        raise StepFailed(wrong)
-
-
 def certain(trainer: Trainer, batch: Batch, inputs: Any, target: Any, weight: float, doubt: float) -> float:
     """The global weight, where some shares' may be that of nothing: their loss is exactly 0, and one worker's weight says
     whether they count. Collective."""
@@ -268,7 +210,7 @@ def certain(trainer: Trainer, batch: Batch, inputs: Any, target: Any, weight: fl
         return weight
     found, because = trainer.proof, WHERE_CUT if trainer.layout.cut else ""
     if found is None and not trainer.layout.cut:
-        as_loaded = _all_given_as_loaded(trainer, inputs, target)
+        as_loaded = all_given_as_loaded(trainer, inputs, target)
         found, because = proof(trainer, batch, inputs, target, as_loaded, loss_alone=True)
     if found is not None:
         if weight == doubt:                             # nothing counts on any rank
@@ -285,6 +227,7 @@ def prove(trainer: Trainer, loss: float, weight: float, of: str = "this step") -
     assert trainer.proof is not None
     proof = trainer.proof
     misses = compared(trainer, loss, weight)
+    vacate_given(trainer)
     if misses:
         raise StepFailed(not_the_same(trainer, misses), tensor=misses[0].gap.tensor, differs=True)
     made = proof.serial

@@ -1,0 +1,44 @@
+"""What the parts of a model are: what each rank holds and computes, and what goes from one to the next."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from paragrad.strategies.pipeline import InParts
+from paragrad.techniques.model_parallel import split
+from paragrad.techniques.model_parallel.flow import Crossing, Flow
+from paragrad.techniques.model_parallel.part import supposed
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a model. parameters: numbers in those that it uses, others may use them too;  work: operations in the matrix
+    products of a forward;  seconds: forward and backward, measured alone;  on, back: bytes of a micro-batch's activations that
+    go on to the next part, and of their gradients that come back."""
+    rank: int
+    modules: str
+    parameters: int
+    work: int
+    seconds: float
+    on: int
+    back: int
+
+
+def pieces(strategy: InParts, model: nn.Module, inputs: Any) -> list[Piece]:
+    """Those of a model that is cut as a resolved strategy says. inputs: of a micro-batch. Raises StepFailed."""
+    cut = split.cut(model, inputs, strategy.pipelined.stages(strategy.size), strategy.asked)
+    crossing = [*Flow(model, cut.parts).planned(inputs).crossing, []]
+    uses = supposed(model, cut.uses)
+    parameters = [sum(each.numel() for name, each in model.named_parameters() if part in uses[name])
+                  for part in range(len(cut.parts))]
+    return [Piece(part % strategy.size, told, parameters[part], cut.work[part], cut.seconds[part], _bytes(crossing[part]),
+                  _bytes(each for each in crossing[part] if each.grad)) for part, told in enumerate(cut.told)]
+
+
+def _bytes(crossing: Iterable[Crossing]) -> int:
+    return sum(math.prod(each.shape) * each.dtype.itemsize for each in crossing)

@@ -1,0 +1,74 @@
+"""What a rank keeps of a model that is cut: its parts' parameters and buffers, under their own names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from paragrad.techniques.cut import Share
+from paragrad.techniques.layout import Held
+from paragrad.techniques.model_parallel.flow import Flow
+from paragrad.techniques.model_parallel.split import Cut
+from paragrad.world.world import World
+
+
+def supposed(model: nn.Module, uses: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The parts that use each tensor: where nobody was seen to, as what was defined before it."""
+    found: dict[str, tuple[int, ...]] = {}
+    near: tuple[int, ...] = (0,)
+    for name, _ in (*model.named_parameters(), *model.named_buffers()):
+        near = found[name] = uses.get(name, near)
+    return found
+
+
+class Part(nn.Module):
+    """Some parts of a model: its parameters and buffers are those of the whole one, by the same names, that they use.
+
+    Everything else of the model is there without values. trained: the first part of all with a parameter to train;
+    first: which of this rank's random calls the first one of each part is.
+    """
+    flow: Flow
+    trained: int
+    first: Mapping[int, int]
+
+    def __init__(self, flow: Flow, trained: int, first: Mapping[int, int]) -> None:
+        super().__init__()
+        self.__dict__.update(flow=flow, trained=trained, first=first, training=flow.model.training,
+                             _modules=flow.model._modules, _parameters=flow.model._parameters, _buffers=flow.model._buffers)
+
+    def train(self, mode: bool = True) -> Part:
+        self.flow.model.train(mode)
+        return super().train(mode)
+
+
+def kept(flow: Flow, uses: Mapping[str, tuple[int, ...]], axis: World) -> dict[str, Held]:
+    """Which tensors of the model a rank's parts hold; of the others it loses the values. Collective over the axis."""
+    model = flow.model
+    named = [*model.named_parameters(), *model.named_buffers()]
+    held: dict[str, Held] = {}
+    for name, tensor in named:
+        owners = sorted({part % axis.size for part in uses[name]})
+        world = axis.among([owners]) if len(owners) > 1 and isinstance(tensor, nn.Parameter) else None
+        if axis.rank in owners:
+            held[name] = Held(name, tuple(tensor.shape), counts=owners[0] == axis.rank,
+                              owners=() if world is None else (world,))
+    ours = {id(tensor) for name, tensor in named if name in held}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in list(tensors.items()):
+                if tensor is not None and id(tensor) not in ours:
+                    del tensors[name]
+                    setattr(module, name, flow.hollow(tensor))
+    return held
+
+
+def share_of(model: nn.Module, cut: Cut, mine: Sequence[int], axis: World) -> Share:
+    """What a rank holds of a model, which loses the rest. Collective over the axis."""
+    flow, uses = Flow(model, cut.parts), supposed(model, cut.uses)
+    trained = min((part for name, parameter in model.named_parameters() if parameter.requires_grad for part in uses[name]),
+                  default=flow.last + 1)
+    held = kept(flow, uses, axis)
+    calls = [call for part in mine for call in cut.draws[part]]
+    first = {part: calls.index(cut.draws[part].start) if cut.draws[part] else 0 for part in mine}
+    return Share(Part(flow, trained, first), held, gives=flow.last in mine, draws=tuple(calls))

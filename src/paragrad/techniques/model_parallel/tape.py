@@ -1,0 +1,75 @@
+"""Which way a forward goes: what Python read of values made of the inputs alone, played again for other inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+READS = {"item", "__bool__", "__int__", "__float__", "__index__", "tolist", "numpy", "__contains__"}      # look at values
+
+
+@dataclass(frozen=True)
+class Made:
+    """Stands for a tensor: which output of which step; of step -1: which tensor of the inputs."""
+    step: int
+    number: int
+
+
+class Tape:
+    """The operations of a forward on its inputs alone, in order, and what Python read of their results.
+
+    Between reads, Python is a function of shapes and of what it has read: inputs of the same shapes, of which it reads the
+    same, go the same way.
+    """
+
+    def __init__(self, inputs: Any) -> None:
+        self.steps: list[tuple[Any, Any, Any, bool]] = []       # function, (args, kwargs), what was read, whether it was
+        self.read = 0                                           # steps up to the last read
+        self.made: Any = WeakIdKeyDictionary()
+        self._note(-1, inputs)
+
+    def _note(self, step: int, out: Any) -> None:
+        for number, tensor in enumerate(_tensors(out)):
+            self.made[tensor] = Made(step, number)
+
+    def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """An operation, after it was made."""
+        reads = getattr(func, "__name__", "") in READS and bool(_tensors((args, kwargs)))
+        given = tree_map_only(Tensor, lambda each: self.made.get(each, each), (args, kwargs))
+        self._note(len(self.steps), out)
+        self.steps.append((func, given, numpy.copy(out) if isinstance(out, numpy.ndarray) else out if reads else None, reads))
+        if reads:
+            self.read = len(self.steps)
+
+    def cut(self) -> Tape:
+        """What comes after the last read is of no matter. Tensors of the forward are let go."""
+        del self.steps[self.read:]
+        self.made = None
+        return self
+
+    def same(self, inputs: Any) -> bool:
+        """Does Python read the same of these inputs?"""
+        if not self.steps:
+            return True
+        made = {-1: [each.clone() for each in _tensors(inputs)]}
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            for number, (func, given, read, reads) in enumerate(self.steps):
+                args, kwargs = tree_map_only(Made, lambda each: made[each.step][each.number], given)
+                try:
+                    out = func(*args, **kwargs)
+                except (RuntimeError, ValueError, IndexError):      # what follows a read that would be another
+                    return False
+                if reads and not numpy.array_equal(out, read):
+                    return False
+                made[number] = _tensors(out)
+        return True
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]

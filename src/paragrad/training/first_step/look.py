@@ -1,0 +1,84 @@
+"""A look at the model before the first step: what one forward and backward shows, and whether its loss adds up."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paragrad.datasets.loading import brought, cut, parted, tensors_of
+from paragrad.errors import Refused, StepFailed
+from paragrad.techniques.draws import Draws
+from paragrad.techniques.probe import Probe, probed
+from paragrad.techniques.untouched import untouched
+from paragrad.training.additive import Excerpt, wrong_with
+from paragrad.training.batches import Batch
+
+if TYPE_CHECKING:
+    from paragrad.training.trainer import Trainer
+
+
+def seen_at_the_door(trainer: Trainer) -> Probe | None:
+    """What the door saw, where a look by every rank would show no more: whether all parameters are used matters to an exchange
+    alone, which calls of batch norm ask other ranks only where there are some, and other devices draw by other kernels."""
+    seen = trainer.seen
+    by_rank = trainer.strategy.bucketed or trainer.world.device.type != "cpu" or (seen is not None and seen.normed)
+    return None if by_rank else seen
+
+
+def looked_at(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> tuple[Probe, bool]:
+    """What one forward and backward of this rank's first micro-batch shows, and whether step got what batches gave; agreed by
+    all ranks. Collective."""
+    world, as_loaded = trainer.world, given_as_loaded(trainer, inputs, target)
+    micro, inputs, target = next(batch.parts(inputs, target))
+    trainer.batch_norm.samples = samples = len(micro.positions)
+    with untouched(trainer.module), trainer.batch_norm.looking():
+        with trainer.casting():
+            found = probed(trainer.module, inputs, target, samples, trainer.batch_norm, lambda count: _repeated(
+                trainer, batch, inputs, target, max(samples, 1), count, as_loaded))
+        if not trainer.examined and not found.draws.by_layout:
+            _examine(trainer, inputs, target, samples, found.draws)
+    told = world.collected((found, as_loaded, trainer.batch_norm.inside))
+    probe, as_loaded, inside = world.agreed(told and (
+        functools.reduce(operator.or_, (each for each, *_ in told)), all(loaded for _, loaded, _ in told),
+        set().union(*(inside for *_, inside in told))))
+    trainer.batch_norm.agree(inside)
+    return probe, as_loaded
+
+
+def given_as_loaded(trainer: Trainer, inputs: Any, target: Any) -> bool:
+    """Did this rank's `step` get what `batches` gave?"""
+    try:
+        gave = tensors_of(list(parted(trainer.feed.fetched)))
+    except Refused:                 # neither a pair nor a dict
+        return False
+    return all(a is b for a, b in itertools.zip_longest(tensors_of([inputs, target]), gave))
+
+
+def all_given_as_loaded(trainer: Trainer, inputs: Any, target: Any) -> bool:
+    """The same of every rank. Collective."""
+    return bool(trainer.world.all_reduced(torch.tensor([float(given_as_loaded(trainer, inputs, target))]), "MIN"))
+
+
+def _repeated(trainer: Trainer, batch: Batch, inputs: Any, target: Any, length: int, count: int,
+              as_loaded: bool) -> tuple[Any, Any]:
+    """A batch of one sample so many times: loaded anew, or, where step was given something else, cut out of that."""
+    if as_loaded:
+        samples = trainer.feed.samples
+        assert samples is not None
+        return parted(brought(samples[batch.epoch, batch.indices[:1] * count], trainer.world.device, trainer.dtype))
+    return cut((inputs, target), [0] * count, length)       # type: ignore[no-any-return]
+
+
+def _examine(trainer: Trainer, inputs: Any, target: Any, samples: int, draws: Draws) -> None:
+    """Does the loss add up? What a Job is asked at the door."""
+    try:
+        parts = Excerpt(inputs, target, list(range(samples))).in_parts()
+    except ValueError as error:
+        trainer.log.choice("loss", "not asked", f"whether it adds up: {error}")
+        return
+    if len(parts) == 3 and (wrong := wrong_with(trainer.module, parts, draws, tight=trainer.dtype == torch.float64)):
+        raise StepFailed(wrong)

@@ -1,0 +1,52 @@
+"""draw: what the ranks of a strategy do and send each other, and the parts of a model that it cuts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from paragrad.datasets.loading import brought, parted
+from paragrad.errors import Refused, StepFailed
+from paragrad.jobs.job import CPU, Job, opened
+from paragrad.report.drawing import draw as drawn
+from paragrad.strategies.pipeline import InParts
+from paragrad.strategies.shares import micro_batches
+from paragrad.strategies.strategy import Strategy, factors_of
+from paragrad.strategies.table import plan_of, strategies
+from paragrad.techniques.model_parallel.account import Piece, pieces
+from paragrad.training.door import examined
+from paragrad.world.generators import generators_kept
+
+
+def draw(text: str, job: Job | None = None, svg: Path | None = None, data: Path | None = None) -> str:
+    """Strategies, one below the other. job: with the parts of its model;  svg: a file for a space-time diagram of one. Raises
+    Refused."""
+    asked = strategies(text)
+    if svg and len(asked) > 1:
+        raise Refused(f"--svg {svg} takes one picture; give one strategy")
+    found = []
+    for each in asked:
+        resolved, plan = plan_of(each, "draw")
+        found.append(drawn(plan, parts(job, resolved, data) if job else (), svg))
+    return "\n\n".join(found)
+
+
+def parts(job: Job, chosen: Strategy, data: Path | None = None) -> list[Piece]:
+    """The parts into which a resolved strategy cuts a job's model, for a micro-batch of a full batch; none where it cuts none.
+
+    data: folder for jobs that read files. Raises Refused with the repair.
+    """
+    if not (cutting := [factor for factor in factors_of(chosen) if isinstance(factor, InParts)]):
+        return []
+    with generators_kept():
+        facts = examined(job, data)
+        job = facts.ready(job)
+        first = micro_batches(facts.order.at(0), chosen.division)[0][0]
+        samples = job.samples(opened(job.train, data))[0, facts.order.indices(0, first)]
+        inputs, _ = brought(parted(samples), CPU, job.parameter_dtype)
+        try:
+            with torch.autocast("cpu", job.autocast, enabled=job.autocast is not None):
+                return pieces(cutting[0], job.built_model(), inputs)
+        except StepFailed as error:
+            raise Refused(f"job {job.name}, {chosen}: {error}") from error
