@@ -250,6 +250,8 @@ class Messages(Lane):
             return str(coming.taker or f"receive from rank {frm} of {len(coming.bytes)} bytes, tag {coming.tag}")
         try:
             read(self.peers.pids[frm], address, coming.bytes)
+        except ProcessLookupError:                      # it is ending: its memory goes before its process is seen to have ended
+            raise self.peers.ended(frm, late) from None
         except OSError as error:
             if self.peers.alive(frm):
                 raise self.peers.give_up(f"rank {self.rank} cannot read rank {frm}'s memory ({error}) in {late()}") from None
