@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
+import platform
 import random
 import signal
 import subprocess
@@ -17,6 +20,7 @@ import torch
 import torch.distributed as dist
 from test_shm import LONG, same, values
 
+from paragrad.world.backends.shm.reading import able, readable
 from paragrad.world.backends.shm.work import Lane, Work
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
@@ -187,6 +191,132 @@ def storm(world: World, seed: int) -> list[float]:
 def test_a_storm(pool: Ranks, size: int) -> None:
     for seed in range(5):
         pool.run(storm, seed, size=size, backend="shm")
+
+
+# ---- read where it is, or in pieces --------------------------------------------------------------------------------------
+NUMBERS = {"x86_64": 310, "aarch64": 270}       # of process_vm_readv
+
+
+class Step(ctypes.Structure):
+    """One step of a filter of system calls (linux/filter.h)."""
+    _fields_ = (("code", ctypes.c_ushort), ("yes", ctypes.c_ubyte), ("no", ctypes.c_ubyte), ("value", ctypes.c_uint))
+
+
+class Filter(ctypes.Structure):
+    _fields_ = (("count", ctypes.c_ushort), ("steps", ctypes.POINTER(Step)))
+
+
+def refuse_reading() -> None:
+    """As in a container: the kernel refuses that this thread, and those it starts, read another process's memory."""
+    load, equal, answer, allow, refuse = 0x20, 0x15, 0x06, 0x7FFF0000, 0x00050000 | errno.EPERM
+    number = NUMBERS[platform.machine()]
+    steps = (Step * 4)(Step(load, 0, 0, 0), Step(equal, 0, 1, number), Step(answer, 0, 0, refuse), Step(answer, 0, 0, allow))
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    no_new_privileges, filter_calls, by_a_filter = 38, 22, 2
+    assert prctl(no_new_privileges, 1, 0, 0, 0) == 0
+    assert prctl(filter_calls, by_a_filter, ctypes.byref(Filter(4, steps)), 0, 0) == 0
+
+
+def readers(world: World, refused: bool = False) -> tuple[list[int], bool]:
+    """(who may read this rank's memory, is a long message read there?)"""
+    if refused:
+        refuse_reading()
+    messages = dist.new_group().messages
+    taken = torch.empty(LONG)
+    work = messages.send(values(world.rank, LONG), 1 - world.rank, 0, 20.0)
+    messages.receive(taken, 1 - world.rank, 0, 20.0).wait()
+    work.wait()
+    same(taken, values(1 - world.rank, LONG))
+    return messages.readers, bool(work.address)
+
+
+filtered = pytest.mark.skipif(platform.machine() not in NUMBERS, reason="the number of process_vm_readv is not known here")
+
+
+def test_a_long_message_is_read_where_it_is(pool: Ranks) -> None:
+    own = ctypes.create_string_buffer(b"word")
+    if not able(os.getpid(), ctypes.addressof(own), b"word"):
+        pytest.skip("the kernel lets no process read another's memory here")
+    assert pool.run(readers, size=2, backend="shm") == [([1], True), ([0], True)]
+
+
+@filtered
+def test_where_the_kernel_refuses_to_read_messages_go_in_pieces() -> None:
+    with Ranks(4) as ranks:
+        assert ranks.run(readers, True, size=2, backend="shm", timeout=20.0) == [([], False), ([], False)]
+        for function in PROGRAMS:
+            ranks.run(function, size=2, backend="shm", timeout=20.0, deadline=60.0)
+        ranks.run(storm, 0, size=4, backend="shm", timeout=20.0, deadline=60.0)         # two of them refused
+
+
+def test_what_belongs_to_a_device_is_not_read() -> None:
+    """Such as pages that a GPU has pinned; the page by which the kernel tells the time is one that every process has."""
+    tensor = torch.ones(4)
+    assert readable(tensor.data_ptr())
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    found = [int(words[0].split("-")[0], 16) for words in maps if words[-1] == "[vvar]"]
+    assert not any(map(readable, found))
+
+
+def killed_amid_a_message(rank: int, store: str, refused: bool) -> None:
+    """Rank 1 is killed when it has sent a part of a message, or said where it is; rank 0 receives."""
+    if refused:
+        refuse_reading()
+    dist.init_process_group("shm", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=300))
+    if rank == 1:
+        dist.isend(torch.ones(LONG), 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        dist.recv(torch.empty(LONG), 1)
+    except RuntimeError as error:
+        print(error)
+
+
+@filtered
+@pytest.mark.story
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_death_amid_a_message_ends_the_wait(tmp_path: Path, refused: bool) -> None:
+    """A receive that had begun was in no list of what fails with the group: its wait went round for ever."""
+    call = ("import sys, paragrad.backends, test_shm_messages as t; "
+            f"t.killed_amid_a_message(int(sys.argv[1]), sys.argv[2], {refused})")
+    ranks = [subprocess.Popen([sys.executable, "-c", call, str(rank), str(tmp_path / "store")], cwd=Path(__file__).parent,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    try:
+        told = [rank.communicate(timeout=60) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert ranks[1].returncode == -signal.SIGKILL
+    assert f"rank 1 (process {ranks[1].pid}) ended while rank 0 waited for it in receive from rank 1" in told[0][0], told[0]
+
+
+class Patient(Lane):
+    """Nobody waits for what its daemon is at, which comes when there is somebody impatient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.way = threading.Event(), threading.Event()
+
+    def make_way(self) -> None:
+        self.way.set()
+
+    def advance(self, work: Work, deadline: float, patient: bool) -> None:
+        self.begun.set()
+        if patient and not self.way.is_set():
+            self.way.wait()
+        else:
+            work.finish()
+
+
+def test_who_waits_takes_the_lane_over() -> None:
+    """The daemon, at a receive that was posted ahead, kept the lane; who waited looked once a millisecond if it was done."""
+    lane = Patient()
+    first, second = Work(lane, [], seconds=60), Work(lane, [], seconds=60)
+    lane.leave(first)
+    lane.begun.wait()
+    second.wait()
+    assert lane.close(60)
+    assert first.done
 
 
 # ---- disagreement, deaths, limits ----------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from paragrad.world.world import World
 # bytes of scratch for receives under way. Short messages need many, as each costs gloo 0.4 ms whatever its length. Of long ones
 # one ahead is enough, and more do harm: what is asked for early comes early, and takes the link from what is waited for.
 SCRATCH = 1 << 18
-LONG = 1 << 16              # bytes from which sends in a row to different ranks go one after the other
+LONG = 1 << 16              # bytes from which sends in a row to different ranks go one after the other, where they share a link
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class Play:
         self.look_ahead()
         tensor = self.buffers[action.slot]
         before = self.actions[self.position - 1] if self.position else None
-        if isinstance(before, Send) and before.to != action.to and tensor.nbytes >= LONG:
+        if isinstance(before, Send) and before.to != action.to and tensor.nbytes >= LONG and self.world.backend != "shm":
             self.close(parts_in(before.slot))       # at once they would share the link, and the first come as late as the last
         work = dist.isend(tensor, group=self.world.group, group_dst=action.to)
         self.sent += tensor.nbytes

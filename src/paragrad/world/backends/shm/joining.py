@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from paragrad.world.backends.shm import reading
 from paragrad.world.backends.shm.collectives import TITLE, Port, titled
 from paragrad.world.backends.shm.messages import BLOCKS, Messages
 from paragrad.world.backends.shm.region import LINE, TOKEN, OwnRegion, Region, aligned, no_address, opened
@@ -38,8 +39,9 @@ class Layout:
         """name -> (offset, bytes)."""
         pairs = self.size**2
         found, offset = {}, aligned(TOKEN)
-        for name, count in (("pids", 8 * self.size), ("marks", 2 * self.size * LINE), ("words", WORDS),
-                            ("looks", 8 * self.size), ("flags", 2 * LINE), ("barriers", pairs * LINE),
+        for name, count in (("pids", 8 * self.size), ("starts", 8 * self.size), ("readers", pairs),
+                            ("marks", 2 * self.size * LINE), ("words", WORDS), ("looks", 8 * self.size),
+                            ("flags", 2 * LINE), ("barriers", pairs * LINE),
                             ("filled", pairs * LINE), ("room", pairs * LINE), ("bells", self.size * LINE),
                             ("titles", self.size * TITLE),
                             ("areas", 2 * self.size * self.area), ("blocks", pairs * BLOCKS * (LINE + self.piece)),
@@ -72,14 +74,25 @@ def join(store: Any, rank: int, size: int, seconds: float, neighbours: int) -> J
     else:
         store.wait(["region"], timedelta(seconds=seconds))
         joined = _carved(opened(store.get("region").decode()), layout, rank, crowded)
-    pids = _part(joined.region, layout, "pids").cast("q")
-    pids[rank] = os.getpid()
+    pids, starts = (_part(joined.region, layout, name).cast("q") for name in ("pids", "starts"))
+    pids[rank], starts[rank] = os.getpid(), joined.region.start
     joined.port.begin(titled("joining the group"), time.monotonic() + seconds)
     joined.port.barrier()
     joined.peers.know(list(pids))
     if isinstance(joined.region, OwnRegion):
         joined.region.opened_by_all()
+    joined.messages.readers = _readers(joined, layout)
     return joined
+
+
+def _readers(joined: Joined, layout: Layout) -> list[int]:
+    """The ranks that may read this one's memory: all try it with the others', once, and tell. Collective."""
+    region, rank, size = joined.region, joined.rank, joined.size
+    may, starts = _part(region, layout, "readers"), _part(region, layout, "starts").cast("q")
+    for other, process in joined.peers.pids.items():
+        may[rank * size + other] = reading.able(process, starts[other], region.map[:TOKEN])
+    joined.port.barrier()
+    return [other for other in joined.peers.pids if may[other * size + rank]]
 
 
 def _made(store: Any, layout: Layout, crowded: bool) -> Joined:
@@ -93,7 +106,7 @@ def _made(store: Any, layout: Layout, crowded: bool) -> Joined:
     joined.port.gate.signals.initialize(lambda number: 0)
     joined.peers.flags.initialize(lambda number: 1 - number)            # nobody has given up
     joined.messages.filled.initialize(lambda number: 0)
-    joined.messages.room.initialize(lambda number: BLOCKS)
+    joined.messages.room.initialize(lambda number: 0)
     joined.messages.bells.initialize(lambda number: 0)
     store.set("region", region.address)
     return joined

@@ -130,8 +130,7 @@ class Peers:
             dead = []
         if dead:                                    # it was dead before the last look for its post
             rank = frm if frm is not None else dead[0]
-            raise self.give_up(f"rank {rank} (process {self.pids[rank]}) ended while rank {self.rank} waited for it in "
-                               f"{late()}")
+            raise self.ended(rank, late)
         self.check(late)
         if time.monotonic() > deadline:
             raise self.give_up(f"rank {self.rank} gave up waiting for {self.away(frm)} in {late()}")
@@ -158,6 +157,9 @@ class Peers:
             self.broken = f"{text}; rank {self.rank} was in {late()}"
         if self.broken is not None:
             raise GroupError(self.broken)
+
+    def ended(self, rank: int, late: Callable[[], str]) -> GroupError:
+        return self.give_up(f"rank {rank} (process {self.pids[rank]}) ended while rank {self.rank} waited for it in {late()}")
 
     def give_up(self, why: str) -> GroupError:
         """Tell all ranks that this group cannot go on; the first reason stays."""

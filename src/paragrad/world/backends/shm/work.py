@@ -117,20 +117,36 @@ class Lane(abc.ABC):
         self.left: SimpleQueue[Work | None] = SimpleQueue()     # what nobody waited for when it was asked for
         self.called = threading.Event()
         self.daemon: threading.Thread | None = None
+        self.impatient: list[Work] = []         # what somebody waits for
 
     @abc.abstractmethod
     def advance(self, work: Work, deadline: float, patient: bool) -> None:
-        """Until `work` is done, with the lock held; its error is the work's. patient: nobody waits, so do not spin."""
+        """Until `work` is done, with the lock held; its error is the work's. patient: nobody waits, so do not spin, and come
+        back when somebody is `impatient`.
+        """
+
+    def make_way(self) -> None:                     # noqa: B027        # a lane that never waits long need not
+        """Tell who is at the lane, if it is patient, that somebody else is not."""
 
     def carry_out(self, work: Work, deadline: float, patient: bool = False) -> None:
-        """Until `work` is done, here or by the thread that is at it."""
-        while not work.done:
-            if self.lock.acquire(timeout=TURN):
-                try:
-                    if not work.done:
-                        self.advance(work, deadline, patient)
-                finally:
-                    self.lock.release()
+        """Until `work` is done, here or by the thread that is at it; who is patient makes way for who is not."""
+        if not patient:
+            self.impatient.append(work)
+            if self.lock.locked():
+                self.make_way()
+        try:
+            while not work.done:
+                if patient and self.impatient:
+                    time.sleep(TURN)
+                elif self.lock.acquire(timeout=TURN):
+                    try:
+                        if not work.done:
+                            self.advance(work, deadline, patient)
+                    finally:
+                        self.lock.release()
+        finally:
+            if not patient:
+                self.impatient.remove(work)
 
     def leave(self, work: Work) -> None:
         """Its caller goes on: the daemon takes it over in a moment."""

@@ -1,0 +1,247 @@
+"""Messages between two ranks of one host: over gloo, over shm, and over shm where no rank may read another's memory.
+
+    python benchmarks/messages.py --check           # both ranks on this machine, one thread each
+    python benchmarks/messages.py --check --page    # the same, written into docs/shm.md
+
+| figure | bar |
+|---|---|
+| one way, gloo's time / shm's, 1 to 64 KB | at least 2 |
+| ... 256 KB to 4 MB | at least 4 |
+| ... 16 MB | at least 2.5 |
+| step of mnist-mlp under data(2, reduce=ring), its time over gloo / over shm | at least 1.5 |
+
+One way is half of a ping-pong of `send` and `recv`. Without a bar, what a pipeline does with messages: both ranks send and
+receive at once; eight messages each way at once; a message that has been there for a while when it is asked for; both ways
+during work of some milliseconds, over the work alone; and a step under pipeline(2). Worlds of all three kinds stay up and are
+asked in turn, in an order of each round's own; the slower rank counts. A figure is the median over rounds of the ratio within a
+round. The steps are those of whole trainings, on random images, timed by their records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import KB, MB, Bench, alternated, named, ratios
+from data_parallel import between
+from pages import DOCS, FIGURES, filled, table
+from torch import Tensor
+from torch.utils.data import TensorDataset
+from workers import Workers, serve
+
+import paragrad as pg
+from paragrad.record.record import lines_of
+from paragrad.training.admission import admitted
+from paragrad.training.settings import Settings
+from paragrad.verbs.train import run
+from paragrad.world.launching import Ranks
+
+SIZES = tuple(KB << shift for shift in range(0, 15, 2))                 # 1 KB to 16 MB
+BARS = {size: 2.0 if size <= 64 * KB else 4.0 if size <= 4 * MB else 2.5 for size in SIZES}
+SOME = (64 * KB, MB)                                                    # of a pipeline's messages
+KINDS = ("gloo", "shm", "shm in pieces")
+AT_ONCE = 8             # messages each way
+BESIDE = "beside work"
+PRODUCTS = 10           # of matrices of 256 x 256, the work beside which messages go: about 5 ms
+STEPS = 100
+STRATEGIES = {"data(2, reduce=ring)": 1.5, "pipeline(2, micro=4)": None}
+PAGE, RESULTS = DOCS / "shm.md", FIGURES / "messages.json"
+
+
+def main() -> None:
+    bench = Bench(__doc__, options)
+    if bench.options.worker:
+        worker(*bench.options.worker)
+        return
+    if bench.options.page and (bench.quick or bench.options.rounds or bench.options.json):
+        sys.exit("the page is of everything, in full: give no other option but --check")
+    between_ranks(bench)
+    steps(bench)
+    if bench.options.page:
+        bench.keep(RESULTS)
+        PAGE.write_text(filled(PAGE.read_text(), "messages", tables(bench)))
+    bench.finish()
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--page", action="store_true", help="write the table of docs/shm.md, and its figures")
+
+
+# ---- between two ranks ---------------------------------------------------------------------------------------------------
+def between_ranks(bench: Bench) -> None:
+    worlds = {kind: Workers(__file__, kind, 2) for kind in KINDS}
+    for pattern, sizes in {**dict.fromkeys(PATTERNS, SOME), "one way": SIZES}.items():
+        for size in sizes:
+            measures = {kind: asked(worlds[kind], pattern, size) for kind in KINDS}
+            if pattern == BESIDE:
+                measures["alone"] = asked(worlds["shm"], pattern, 0)
+            found = alternated({f"{kind}, {pattern}, {named(size)} [us]": each for kind, each in measures.items()},
+                               bench.rounds(21, quick=5))
+            bench.measured |= found
+            report(bench, pattern, size, dict(zip(measures, found.values(), strict=True)))
+    for world in worlds.values():
+        world.close()
+
+
+def report(bench: Bench, pattern: str, size: int, times: dict[str, list[float]]) -> None:
+    for kind in KINDS:
+        if pattern == BESIDE:
+            bench.figure(f"{pattern}, {kind} / work alone, {named(size)}", ratios(times[kind], times["alone"]))
+        elif kind != "gloo":
+            bar = BARS[size] if (pattern, kind) == ("one way", "shm") else None
+            bench.figure(f"{pattern}, gloo / {kind}, {named(size)}", ratios(times["gloo"], times[kind]), at_least=bar)
+
+
+def asked(world: Workers, pattern: str, size: int) -> Callable[[], float]:
+    """The median time of a pattern in microseconds; the slower rank counts."""
+    return lambda: 1e6 * max(world.ask((pattern, size)))
+
+
+# ---- steps ---------------------------------------------------------------------------------------------------------------
+def steps(bench: Bench) -> None:
+    images = torch.randn(4096, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+    job = pg.job("mnist-mlp").replace(train=TensorDataset(images, torch.arange(4096) % 10), test=None, epochs=1000)
+    with tempfile.TemporaryDirectory() as folder, Ranks(2) as ranks:
+        for strategy, bar in STRATEGIES.items():
+            found = alternated({f"{backend}, {strategy} [ms]": step(ranks, job, strategy, backend, Path(folder, backend))
+                                for backend in ("gloo", "shm")}, bench.rounds(11, quick=3))
+            bench.measured |= found
+            bench.figure(f"step of mnist-mlp under {strategy}, gloo / shm", ratios(*found.values()), at_least=bar)
+
+
+def step(ranks: Ranks, job: pg.Job, strategy: str, backend: str, folder: Path) -> Callable[[], float]:
+    number = itertools.count()
+
+    def milliseconds() -> float:
+        place = folder / f"{strategy}-{next(number)}"
+        place.mkdir(parents=True)
+        run(ranks, admitted(job, strategy, Settings(backend=backend, limit=STEPS, unchecked=True)), place)
+        return between([line["start"] for line in lines_of(place / "rank-0.jsonl", spans=False) if line["kind"] == "step"])
+    return milliseconds
+
+
+# ---- the page ------------------------------------------------------------------------------------------------------------
+def tables(bench: Bench) -> str:
+    def shown(name: str) -> str:
+        return f"{bench.figures[name]['value']:.2f}"
+    one_way = table(["one way, gloo's time / that of", *map(named, SIZES)],
+                    [[kind, *(shown(f"one way, gloo / {kind}, {named(size)}") for size in SIZES)] for kind in KINDS[1:]])
+    patterns = [pattern for pattern in PATTERNS if pattern not in ("one way", BESIDE)]
+    others = table(["gloo's time / that of", *(f"{kind}, {named(size)}" for kind in KINDS[1:] for size in SOME)],
+                   [[pattern, *(shown(f"{pattern}, gloo / {kind}, {named(size)}") for kind in KINDS[1:] for size in SOME)]
+                    for pattern in patterns])
+    beside = table(["work and messages both ways / work alone", *map(named, SOME)],
+                   [[kind, *(shown(f"{BESIDE}, {kind} / work alone, {named(size)}") for size in SOME)] for kind in KINDS])
+    each = [f"{strategy} {shown(f'step of mnist-mlp under {strategy}, gloo / shm')}" for strategy in STRATEGIES]
+    return f"{one_way}\n\n{others}\n\n{beside}\n\nA step of mnist-mlp, its time over gloo / over shm: {', '.join(each)}."
+
+
+# ---- in a rank -----------------------------------------------------------------------------------------------------------
+Play = Callable[[], float]          # seconds of one turn
+
+
+def one_way(rank: int, size: int) -> Play:
+    message = torch.ones(size // 4)
+    times = max(1, min(20, MB // size))
+
+    def play() -> float:
+        start = time.perf_counter()
+        for _ in range(times):
+            if rank == 0:
+                dist.send(message, 1)
+            dist.recv(message, 1 - rank)
+            if rank == 1:
+                dist.send(message, 0)
+        return (time.perf_counter() - start) / times / 2
+    return play
+
+
+def both_ways(rank: int, size: int, at_once: int = 1) -> Play:
+    mine, taken = torch.ones(at_once, size // 4), torch.empty(at_once, size // 4)
+
+    def play() -> float:
+        start = time.perf_counter()
+        for work in exchange(rank, mine, taken):
+            work.wait()
+        return (time.perf_counter() - start) / at_once
+    return play
+
+
+def exchange(rank: int, mine: Tensor, taken: Tensor) -> list[Any]:
+    """Every row of one rank to the other, all under way."""
+    receives = [dist.irecv(each, 1 - rank) for each in taken]
+    return [*receives, *(dist.isend(each, 1 - rank) for each in mine)]
+
+
+def late(rank: int, size: int) -> Play:
+    """Rank 1 asks for a message when it has been sent for a while; what it waits then."""
+    message, work = torch.ones(size // 4), some_work()
+
+    def play() -> float:
+        if rank == 0:
+            dist.send(message, 1)
+            return 0.0
+        work()
+        start = time.perf_counter()
+        dist.recv(message, 0)
+        return time.perf_counter() - start
+    return play
+
+
+def beside_work(rank: int, size: int) -> Play:
+    """Both ways under way during some work; nothing of no bytes."""
+    mine, taken, work = torch.ones(1, size // 4), torch.empty(1, size // 4), some_work()
+
+    def play() -> float:
+        start = time.perf_counter()
+        works = exchange(rank, mine, taken) if size else []
+        work()
+        for each in works:
+            each.wait()
+        return time.perf_counter() - start
+    return play
+
+
+def some_work() -> Callable[[], object]:
+    matrix = torch.eye(256)
+    return lambda: [matrix @ matrix for _ in range(PRODUCTS)]
+
+
+PATTERNS: dict[str, Callable[[int, int], Play]] = {
+    "one way": one_way, "both ways": both_ways, f"{AT_ONCE} at once": lambda rank, size: both_ways(rank, size, AT_ONCE),
+    "asked for late": late, BESIDE: beside_work}
+
+
+def worker(kind: str, address: str) -> None:
+    import paragrad.world.backends  # noqa: F401
+    torch.set_num_threads(1)
+    if kind == "shm in pieces":
+        from paragrad.world.backends.shm import reading
+        reading.able = lambda *_: False
+    dist.init_process_group(kind.split()[0])
+    rank = dist.get_rank()
+
+    def median(order: tuple[str, int]) -> float:
+        pattern, size = order
+        play, taken = PATTERNS[pattern](rank, size), []
+        for _ in range(max(7, min(50, 16 * MB // max(size, KB))) + 2):
+            dist.barrier()
+            taken.append(play())
+        dist.barrier()
+        return statistics.median(taken[2:])
+    serve(address, median)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
