@@ -137,7 +137,7 @@ class Lane(abc.ABC):
         try:
             while not work.done:
                 if patient and self.impatient:
-                    time.sleep(TURN)
+                    time.sleep(TURN)            # who waits has the lane: a lock knows no turns
                 elif self.lock.acquire(timeout=TURN):
                     try:
                         if not work.done:
