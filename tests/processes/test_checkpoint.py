@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import itertools
 import json
 import os
+import random
 import re
 import shlex
 import shutil
@@ -89,15 +91,26 @@ MOVES = [pytest.param(name, *pair, id=f"{name}: {' to '.join(pair)}",
          for place, name in enumerate(RESUMED) for pair in PAIRS]
 
 
+# models in parts: each to serial and back, mid-epoch, and ten pairs of them all
+IN_PARTS = ("place(2)", "pipeline(2, micro=3)", "pipeline(3, micro=4, schedule=gpipe, recompute=true)",
+            "pipeline(2, micro=4, schedule=zero_bubble)", "data(2) * pipeline(2, micro=2)", "data(2, reduce=ring) * place(2)")
+CUT = ("mlp, adam, clipped, scheduled", "lstm, tied", "dropout")
+AMONG = random.Random(0).sample(list(itertools.permutations([*IN_PARTS, "data(3, reduce=ring)"], 2)), 10)
+MOVES += [pytest.param(CUT[place % len(CUT)], *pair, id=f"{CUT[place % len(CUT)]}: {' to '.join(pair)}",
+                       marks=[pytest.mark.table] if place % 5 else [])
+          for place, pair in enumerate([*((each, "serial") for each in IN_PARTS), *(("serial", each) for each in IN_PARTS),
+                                        *AMONG])]
+
+
 @pytest.mark.parametrize(("name", "before", "after"), MOVES)
 def test_saved_here_loaded_there(pool: Ranks, tmp_path: Path, name: str, before: str, after: str) -> None:
     """Mid-epoch; the next five steps equal uninterrupted serial. (Adam after 4 steps is not Adam from the start.)"""
     job, early, late = RESUMED[name], resolved(before), resolved(after)
     expected = steps_from(World(), job, Serial(threads=1), None, 0, SAVED + 5)
-    pool.run(steps_from, job, early, None, 0, SAVED, tmp_path, size=early.workers)
+    pool.run(steps_from, job, early, None, 0, SAVED, tmp_path, size=early.size)
     found = checkpoint.found(tmp_path, job, examined(job))
     assert found.step == SAVED
-    for state in pool.run(steps_from, job, late, found, SAVED, 5, size=late.workers):
+    for state in pool.run(steps_from, job, late, found, SAVED, 5, size=late.size):
         assert max(differences(state, {key: expected[key] for key in state}).values()) <= 1e-10
 
 
