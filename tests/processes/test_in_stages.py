@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -260,3 +261,48 @@ def test_plans_are_kept_by_what_is_read() -> None:
     for number in range(SHAPES + 3):
         flow.planned(torch.zeros(5 + number, 10))
     assert len(flow.plans) == SHAPES
+
+
+class Noisy(nn.Module):
+    """Draws of the inputs alone, which every rank makes whose Python comes by, and others between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.third = nn.Linear(10, 10), nn.Linear(10, 4)
+        self.second = nn.Sequential(nn.Linear(10, 10), nn.Dropout(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        early = torch.rand_like(x)
+        hidden = nn.functional.dropout(torch.tanh(self.first(x * early)), 0.2)
+        late = 1 + 0.1 * torch.randn(x.shape, dtype=x.dtype)
+        hidden = nn.functional.dropout(self.second(hidden), 0.1) * late
+        return self.third(hidden * (torch.rand([], dtype=x.dtype) + early))
+
+
+@pytest.mark.parametrize("strategy", [
+    "place(2, cut=[second])", "pipeline(2, micro=3, cut=[third])", "place(3)", "pipeline(3, micro=2, recompute=true)"])
+def test_draws_of_the_inputs_alone(pool: Ranks, strategy: str) -> None:
+    """They were counted as those of the part in which they come, and the ranks after it made them too: a failure."""
+    assert found(pool, strategy, make_job("noisy", Noisy, VECTORS)).value <= 1e-10
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(10, 10), nn.Linear(10, 4)
+        self.out.register_forward_pre_hook(fails_on_rank_1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.first(x)))
+
+
+def fails_on_rank_1(_: nn.Module, inputs: tuple[Tensor]) -> None:
+    running = torch.distributed.is_initialized() and torch.distributed.get_rank() == 1
+    if running and any(each.name == "compute" for each in traceback.extract_stack()):
+        raise RuntimeError("no such luck")
+
+
+def test_a_part_that_fails_tells_its_own_story(tmp_path: Path) -> None:
+    """It was taken for a failure of the exchange, and who waited for it was told of first."""
+    with pytest.raises(pg.RankFailed, match=r"rank 1, step 0: .*no such luck"):
+        pg.train(make_job("failing", Failing, VECTORS), "place(2)", runs=tmp_path, unchecked=True)

@@ -105,6 +105,7 @@ class Play:
         self.waiting = self.transfer = 0.0
         self.first_came = False
         self.waits_for: Send | Recv | None = None
+        self.computing = False
 
     def scratch_of(self, row: Sequence[Action]) -> int:
         """Bytes that may come into scratch in a row of receives."""
@@ -121,15 +122,21 @@ class Play:
                     self.recv(action)
                 else:
                     self.close(parts_in(action.at))
+                    self.computing = True
                     self.compute(action)
+                    self.computing = False
                 if place < self.ahead:
                     for part in touches(action):
                         self.touched[part] -= 1
             self.position = len(self.actions)
             self.close(list(self.open))
-        except RuntimeError as error:
+        except Exception as error:
+            if not self.computing and not isinstance(error, RuntimeError):
+                raise
             lines = Lines(self.world, self.standing())
             self.wake()
+            if self.computing:              # no failure of the exchange: it tells its own story, and first
+                raise
             raise StepFailed(lines.picture(error)) from error
 
     def send(self, action: Send) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from paragrad.world.generators import generators_kept
 
@@ -139,7 +140,7 @@ def _plain(value: Any) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, UNCHANGING):
+    if isinstance(value, (*UNCHANGING, FakeTensor)):
         return value
     return Drawing(_generator_state(value)) if isinstance(value, GENERATORS) else copy.deepcopy(value)
 
@@ -168,6 +169,8 @@ def _put(into: dict[str, Any], name: str, value: Any) -> None:
 def same(a: Any, b: Any) -> bool:
     if isinstance(b, Drawing):
         return same(a.state if isinstance(a, Drawing) else _generator_state(a) if isinstance(a, GENERATORS) else None, b.state)
+    if isinstance(a, FakeTensor) or isinstance(b, FakeTensor):         # of a part that another rank holds
+        return type(a) is type(b)
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and (
             torch.equal(a, b) or (a.is_floating_point() and a.shape == b.shape and bool(

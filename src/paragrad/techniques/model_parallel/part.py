@@ -70,5 +70,5 @@ def share_of(model: nn.Module, cut: Cut, mine: Sequence[int], axis: World) -> Sh
                   default=flow.last + 1)
     held = kept(flow, uses, axis)
     calls = [call for part in mine for call in cut.draws[part]]
-    first = {part: calls.index(cut.draws[part].start) if cut.draws[part] else 0 for part in mine}
+    first = {part: sum(len(cut.draws[other]) for other in mine if other < part) for part in mine}
     return Share(Part(flow, trained, first), held, gives=flow.last in mine, draws=tuple(calls))

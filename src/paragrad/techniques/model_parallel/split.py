@@ -42,12 +42,12 @@ class Call:
 class Cut:
     """Where a model is cut. parts: the units of each, modules that are called as a whole;  seconds: of each part, forward and
     backward, as it was measured;  work: of each, operations in the matrix products of a forward;  uses: of each parameter and
-    buffer that was used, in which parts;  draws: the random calls of each part."""
+    buffer that was used, in which parts;  draws: the random calls that are made where each part is run."""
     parts: tuple[tuple[Unit, ...], ...]
     seconds: tuple[float, ...]
     work: tuple[int, ...]
     uses: Mapping[str, tuple[int, ...]]
-    draws: tuple[range, ...]
+    draws: tuple[tuple[int, ...], ...]
 
     @property
     def told(self) -> list[str]:
@@ -218,6 +218,8 @@ class Looking(Running):
     def __init__(self, flow: InUnits, recording: Recording) -> None:
         super().__init__(flow)
         self.recording, self.drawn = recording, [0]             # draws before each part
+        self.alone: list[int] = []                              # draws by operations on the inputs alone
+        self.noted = 0                                          # draws of which that is known
         self.uses: dict[int, set[int]] = {}                     # tensor -> parts
         self.under = {name: [id(each) for each in itertools.chain(module.parameters(), module.buffers())]
                       for module, name in flow.units.items()}
@@ -233,21 +235,34 @@ class Looking(Running):
 
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.used([id(each) for each in tensors_in((args, kwargs)) if id(each) in self.held])
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        self.noted = len(self.recording.calls)
+        return out
+
+    def of_inputs(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        self.alone += range(self.noted, len(self.recording.calls))
+        self.noted = len(self.recording.calls)
 
     def unit(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
         self.begins(name)
         self.used([*self.under[name], *(id(each) for each in tensors_in((args, kwargs)) if id(each) in self.held)])
         with self.unwatched():
-            return call(*args, **kwargs)
+            out = call(*args, **kwargs)
+        self.noted = len(self.recording.calls)
+        place = next(self.places)
+        for number, tensor in enumerate(tensors_in(out)):
+            self.make(tensor, (place, number))
+        return out
 
 
-def parts_of(flow: InUnits, example: Any) -> tuple[dict[str, tuple[int, ...]], tuple[range, ...]]:
-    """({tensor, by its first name: the parts that use it}, the random calls of each part)."""
+def parts_of(flow: InUnits, example: Any) -> tuple[dict[str, tuple[int, ...]], tuple[tuple[int, ...], ...]]:
+    """({tensor, by its first name: the parts that use it}, the random calls that are made where each part is run: its own, and
+    those that parts before it make of the inputs alone)."""
     with untouched(Summed(flow.model, NO_LOSS)), torch.no_grad(), drawing(Recording()) as recording:
         looking = Looking(flow, recording)
         looking.run(copied(example))
     uses = {name: tuple(sorted(looking.uses[id(tensor)]))
             for name, tensor in (*flow.model.named_parameters(), *flow.model.named_buffers()) if id(tensor) in looking.uses}
-    drawn = looking.drawn + [len(recording.calls)] * (flow.last + 1 - len(looking.drawn))
-    return uses, tuple(range(*each) for each in zip(drawn, [*drawn[1:], len(recording.calls)], strict=True))
+    drawn = looking.drawn + [len(recording.calls)] * (flow.last + 2 - len(looking.drawn))
+    return uses, tuple((*(call for call in looking.alone if call < start), *range(start, stop))
+                       for start, stop in itertools.pairwise(drawn))
