@@ -168,7 +168,21 @@ class Counting(nn.Module):
         return self.out(hidden) + self.kept(hidden).mean()
 
 
+class Forces(nn.Module):
+    """Takes gradients in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(10, 10), nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        out = self.out(torch.tanh(self.first(x)))
+        return out - torch.autograd.grad(out.sum(), x, create_graph=True)[0].sum(1, keepdim=True)
+
+
 @pytest.mark.parametrize(("model", "told"), [
+    (Forces, "raised RuntimeError: element 0 of tensors does not require grad.* a model that takes gradients itself is not cut"),
     (Deciding, "raised DataDependentOutputException: .*test_in_stages.py:.*let Python look at values of the inputs alone"),
     (Counting, "raised DynamicOutputShapeException: .*test_in_stages.py:.*and modules at none that decide a shape")])
 def test_a_way_that_depends_on_hidden_values_is_refused_at_the_door(model: type[nn.Module], told: str, tmp_path: Path) -> None:

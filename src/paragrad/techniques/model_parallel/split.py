@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from paragrad.datasets.loading import called, copied
-from paragrad.errors import StepFailed
+from paragrad.errors import StepFailed, told
 from paragrad.jobs.loss import Summed
 from paragrad.notation.choices import unknown
 from paragrad.planner.profile import unfused
@@ -144,7 +144,11 @@ def calls(model: nn.Module, example: Any) -> Call:
             stack.pop()
 
     with unfused() as counter, calls_watched(call), torch.no_grad():
-        called(model, copied(example))
+        try:
+            called(model, copied(example))
+        except RuntimeError as error:
+            raise StepFailed(f"a forward without gradients raised {told(error)}; a model that takes gradients itself is not cut, "
+                             "for none come to it from parts on other ranks: train it with data(n)") from error
     return stack[0].inside[0]
 
 
