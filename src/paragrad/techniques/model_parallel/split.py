@@ -147,8 +147,8 @@ def calls(model: nn.Module, example: Any) -> Call:
         try:
             called(model, copied(example))
         except RuntimeError as error:
-            raise StepFailed(f"a forward without gradients raised {told(error)}; a model that takes gradients itself is not cut, "
-                             "for none come to it from parts on other ranks: train it with data(n)") from error
+            raise StepFailed(f"a forward without gradients raised {told(error)}; a model that takes gradients itself is not "
+                             "cut, for none come to it from parts on other ranks: train it with data(n)") from error
     return stack[0].inside[0]
 
 
