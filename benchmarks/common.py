@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -55,6 +56,11 @@ def alternated(measures: Mapping[str, Callable[[], float]], rounds: int) -> dict
             found[name].append(measures[name]())
             print(f"round {number + 1} of {rounds}: {name} {found[name][-1]:.4g}", file=sys.stderr, flush=True)
     return found
+
+
+def between(starts: list[float]) -> float:
+    """The median time from step to step, in milliseconds; the first ones warm up."""
+    return 1e3 * median(later - earlier for earlier, later in itertools.pairwise(starts[3:]))
 
 
 def differences(ours: list[float], theirs: list[float]) -> list[float]:

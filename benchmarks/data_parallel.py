@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common import Bench, alternated, ratios
+from common import Bench, alternated, between, ratios
 from torch import Tensor, nn
 from workers import Workers, serve
 
@@ -119,11 +119,6 @@ def ours(ranks: Ranks, strategy: str, setting: Setting, folder: Path) -> Callabl
         run(ranks, checked, place)
         return between([line["start"] for line in lines_of(place / "rank-0.jsonl", spans=False) if line["kind"] == "step"])
     return milliseconds
-
-
-def between(starts: list[float]) -> float:
-    """The median time from step to step, in milliseconds; the first ones warm up."""
-    return 1e3 * statistics.median(later - earlier for earlier, later in itertools.pairwise(starts[3:]))
 
 
 def theirs(workers: Workers, setting: Setting) -> Callable[[], float]:

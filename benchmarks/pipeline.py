@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Bench, alternated, ratios
+from common import Bench, alternated, between, ratios
 from torch import Tensor, nn
 from workers import Workers, serve
 
@@ -103,11 +102,6 @@ def ours(ranks: Ranks, strategy: str, setting: Setting, folder: Path) -> Callabl
         run(ranks, admitted(setting.job(), strategy, Settings(limit=setting.steps)), place)
         return between([line["start"] for line in lines_of(place / "rank-0.jsonl", spans=False) if line["kind"] == "step"])
     return milliseconds
-
-
-def between(starts: list[float]) -> float:
-    """The median time from step to step, in milliseconds; the first ones warm up."""
-    return 1e3 * statistics.median(later - earlier for earlier, later in itertools.pairwise(starts[3:]))
 
 
 def theirs(workers: Workers, setting: Setting) -> Callable[[], float]:

@@ -13,7 +13,6 @@ from torch.utils.data import Dataset, TensorDataset
 
 from paragrad import Job
 
-IN_PARTS = ("place(2)", "pipeline(2, micro=4)")
 STRATEGIES = ("data(2)", "data(3, shares=[2, 1, 1])", "data(2, state=replicated, reduce=ring)", "data(2, micro=3)")
 BOUND = 1e-10
 
