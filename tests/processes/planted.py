@@ -26,7 +26,7 @@ from paragrad.techniques import exchange as exchanges
 from paragrad.techniques.data_parallel import shared_memory
 from paragrad.techniques.updating import ELEMENT
 from paragrad.training import batches, trainer
-from paragrad.training.first_step import beside, start
+from paragrad.training.first_step import beside, look
 from paragrad.training.first_step import proof as first_step
 
 IMAGES = TensorDataset(numbers(30, 2, 8, 8, seed=3), whole(4, 30, 2, seed=4).masked_fill(whole(3, 30, 2, seed=8) == 0, -100))
@@ -221,7 +221,7 @@ def planted(wrong: Callable[[Net], None], alone: int | None = None) -> Job:
     def build() -> Net:
         net = Net()
         if dist.is_initialized() and alone in (None, rank()):       # not where the door builds it, or another rank
-            for of, name in ((beside, "made_alone"), (first_step, "made_alone"), (start, "probed")):
+            for of, name in ((beside, "made_alone"), (first_step, "made_alone"), (look, "probed")):
                 original = getattr(of, name)
                 mock.patch.object(of, name, _looking(original)).start()
             wrong(net)
