@@ -64,6 +64,10 @@ class Data(Strategy):
         return self.state == "shared_memory"
 
     @property
+    def sharded(self) -> bool:
+        return self.state == "fully_sharded"
+
+    @property
     def bucketed(self) -> bool:
         return not self.shared
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,13 +38,16 @@ class Replica:
     """What this rank holds of a training.
 
     module: the model, or its part, and the loss, whose forward gives the sum of losses;  clip_norm: as in Job;  some_unused:
-    some rank's parameters got no gradient when the model was looked at;  layout: which part of the model this is.
+    some rank's parameters got no gradient when the model was looked at;  layout: which part of the model this is;  forward: one
+    of model and loss on this rank's part, which leaves nothing behind;  kept: the whole model stays as it is beside.
     """
     module: Summed
     optimizer: torch.optim.Optimizer
     clip_norm: float | None = None
     some_unused: bool = False
     layout: Layout = field(default_factory=Layout)
+    forward: Callable[[], Any] | None = None
+    kept: bool = False
 
 
 class Exchange(ABC):
@@ -56,6 +60,8 @@ class Exchange(ABC):
     that hold the parameters together.
     """
     sharing = 1
+    collective = False      # forwards are: no rank can run one by itself; then `hollow` is the model without values
+    hollow: nn.Module
     stop = False
     doubt = 0.0
 
@@ -122,6 +128,10 @@ class Exchange(ABC):
     def gradients(self) -> dict[str, Tensor | None]:
         """The gradient of every parameter as the last update used it (mean, clipped); until any rank begins the next step."""
         return {name: parameter.grad for name, parameter in self.summed.model.named_parameters()}
+
+    def whole(self) -> dict[str, Tensor]:
+        """The parameters of this part of the model, whole. Collective."""
+        return {name: parameter.detach() for name, parameter in self.summed.model.named_parameters()}
 
     def state(self) -> State:
         """The optimizer's state of this part of the model; whole on rank 0 of those that hold the same. Collective."""

@@ -282,7 +282,9 @@ class Trainer:
     def local(self) -> dict[str, Tensor]:
         """What is on this rank: parameters, and buffers unless the strategy lets them differ by rank."""
         buffers = dict(self.model.named_buffers()) if self.strategy.promise.buffers_equal else {}
-        return {**{name: parameter.detach() for name, parameter in self.parameters.items()}, **buffers}
+        parameters = self.exchange.whole() if self.exchange else {
+            name: parameter.detach() for name, parameter in self.parameters.items()}
+        return {**parameters, **buffers}
 
     def state(self) -> dict[str, Tensor]:
         """The same of the whole model."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paragrad.datasets.loading import brought, cut, parted, tensors_of
+from paragrad.datasets.loading import brought, copied, cut, parted, tensors_of
 from paragrad.errors import Refused, StepFailed
 from paragrad.jobs.loss import Summed, loss_in
 from paragrad.jobs.precision import in_precision
@@ -60,12 +60,13 @@ def before(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> None:
         trainer.log.choice("random", "by layout", found.draws.by_layout)
         if trainer.splits:
             raise StepFailed(by_layout(found.draws.by_layout))
+    forward = functools.partial(_forward, trainer, batch, inputs, target)
     if trainer.splits:
-        _prepare(trainer, batch, inputs, target, as_loaded, wiring=lambda: wire(trainer, found.some_unused, inputs))
+        _prepare(trainer, batch, inputs, target, as_loaded, wiring=lambda: wire(trainer, found.some_unused, inputs, forward))
         return
     if trainer.unchecked:
         trainer.log.choice("first step", "not checked", "asked for")
-    wire(trainer, found.some_unused, inputs)
+    wire(trainer, found.some_unused, inputs, forward)
 
 
 def _prepare(trainer: Trainer, batch: Batch, inputs: Any, target: Any, as_loaded: bool, loss_alone: bool = False,
@@ -126,7 +127,14 @@ def _seen(trainer: Trainer) -> Probe | None:
     return None if by_rank else seen
 
 
-def wire(trainer: Trainer, some_unused: bool, example: Any) -> Exchange:
+def _forward(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> None:
+    """Of model and loss, on this rank's first micro-batch; it leaves nothing behind."""
+    micro, inputs, target = next(batch.parts(inputs, target))
+    with untouched(trainer.module), trainer.batch_norm.looking(), trainer.casting():
+        trainer.module(*copied((inputs, target)), len(micro.positions))
+
+
+def wire(trainer: Trainer, some_unused: bool, example: Any, forward: Callable[[], Any] | None = None) -> Exchange:
     """Cut the model, where the trainer's strategy does; make its exchange, and its passes. Collective."""
     check_alike(trainer.world, trainer.strategy)
     if cuts(trainer.strategy):
@@ -139,9 +147,15 @@ def wire(trainer: Trainer, some_unused: bool, example: Any) -> Exchange:
         trainer.hold(part)
         for choice in part.chose if trainer.world.rank == 0 else ():
             trainer.log.choice(*choice)
-    replica = Replica(trainer.module, trainer.optimizer, trainer.clip_norm, some_unused, trainer.layout)
+    replica = Replica(trainer.module, trainer.optimizer, trainer.clip_norm, some_unused, trainer.layout, forward,
+                      trainer.proof is not None and not trainer.layout.cut)
     world = trainer.everyone if trainer.strategy.servers else trainer.world
     trainer.exchange = exchange_of(trainer.strategy, replica, world, trainer.log, trainer.how)
+    if trainer.exchange.collective:
+        trainer.hollow = trainer.exchange.hollow
+        trainer.module = trainer.exchange.summed
+        trainer.model = trainer.batch_norm.model = trainer.module.model
+        trainer.everything = []
     trainer.passes = passes_of(trainer.strategy, trainer, trainer.exchange)
     return trainer.exchange
 
