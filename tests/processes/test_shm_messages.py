@@ -267,7 +267,8 @@ def killed_amid_a_message(rank: int, store: str, refused: bool) -> None:
         dist.isend(torch.ones(LONG), 0)
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        dist.recv(torch.empty(LONG), 1)
+        for _ in range(2):                      # one that is only said where it is may be read before the death
+            dist.recv(torch.empty(LONG), 1)
     except RuntimeError as error:
         print(error)
 
