@@ -20,7 +20,6 @@ tensors in memory. Memory is the proportional set size of all ranks (and of our 
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 import tempfile
@@ -31,16 +30,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common import Bench, alternated, between, ratios
+from common import Bench, alternated, ratios
 from torch import Tensor, nn
+from trainings import ours, theirs
 from workers import Workers, serve
 
 import paragrad as pg
-from paragrad.record.record import lines_of
-from paragrad.training.admission import admitted
-from paragrad.training.settings import Settings
-from paragrad.verbs.train import run
-from paragrad.verbs.trial import tried
 from paragrad.world.launching import Ranks
 from paragrad.world.launching.processes import server
 
@@ -107,22 +102,6 @@ def main() -> None:
     report(bench, {setting: dict(zip(names, found.values(), strict=True)) for setting, found in times.items()})
     memory(bench)
     bench.finish()
-
-
-def ours(ranks: Ranks, strategy: str, setting: Setting, folder: Path) -> Callable[[], float]:
-    number = itertools.count()
-
-    def milliseconds() -> float:
-        place = folder / f"{strategy}-{setting}-{next(number)}"
-        place.mkdir()
-        checked = tried(ranks, admitted(setting.job(), strategy, Settings(limit=setting.steps)))
-        run(ranks, checked, place)
-        return between([line["start"] for line in lines_of(place / "rank-0.jsonl", spans=False) if line["kind"] == "step"])
-    return milliseconds
-
-
-def theirs(workers: Workers, setting: Setting) -> Callable[[], float]:
-    return lambda: between(workers.ask(setting)[0])
 
 
 def report(bench: Bench, times: dict[Setting, dict[str, list[float]]]) -> None:

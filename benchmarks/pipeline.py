@@ -16,7 +16,6 @@ with all threads, and our other schedules.
 
 from __future__ import annotations
 
-import itertools
 import math
 import tempfile
 import time
@@ -26,15 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Bench, alternated, between, ratios
+from common import Bench, alternated, ratios
 from torch import Tensor, nn
+from trainings import ours, theirs
 from workers import Workers, serve
 
 import paragrad as pg
-from paragrad.record.record import lines_of
-from paragrad.training.admission import admitted
-from paragrad.training.settings import Settings
-from paragrad.verbs.train import run
 from paragrad.world.launching import Ranks
 
 LAYERS, STAGES, BATCHES = 8, 2, 4
@@ -91,21 +87,6 @@ def main() -> None:
             workers.close()
     report(bench, times)
     bench.finish()
-
-
-def ours(ranks: Ranks, strategy: str, setting: Setting, folder: Path) -> Callable[[], float]:
-    number = itertools.count()
-
-    def milliseconds() -> float:
-        place = folder / f"{strategy}-{setting}-{next(number)}"
-        place.mkdir()
-        run(ranks, admitted(setting.job(), strategy, Settings(limit=setting.steps)), place)
-        return between([line["start"] for line in lines_of(place / "rank-0.jsonl", spans=False) if line["kind"] == "step"])
-    return milliseconds
-
-
-def theirs(workers: Workers, setting: Setting) -> Callable[[], float]:
-    return lambda: between(workers.ask(setting)[0])
 
 
 def report(bench: Bench, times: dict[Setting, dict[str, list[float]]]) -> None:

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,8 +44,8 @@ class Plan:
     """Of inputs of some shapes. crossing: at the end of each part;  stand_ins: outputs of each call of a unit, without values,
     and their places;  tape: by which inputs of these shapes are known to go the same way."""
     crossing: list[list[Crossing]]
-    stand_ins: list[tuple[Any, list[tuple[Tensor, Place]]]] = field(default_factory=list)
-    tape: Tape | None = None
+    stand_ins: list[tuple[Any, list[tuple[Tensor, Place]]]]
+    tape: Tape
 
 
 @contextlib.contextmanager
@@ -97,7 +97,7 @@ class Flow(InUnits):
         key = (str(spec), self.model.training, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), *(
             (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves))
         known = self.plans.pop(key, [])
-        found = next((plan for plan in known if plan.tape is None or plan.tape.same(inputs)), None) or self._plan(inputs)
+        found = next((plan for plan in known if plan.tape.same(inputs)), None) or self._plan(inputs)
         self.plans[key] = [found, *(plan for plan in known if plan is not found)][:WAYS]
         if len(self.plans) > SHAPES:
             del self.plans[next(iter(self.plans))]          # of what came longest ago

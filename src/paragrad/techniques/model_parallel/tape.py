@@ -8,8 +8,10 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
+
+from paragrad.techniques.model_parallel.watch import tensors_in
 
 READS = {"item", "__bool__", "__int__", "__float__", "__index__", "tolist", "numpy", "__contains__"}      # look at values
 
@@ -35,12 +37,12 @@ class Tape:
         self._note(-1, inputs)
 
     def _note(self, step: int, out: Any) -> None:
-        for number, tensor in enumerate(_tensors(out)):
+        for number, tensor in enumerate(tensors_in(out)):
             self.made[tensor] = Made(step, number)
 
     def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """An operation, after it was made."""
-        reads = getattr(func, "__name__", "") in READS and bool(_tensors((args, kwargs)))
+        reads = getattr(func, "__name__", "") in READS and bool(tensors_in((args, kwargs)))
         given = tree_map_only(Tensor, lambda each: self.made.get(each, each), (args, kwargs))
         self._note(len(self.steps), out)
         self.steps.append((func, given, numpy.copy(out) if isinstance(out, numpy.ndarray) else out if reads else None, reads))
@@ -57,7 +59,7 @@ class Tape:
         """Does Python read the same of these inputs?"""
         if not self.steps:
             return True
-        made = {-1: [each.clone() for each in _tensors(inputs)]}
+        made = {-1: [each.clone() for each in tensors_in(inputs)]}
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             for number, (func, given, read, reads) in enumerate(self.steps):
                 args, kwargs = tree_map_only(Made, lambda each: made[each.step][each.number], given)
@@ -67,9 +69,5 @@ class Tape:
                     return False
                 if reads and not numpy.array_equal(out, read):
                     return False
-                made[number] = _tensors(out)
+                made[number] = tensors_in(out)
         return True
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]

@@ -1,0 +1,43 @@
+"""Milliseconds a step, from step to step: of whole trainings of ours, by their records, and of loops in workers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from common import between
+from workers import Workers
+
+import paragrad as pg
+from paragrad.record.record import lines_of
+from paragrad.training.admission import admitted
+from paragrad.training.settings import Settings
+from paragrad.verbs.train import run
+from paragrad.verbs.trial import tried
+from paragrad.world.launching import Ranks
+
+
+class Setting(Protocol):
+    """A job, and how many steps of it are made."""
+
+    def job(self) -> pg.Job: ...
+
+    @property
+    def steps(self) -> int: ...
+
+
+def ours(ranks: Ranks, strategy: str, setting: Setting, folder: Path) -> Callable[[], float]:
+    number = itertools.count()
+
+    def milliseconds() -> float:
+        place = folder / f"{strategy}-{setting}-{next(number)}"
+        place.mkdir()
+        run(ranks, tried(ranks, admitted(setting.job(), strategy, Settings(limit=setting.steps))), place)
+        return between([line["start"] for line in lines_of(place / "rank-0.jsonl", spans=False) if line["kind"] == "step"])
+    return milliseconds
+
+
+def theirs(workers: Workers, setting: Setting) -> Callable[[], float]:
+    return lambda: between(workers.ask(setting)[0])
