@@ -46,6 +46,9 @@ class Traffic:
     computed: bool = False
 
 
+Tell = Callable[[Send | Recv, str, float, float, int], None]          # start: of the monotonic clock
+
+
 class Parts(Mapping[Slot, Tensor]):
     """A vector as the buffers of a collective: its equal parts by their numbers, neighbouring ones by their range."""
 
@@ -81,13 +84,14 @@ class Play:
     """One walk of one rank's program over its buffers: what is sent is read from them, what is received written into them.
 
     buffers: contiguous tensors by slot; those that are received into are there from the start.  compute(action): does a
-    Compute, which comes when the sends of its slot are over.
+    Compute, which comes when the sends of its slot are over.  tell(action, lane, start, seconds, bytes): is told what each
+    message cost this rank, one after the other: its posting (lane send), how long it was waited for (receive; of a send, wait).
     """
 
     def __init__(self, actions: Sequence[Action], buffers: Mapping[Slot, Tensor], world: World,
-                 compute: Callable[[Compute], None] | None = None) -> None:
+                 compute: Callable[[Compute], None] | None = None, tell: Tell | None = None) -> None:
         self.actions, self.buffers, self.world = actions, buffers, world
-        self.compute = compute or no_compute
+        self.compute, self.tell = compute or no_compute, tell
         self.walk = next(world.walks)
         self.limit = timedelta(seconds=world.timeout)
         self.position = 0
@@ -148,7 +152,10 @@ class Play:
         before = self.actions[self.position - 1] if self.position else None
         if isinstance(before, Send) and before.to != action.to and tensor.nbytes >= LONG and self.world.backend != "shm":
             self.close(parts_in(before.slot))       # at once they would share the link, and the first come as late as the last
+        start = time.monotonic()
         work = dist.isend(tensor, group=self.world.group, group_dst=action.to)
+        if self.tell:
+            self.tell(action, "send", start, time.monotonic() - start, tensor.nbytes)
         self.sent += tensor.nbytes
         if action.wait:
             self.wait(action, work)
@@ -212,6 +219,9 @@ class Play:
         work.wait(self.limit)
         seconds = time.monotonic() - start
         self.waits_for = None
+        if self.tell:
+            lane = "receive" if isinstance(action, Recv) else "wait"
+            self.tell(action, lane, start, seconds, self.buffers[action.slot].nbytes)
         if self.first_came:
             self.transfer += seconds
         else:

@@ -7,7 +7,7 @@ import resource
 from collections.abc import Iterator
 from typing import Any
 
-from paragrad.record.record import Recorder, encoded
+from paragrad.record.record import DETAILED, Recorder, encoded
 
 
 class Log:
@@ -15,10 +15,12 @@ class Log:
 
     What is as in the step before is not written again, and `record.lines_of` puts it back: the fields of a step, and the names,
     lanes and bytes of its spans. So a step costs some 250 bytes on every rank.
+    always: tell every step in detail, with what a message costs a span each, not some early ones (DETAILED) alone.
     """
 
     def __init__(self, recorder: Recorder | None) -> None:
-        self.recorder = recorder
+        self.recorder, self.always = recorder, False
+        self.turn = 0                   # steps that were written
         self.spans: list[tuple[str, str, float, float, int | None]] = []    # name, lane, start, seconds, bytes
         self.before: dict[str, str] = {}        # the fields of the last step
         self.named: list[tuple[str, str, int | None]] = []      # the last step's spans
@@ -26,6 +28,19 @@ class Log:
     def now(self) -> float:
         """Seconds since the run began."""
         return self.recorder.now() if self.recorder else 0.0
+
+    def at(self, moment: float) -> float:
+        """A moment of the monotonic clock, in the same."""
+        return moment - self.recorder.origin if self.recorder else 0.0
+
+    @property
+    def detailed(self) -> bool:
+        """Is the step under way told in detail?"""
+        return self.recorder is not None and (self.always or self.turn in DETAILED)
+
+    def detail(self, name: str, lane: str) -> contextlib.AbstractContextManager[None]:
+        """A span of those steps alone."""
+        return self.span(name, lane) if self.detailed else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def span(self, name: str, lane: str) -> Iterator[None]:
@@ -45,7 +60,7 @@ class Log:
         if self.recorder:
             told = {name: encoded(value) for name, value in fields.items()}         # as text: a value may change in place
             new = "".join(f',"{name}":{text}' for name, text in told.items() if text != self.before.get(name))
-            self.before = told
+            self.before, self.turn = told, self.turn + 1
             self.recorder.write_text([*self._spans_of(number), f'{{"kind":"step","step":{number},"start":{start:.6f},'
                                       f'"seconds":{self.now() - start:.6f}{new}}}'])
 

@@ -21,10 +21,14 @@
 |            | be equal to go on with it): the first line of compare.jsonl                                              |
 | distance   | baseline, run, values (of the parameters, after every step, in the job's own type)                        |
 
-`start` counts seconds from the run's beginning on the host's monotonic clock. `sent` is the payload handed to the wire;
+`start` counts seconds from the run's beginning on the host's monotonic clock; where ranks are on several hosts, whose clocks
+differ, from the end of a barrier, which they leave within a message of each other. `sent` is the payload handed to the wire;
 `computed` marks bytes that come from the closed form because a backend's own collective moved them. The span of an exchange
 (lane send) is the whole of it; those of the same name in wait, receive and compute are its parts: blocked until the first
-message came, blocked for the others, and the rest. A step that failed has its spans up to there, and no line of its own.
+message came, blocked for the others, and the rest. Of some steps (DETAILED; with --trace, of all) spans also say what a rank
+did between its tasks, named as its schedule names it: `>1:x1.0` in lane send, the posting of that message; in lane wait,
+blocked until it was gone; `<0:x1.0` in lane receive, blocked until it was there. A step that failed has its spans up to there,
+and no line of its own.
 What is as in the step before is not written again, and `lines_of` puts it back: fields of a step; and the spans of a step are
 one line {kind: spans, step, start, spans [[name, lane, bytes], ...], micros [start, length, ...]}, microseconds after `start`
 and in the order of `spans`, which is left out where it is the step before's. A step costs some 250 bytes on every rank.
@@ -51,6 +55,7 @@ from paragrad.errors import Refused
 
 SCHEMA = 2          # 1 wrote every field of every step, and a line for every span; it is read as well
 Line = dict[str, Any]
+DETAILED = range(2, 12)         # steps, as this run counts them: told in detail; not the first, which warm up
 
 
 encoded = json.JSONEncoder(separators=(",", ":")).encode      # json.dumps would make an encoder for every line
@@ -224,7 +229,12 @@ class Record:
     @property
     def step_seconds(self) -> list[float]:
         """Of every step of the rank whose median is the slowest (without the first, which warms up, where there are more)."""
-        ranks = [seconds[1:] or seconds for rank in range(len(self.ranks))
+        return self.seconds_from(1)
+
+    def seconds_from(self, first: int) -> list[float]:
+        """Of the steps from that one on, counted in this run, of the rank whose median is the slowest; of all where there are
+        no more than that."""
+        ranks = [seconds[first:] or seconds for rank in range(len(self.ranks))
                  if (seconds := [line["seconds"] for line in self.of("step", rank)])]
         return max(ranks, key=median, default=[])
 

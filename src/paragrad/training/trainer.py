@@ -199,20 +199,19 @@ class Trainer:
         """(own sums of this rank's share, [weight, loss, ranks asked to stop, doubtful weight] of all), as who has the loss
         tells; of the wish to stop all hear. Collective."""
         assert self.exchange is not None
-        told = self.layout.told([own.loss, own.weight, *counted(self.exchange)])
+        with self.log.detail("told", "wait") if self.layout.cut else contextlib.nullcontext():
+            told = self.layout.told([own.loss, own.weight, *counted(self.exchange)])
         check_given([each[1] for each in told], self.layout.givers)
         loss, weight, *sums = told[0]
         sums[2] = max(each[4] for each in told)
         return own._replace(loss=loss, weight=weight), sums
 
     def _update(self, batch: Batch, inputs: Any, target: Any, own: Sums) -> tuple[Sums, Result, float]:
-        """The one division by the global weight, then clipping, the optimizer and the scheduler: as serial.
-
-        Returns the share's own sums, the result and the learning rate of this update.
-        """
+        """The one division by the global weight, then clipping, the optimizer and the scheduler: as serial. Returns the share's
+        own sums, the result and the learning rate of this update."""
+        assert self.exchange is not None
+        own, (weight, loss, stop, doubt) = self.counted(own)
         with self.log.span("update", "update"):
-            assert self.exchange is not None
-            own, (weight, loss, stop, doubt) = self.counted(own)
             weight = certain(self, batch, inputs, target, weight, doubt)
             if weight == 0:
                 raise StepFailed("no sample of this batch counts: its weight is 0")

@@ -51,7 +51,8 @@ class OwnBuckets(Queued):
         there = [float(parameter.grad is not None) for parameter in self.trained]
         device = self.trained[0].device if self.trained else None
         self._send(torch.tensor([weight, loss, float(self.stop), self.doubt, *there], dtype=torch.float64, device=device))
-        *vectors, told = [bucket.future.wait() for bucket in self.sending]
+        with self.log.detail("buckets", "wait"):
+            *vectors, told = [bucket.future.wait() for bucket in self.sending]
         self.told, there = told[:4].tolist(), told[4:].tolist()
         used = dict(zip(self.trained, there, strict=True))
         for bucket, vector in zip(self.buckets, vectors, strict=True):

@@ -156,7 +156,7 @@ class SharedMemory(Exchange):
             torch._foreach_copy_(rows, gradients)
         self.memory.used(self.world.rank)[:] = bytes(self.used)
         self.memory.count(self.world.rank, weight, loss, float(self.stop), self.doubt)
-        self._barrier("adding up gradients")
+        self._meet("adding up gradients")
 
     def counted(self) -> list[float]:
         return [sum(numbers) for numbers in zip(*map(self.memory.counts, range(self.world.size)), strict=True)]
@@ -186,7 +186,7 @@ class SharedMemory(Exchange):
             updated(self.optimizer)
         else:
             self.optimizer._opt_called = True               # type: ignore[attr-defined]    # schedulers want to know
-        self._barrier("updating parameters")
+        self._meet("updating parameters")
         self.step += 1
 
     @contextmanager
@@ -206,13 +206,18 @@ class SharedMemory(Exchange):
         self.memory.norms[self.world.rank] = sum(
             float(torch.linalg.vector_norm(mean, dtype=torch.promote_types(mean.dtype, torch.float32))) ** 2
             for mean, *_ in self.sums)
-        self._barrier("taking the norm of gradients")
+        self._meet("taking the norm of gradients")
         norm = float(self.memory.norms.sum().sqrt())
         for mean, *_ in self.sums:
             mean.mul_(min(1.0, most / (norm + 1e-6)))
 
     def _barrier(self, doing: str) -> None:
         self.memory.barrier(lambda: f"{doing}, step {self.step}")
+
+    def _meet(self, doing: str) -> None:
+        """A barrier that is in every step."""
+        with self.log.detail(doing, "wait"):
+            self._barrier(doing)
 
     # ---- what others look at -------------------------------------------------------------------------------------------
     def gradients(self) -> dict[str, Tensor | None]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from paragrad.players.wire import Play
-from paragrad.schedules.actions import Compute, Slot, evenly
+from paragrad.schedules.actions import Compute, Recv, Send, Slot, evenly
 from paragrad.schedules.pipeline import Pipelined, stage_of
 from paragrad.strategies.pipeline import InParts
 from paragrad.strategies.shares import Micro
@@ -130,14 +130,22 @@ class Step:
         self.halves: dict[tuple[int, int], Deferring] = {}
 
     def play(self) -> None:
-        play = Play(list(self.pipelined.program(self.line.rank, self.line.size)), self.messages, self.line, self.compute)
+        program = list(self.pipelined.program(self.line.rank, self.line.size))
+        play = Play(program, self.messages, self.line, self.compute, self.tell if self.detailed else None)
         play.run()
         self.passes.ending = False
         self.passes.exchange.count("activations", play.sent, computed=False)
 
+    @property
+    def detailed(self) -> bool:
+        return self.training and self.within.log.detailed
+
+    def tell(self, action: Send | Recv, lane: str, start: float, seconds: float, size: int) -> None:
+        self.within.log.add_span(str(action), lane, self.within.log.at(start), bytes=size, seconds=seconds)
+
     def compute(self, action: Compute) -> None:
         at = stage_of(self.line.rank, action.at)
-        with self.within.log.span(str(action), "compute"):
+        with self.within.log.span(str(action), "compute") if self.training else contextlib.nullcontext():
             if action.what == "F":
                 self.forward(*at)
                 return
