@@ -52,7 +52,8 @@ def _told(finished: Run, found: Mapping[str, Any]) -> dict[str, Any]:
         "first step": found["first_step"],
         "difference from serial (relative, float64, 20 steps)": found["difference"] and f"{found['difference']:.1e}",
         "where largest": found["tensor"], "stopped": found["stopped_at"] and f"at step {found['stopped_at']}",
-        "go on with": found["go_on_with"], "record": found["folder"]}
+        "go on with": found["go_on_with"], "record": found["folder"],
+        "trace": found["trace"] and f"{found['trace']}, which https://ui.perfetto.dev opens"}
 
 
 def comparison(found: Table, as_json: bool, typed: Sequence[str], data: str | None) -> None:

@@ -47,7 +47,8 @@ class Run(Record):
                 "seconds_per_step_between": taken and taken.between, "others": taken and taken.load and taken.load.others,
                 "sent": self.sent_per_step, "memory": self.memory, "audit": asdict(self.audit), "first_step": self.first_step,
                 "difference": difference.get("value"), "tensor": difference.get("tensor"),
-                "stopped_at": self.resumable if self.stopped else None, "folder": str(self.folder)}
+                "stopped_at": self.resumable if self.stopped else None, "folder": str(self.folder),
+                "trace": header.get("settings", {}).get("trace")}
 
     @property
     def first_step(self) -> str | None:

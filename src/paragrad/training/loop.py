@@ -31,6 +31,7 @@ def train_rank(world: World, checked: Admitted, folder: Path, origin: float, rep
     with Recorder(folder / f"rank-{world.rank}.jsonl", origin) as record, \
             events(folder if settings.tensorboard and world.rank == 0 else None) as show:
         trainer = Trainer.of_job(world, checked.job, checked.resolved, settings, record=record, seen=checked.facts.probe)
+        trainer.log.always = settings.trace is not None
         try:
             training, cpu = Training(trainer, checked, folder, record, report or (lambda told: None), show), Cpu()
             status = training.run()

@@ -15,7 +15,7 @@ from paragrad.errors import Refused
 from paragrad.jobs.job import Job
 from paragrad.notation.choices import unknown
 from paragrad.players.machine import Machine, machine_of, read_machine
-from paragrad.record import tensorboard
+from paragrad.record import tensorboard, trace
 from paragrad.schedules.sabotage import SABOTAGES
 from paragrad.techniques.exchange import How
 from paragrad.world.launched import cores
@@ -44,8 +44,9 @@ class Settings:
     overlap: exchange gradients while backward still runs;  loaders: processes per rank that load samples ahead;
     save: a checkpoint every so many steps and at the end (None: only when asked to stop);  resume: the folder of a run
     whose last checkpoint to go on from, or of one checkpoint;  until: "accuracy=97.5", where to stop;
-    tensorboard: write event files too;  machine: a machine file, from which `auto` picks an all-reduce;
-    sabotage: a planted bug in the exchange;  unproved: do not prove the schedule at the door;
+    tensorboard: write event files too;  trace: a file for what every rank did when, which Perfetto opens;
+    machine: a machine file, from which `auto` picks an all-reduce;  sabotage: a planted bug in the exchange;
+    unproved: do not prove the schedule at the door;
     unchecked: do not compare the first step with one worker's, and go on with what is known to be another training;
     timeout: seconds that a rank waits for another;
     reverse: every batch back to front (the rounding twin of serial);  limit: stop after so many steps.
@@ -59,6 +60,7 @@ class Settings:
     resume: str | Path | None = None
     until: str | Until | None = None
     tensorboard: bool = False
+    trace: str | Path | None = None
     machine: str | Path | None = None
     sabotage: str | None = None
     unproved: bool = False
@@ -114,13 +116,15 @@ class Settings:
             raise Refused("backend nccl moves tensors between GPUs; add --device cuda, or leave out --backend")
         if self.tensorboard:
             tensorboard.check()
+        if self.trace is not None:
+            trace.check(Path(self.trace))
         if self.machine:
             machine_of(Path(self.machine), cores())         # it refuses a file that is none, and warns of another machine's
         if job is not None:
             self._check_until(job)
 
     def _check_kinds(self) -> None:
-        for name in ("data", "resume", "machine"):
+        for name in ("data", "resume", "machine", "trace"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str | Path) and str(value).isprintable()):
                 raise Refused(f"{name} must be a path, got {value!r}")

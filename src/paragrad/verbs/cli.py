@@ -84,6 +84,7 @@ def train(job: JobName, strategy: Strategy = "serial",
               metavar="RUN", help="go on from a run's last checkpoint, or from RUN/checkpoint-N")] = None,
           timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="that a rank waits for another")] = None,
           tensorboard: Annotated[bool, typer.Option("--tensorboard", help="write event files into the run's folder")] = False,
+          trace: Annotated[Path | None, typer.Option(metavar="FILE", help="what every rank did when, for Perfetto")] = None,
           until: Until = None, runs: Runs = Path("runs"), data: Data = None, device: Device = "cpu", backend: Backend = "auto",
           machine: Machine = None, loaders: Loaders = 0, batch: Batch = None, epochs: Epochs = None, seed: Seed = None,
           set_: Set = None, sabotage: Sabotage = None, unproved: Unproved = False, unchecked: Unchecked = False,
@@ -98,8 +99,9 @@ def train(job: JobName, strategy: Strategy = "serial",
         chosen = _job(job, set_, batch, epochs, seed)
         settings: dict[str, Any] = {
             "data": data, "device": device, "backend": backend, "overlap": overlap, "loaders": loaders, "save": save,
-            "resume": resume, "until": until, "tensorboard": tensorboard, "sabotage": sabotage, "unproved": unproved,
-            "unchecked": unchecked, "machine": machine, **({} if timeout is None else {"timeout": timeout})}
+            "resume": resume, "until": until, "tensorboard": tensorboard, "trace": trace, "sabotage": sabotage,
+            "unproved": unproved, "unchecked": unchecked, "machine": machine,
+            **({} if timeout is None else {"timeout": timeout})}
         if dry_run:
             listing.dry_run(admitted(chosen, strategy, Settings(**settings)), as_json)
             raise typer.Exit

@@ -15,7 +15,9 @@ import torch
 
 from paragrad.errors import Interrupted, RankFailed, StepFailed
 from paragrad.jobs.job import Job, accuracy
-from paragrad.record.record import SCHEMA, Recorder, new_folder
+from paragrad.record import trace
+from paragrad.record.origin import common_origin
+from paragrad.record.record import SCHEMA, Record, Recorder, new_folder
 from paragrad.report.notebook import below_the_cell
 from paragrad.report.run import Run
 from paragrad.strategies.strategy import Strategy
@@ -37,7 +39,7 @@ def train(job: Job, strategy: str | Strategy = "serial", *, runs: str | Path = "
     """Train a job under a strategy; returns when it is done.
 
     runs: the folder in which the run's own folder is made;  check: afterwards compare 20 steps with serial in float64
-    (`run.difference`);  settings: data, device, backend, overlap, loaders, save, resume, until, tensorboard, machine,
+    (`run.difference`);  settings: data, device, backend, overlap, loaders, save, resume, until, tensorboard, trace, machine,
     sabotage, unproved, unchecked, timeout, limit, as in `paragrad.training.settings.Settings`. On SIGTERM the run saves a
     checkpoint and ends (`run.stopped`). Raises Refused (at the door), RankFailed, or Interrupted on Ctrl-C.
     """
@@ -80,14 +82,15 @@ def run(ranks: Ranks, checked: Admitted, folder: Path, *, progress: Progress | N
             statuses = checked.on(ranks, train_rank, checked, folder, record.origin,
                                   on_report=lambda rank, value: progress(value) if progress else None)
         except RankFailed as error:
-            _broke_off(record, folder, "failed", error)
+            _broke_off(record, checked, folder, "failed", error)
             raise
         except BaseException as error:
-            _broke_off(record, folder, "interrupted")
+            _broke_off(record, checked, folder, "interrupted")
             if isinstance(error, KeyboardInterrupt):
                 raise Interrupted(folder) from None
             raise
         _write_end(record, statuses[0])
+    _write_trace(checked, folder)
     return Run(checked.job, folder)
 
 
@@ -104,8 +107,12 @@ def _under_launcher(checked: Admitted, runs: Path, check: bool, progress: Progre
     with joined_from_environment(checked.backend, checked.settings.timeout, checked.settings.device) as world, \
             asking_to_stop(world.stop.set):
         folder = world.agreed(new_folder(runs, f"{checked.job.name}-{folder_name(checked.asked)}") if leads else None)
-        with Recorder(folder / "run.jsonl") if leads else Recorder(Path("/dev/null")) as record:
+        origin, clocks = common_origin(world)
+        with Recorder(folder / "run.jsonl" if leads else Path("/dev/null"), origin) as record:
             _write_header(record, checked, folder)
+            if clocks > 1:
+                record.write("choice", what="origin", bytes=None, picked="a barrier",
+                             because=f"ranks are on {clocks} hosts, each with a clock of its own")
             try:
                 status = train_rank(world, checked, folder, record.origin, report=progress)
             except StepFailed as error:
@@ -118,6 +125,8 @@ def _under_launcher(checked: Admitted, runs: Path, check: bool, progress: Progre
             if check and status == "finished" and not checked.resolved.reference:
                 found = difference(world, checked.job, checked.resolved, checked.settings)
                 record.write("difference", baseline="serial", run=folder.name, value=found.value, tensor=found.tensor)
+        if leads:
+            _write_trace(checked, folder)
     return Run(checked.job, folder)
 
 
@@ -171,12 +180,19 @@ def _write_end(record: Recorder, status: str, error: RankFailed | None = None) -
     record.write("end", status=status, seconds=round(record.now(), 6), error=told)
 
 
-def _broke_off(record: Recorder, folder: Path, status: str, error: RankFailed | None = None) -> None:
+def _broke_off(record: Recorder, checked: Admitted, folder: Path, status: str, error: RankFailed | None = None) -> None:
     """Every rank is gone: what one of them left half-written goes too. A full disk may be what they failed of."""
     with suppress(OSError):
         remove_partial(folder)
     with suppress(OSError):
         _write_end(record, status, error)
+    with suppress(OSError):
+        _write_trace(checked, folder)           # until then
+
+
+def _write_trace(checked: Admitted, folder: Path) -> None:
+    if checked.settings.trace is not None:
+        trace.write(Record(folder), Path(checked.settings.trace))
 
 
 def folder_name(chosen: Strategy) -> str:

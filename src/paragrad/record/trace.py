@@ -1,0 +1,143 @@
+"""A run as a trace in Chrome's format, which Perfetto (https://ui.perfetto.dev) opens: a process for each rank, with a thread
+of its steps, one of what it did in them, one of the buckets that are summed beside; an arrow for each message.
+
+Format: "Trace Event Format", Chromium: complete events (ph X), in microseconds; flow events (s, f); names as metadata (M).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from paragrad.errors import Refused
+from paragrad.record.record import Line, Record
+
+Event = dict[str, Any]
+STEPS, TASKS, BUCKETS = 0, 1, 2             # threads of a rank
+THREADS = {STEPS: "steps", TASKS: "tasks", BUCKETS: "exchange"}
+
+
+def check(path: Path) -> None:
+    """Refused where no trace can be written there, which is tried."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(0, "it is a folder")
+        (partial := _partial(path)).open("a").close()
+        partial.unlink()
+    except OSError as error:
+        raise Refused(f"--trace {path}: {error.strerror}; give a file in a folder that is there and can be written") from None
+
+
+def write(record: Record, path: Path) -> None:
+    """The trace of a run, whole or not at all. record: read with its spans. Raises OSError with the file's name."""
+    partial = _partial(path)
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            told = {name: record.header.get(name) for name in ("id", "strategy", "resolved", "backend")}
+            file.write(f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(told)}, "traceEvents": [')
+            for number, event in enumerate(events(record)):
+                file.write(f"{',' if number else ''}\n{json.dumps(event, allow_nan=False)}")
+            file.write("\n]}\n")
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")
+
+
+def events(record: Record) -> Iterator[Event]:
+    """Everything of a trace. ts: microseconds since the run began."""
+    arrows: dict[str, int] = {}
+    for rank, lines in enumerate(record.ranks):
+        host = next((f" on {line['host']}" for line in lines if line["kind"] == "cpu"), "")
+        yield _named("process_name", rank, f"rank {rank}{host}")
+        yield {**_named("process_sort_index", rank, ""), "args": {"sort_index": rank}}
+        threads = set()
+        for event in _of_rank(rank, lines, arrows):
+            if event["tid"] not in threads:
+                threads.add(event["tid"])
+                yield _named("thread_name", rank, THREADS[event["tid"]], event["tid"])
+            yield event
+
+
+def _named(what: str, rank: int, name: str, thread: int = STEPS) -> Event:
+    return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": {"name": name}}
+
+
+def _of_rank(rank: int, lines: Iterable[Line], arrows: dict[str, int]) -> Iterator[Event]:
+    """The spans of a step stand before its line; those of one that failed have none."""
+    spans: list[Line] = []
+    for line in lines:
+        if line["kind"] == "span":
+            spans.append(line)
+        elif line["kind"] == "step":
+            yield _slice(rank, STEPS, {**line, "name": f"step {line['step']}", "lane": "step"})
+            yield from _of_step(rank, spans, arrows)
+            spans = []
+        elif line["kind"] == "epoch":
+            yield _slice(rank, STEPS, {**line, "name": f"epoch {line['epoch']}", "lane": "epoch"})
+    yield from _of_step(rank, spans, arrows)
+
+
+def _of_step(rank: int, spans: list[Line], arrows: dict[str, int]) -> Iterator[Event]:
+    tasks, buckets = apart(spans)
+    for span in nested(tasks):
+        yield (event := _slice(rank, TASKS, span))
+        yield from _arrow(rank, event, arrows)
+    for whole, parts in buckets:
+        yield _slice(rank, BUCKETS, whole, **parts)
+
+
+def apart(spans: Iterable[Line]) -> tuple[list[Line], list[tuple[Line, dict[str, float]]]]:
+    """(what a rank did one after the other, its buckets): those are summed by a thread of their own. Of a bucket: the whole,
+    and seconds of its parts by their lanes, which say how long and not when."""
+    tasks: list[Line] = []
+    buckets: list[tuple[Line, dict[str, float]]] = []
+    for span in spans:
+        if not span["name"].startswith("reduce "):
+            tasks.append(span)
+        elif span["lane"] == "send":
+            buckets.append((span, {}))
+        elif buckets:
+            buckets[-1][1][f"seconds in {span['lane']}"] = span["seconds"]
+    return tasks, buckets
+
+
+def nested(spans: Iterable[Line]) -> Iterator[Line]:
+    """One within another, or one after the other: microseconds were rounded, and a thread's slices must not cross."""
+    open_: list[float] = []                             # where those end that the next one may be in
+    for span in sorted(spans, key=lambda span: (span["start"], -span["seconds"])):
+        start, end = span["start"], span["start"] + span["seconds"]
+        while open_ and open_[-1] <= start:
+            open_.pop()
+        if open_ and end > open_[-1]:
+            crossed = open_[-1] - start
+            if crossed < end - open_[-1]:               # most of it comes after
+                start = open_.pop()
+            else:
+                end = open_[-1]
+        open_.append(end)
+        yield {**span, "start": start, "seconds": max(0.0, end - start)}
+
+
+def _slice(rank: int, thread: int, line: Line, **more: Any) -> Event:
+    named = {name: line[name] for name in ("step", "bytes") if line.get(name) is not None}
+    return {"ph": "X", "name": line["name"], "cat": line["lane"], "pid": rank, "tid": thread,
+            "ts": round(1e6 * line["start"], 3), "dur": round(1e6 * line["seconds"], 3), "args": {**named, **more}}
+
+
+def _arrow(rank: int, event: Event, arrows: dict[str, int]) -> Iterator[Event]:
+    """From where a message is posted to where it is there: both ends know the same name of it."""
+    side, (peer, _, slot) = event["name"][:1], event["name"][1:].partition(":")
+    if (side, event["cat"]) not in ((">", "send"), ("<", "receive")):
+        return
+    way = f"{rank} {peer}" if side == ">" else f"{peer} {rank}"
+    number = arrows.setdefault(f"{event['args']['step']} {way} {slot}", len(arrows))
+    end = {"ph": "s"} if side == ">" else {"ph": "f", "bp": "e"}
+    yield {**end, "name": slot, "cat": "message", "id": number, "pid": rank, "tid": TASKS,
+           "ts": event["ts"] if side == ">" else event["ts"] + event["dur"]}
