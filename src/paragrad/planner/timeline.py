@@ -1,0 +1,176 @@
+"""A step as it was, and as the clock foretells it: two Timelines, for the chart of a page and for `paragrad timeline`.
+
+The clock plays the strategy's own schedule. How long each task takes it is told from the first of the steps that a run tells in
+detail, the median of its kind on its rank; what it foretells are the steps after them, which it has not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from paragrad.players.clock import Span, Timeline, timed
+from paragrad.players.machine import Cluster, Link, Machine
+from paragrad.record.record import DETAILED, Line, Record, lines_of
+from paragrad.schedules.actions import Compute, Program, Recv, Send, Slot
+from paragrad.schedules.pipeline import Pipelined, stage_of
+from paragrad.strategies.table import strategy
+
+LEARNT, FORETOLD = DETAILED[:len(DETAILED) // 2], DETAILED[len(DETAILED) // 2:]         # steps, as the run counts them
+QUARTILES = 0.25, 0.5, 0.75
+TOLD = 64               # bytes of what ranks tell each other of a step: weight, loss, the wish to stop
+
+
+@dataclass(frozen=True)
+class Foretold:
+    """A step by the clock. low, high: its seconds where every task takes the lower or the upper quartile of what it took;
+    steps: in so many it was learnt what tasks take;  messages: what they were taken to cost, in words."""
+    timeline: Timeline
+    low: float
+    high: float
+    steps: int
+    messages: str
+
+
+@dataclass(frozen=True)
+class WholeStep:
+    """What every rank does in a step: load its samples, its passes, hear of the others' ends, update."""
+    passes: Pipelined
+
+    def program(self, rank: int, size: int) -> Program:
+        yield Compute("load", "")
+        yield from self.passes.program(rank, size)
+        others = [peer for peer in range(size) if peer != rank]
+        yield from (Send(peer, f"told {rank}") for peer in others)
+        yield from (Recv(peer, f"told {peer}") for peer in others)
+        yield Compute("update", "")
+
+
+# ---- as it was -------------------------------------------------------------------------------------------------------------
+def measured(record: Record, turns: range = FORETOLD) -> dict[int, Timeline]:
+    """Some of the steps that every worker told in detail, by their numbers. record: read with spans or without.
+
+    turns: which of the run's steps, from 0. Seconds count from where the first rank began with the step.
+    """
+    lines = {rank: list(_first(record, rank, turns.stop)) for rank in range(record.header.get("workers", 0))}
+    steps = [[line for line in each if line["kind"] == "step"] for each in lines.values()]
+    found = {}
+    for turn in range(turns.start, min([turns.stop, *map(len, steps)]) if steps else 0):
+        number, start = steps[0][turn]["step"], min(each[turn]["start"] for each in steps)
+        ends = tuple(each[turn]["start"] + each[turn]["seconds"] - start for each in steps)
+        spans = tuple(_span(rank, line, start) for rank, each in lines.items() for line in each
+                      if line["kind"] == "span" and line["step"] == number)
+        found[number] = Timeline(max(ends), ends, sum(span.name.startswith(">") for span in spans), spans)
+    return found
+
+
+def _first(record: Record, rank: int, count: int) -> Iterator[Line]:
+    """The lines of a rank's first steps: spans stand before the step's own line."""
+    made = 0
+    for line in lines_of(record.folder / f"rank-{rank}.jsonl"):
+        if made < count:
+            yield line
+        else:
+            return
+        made += line["kind"] == "step"
+
+
+def _span(rank: int, line: Line, start: float) -> Span:
+    return Span(rank, line["name"], line["lane"], line["start"] - start, line["seconds"], line["bytes"] or 0)
+
+
+def middle(steps: Mapping[int, Timeline]) -> tuple[int, Timeline] | None:
+    """(number, Timeline) of the step that took the median of them; None of none."""
+    ordered = sorted(steps.items(), key=lambda step: step[1].seconds)
+    return ordered[len(ordered) // 2] if ordered else None
+
+
+# ---- as it is foretold ------------------------------------------------------------------------------------------------------
+def scheduled(record: Record) -> Pipelined | None:
+    """The schedule of a whole step; None where a strategy's step is none, or the strategy is not known here."""
+    header = record.header
+    found = [plan.schedule for plan in strategy(header["resolved"]).plans() if plan.size == header["workers"]]
+    return found[0] if found and isinstance(found[0], Pipelined) else None
+
+
+def foretold(record: Record, machine: Machine | None = None) -> Foretold | None:
+    """A step by the clock, of what tasks took in the steps before; None where no schedule says it, or there were too few.
+
+    machine: what was measured of its links; otherwise a message costs its sender and its receiver what posting it took, and
+    no time between.
+    """
+    schedule = scheduled(record)
+    steps = list(measured(record, LEARNT).values())
+    if schedule is None or not steps:
+        return None
+    size = record.header["workers"]
+    schedule = replace(schedule, trained=_trained(schedule, size, steps))
+    tasks = [{str(each): _kind(each, rank) for each in schedule.program(rank, size) if isinstance(each, Compute)}
+             for rank in range(size)]
+    whole = [step for step in steps if _names(step, size) == [set(each) for each in tasks]]      # no short batch
+    if not whole:
+        return None
+    taken = _taken(whole, tasks)
+    lengths: dict[Slot, int] = {span.name.partition(":")[2]: span.bytes for span in whole[0].spans if span.lane == "send"}
+    lengths |= {f"told {rank}": TOLD for rank in range(size)}
+    link, messages = _link(whole, machine, record.header["backend"])
+
+    def played(part: float) -> Timeline:
+        return timed(WholeStep(schedule), size, lengths, Cluster(link), element=1, spans=True,
+                     durations=_durations(taken, part))
+
+    low, found, high = map(played, QUARTILES)
+    return Foretold(found, low.seconds, high.seconds, len(whole), messages)
+
+
+def _kind(action: Compute, rank: int) -> str:
+    """What takes as long: the same, of any micro-batch, of one stage."""
+    return f"{action.what}.{stage_of(rank, action.at)[0]}"
+
+
+def _names(step: Timeline, size: int) -> list[set[str]]:
+    """Of every rank the tasks that it told of."""
+    return [{span.name for span in step.spans if span.rank == rank and span.lane == "compute"} for rank in range(size)]
+
+
+def _trained(schedule: Pipelined, size: int, steps: list[Timeline]) -> int:
+    """The first stage with a backward."""
+    return min((stage_of(span.rank, span.name[1:])[0] for step in steps for span in step.spans
+                if span.lane == "compute" and span.name[0] in "BI"), default=schedule.stages(size))
+
+
+def _taken(steps: list[Timeline], tasks: list[dict[str, str]]) -> dict[tuple[int, str], list[float]]:
+    """(rank, kind) -> seconds of all tasks of that kind. What a rank did between its spans is Python; it counts to its load."""
+    taken: dict[tuple[int, str], list[float]] = {}
+    for step in steps:
+        for rank, kinds in enumerate(tasks):
+            own = [span for span in step.spans if span.rank == rank]
+            for span in own:
+                if span.lane == "compute":
+                    taken.setdefault((rank, kinds[span.name]), []).append(span.seconds)
+            begun = min(span.start for span in own)
+            between = max(0.0, step.ends[rank] - begun - sum(span.seconds for span in own))
+            load, update = (sum(span.seconds for span in own if span.name == name) for name in ("load", "update"))
+            taken.setdefault((rank, "load"), []).append(load + between)
+            taken.setdefault((rank, "update"), []).append(update)
+    return taken
+
+
+def _durations(taken: Mapping[tuple[int, str], list[float]], part: float) -> Callable[[int, Compute], float]:
+    """Of every task a quantile of what its kind took."""
+    seconds = {kind: quantile(each, part) for kind, each in taken.items()}
+    return lambda rank, action: seconds[rank, action.what if action.at == "" else _kind(action, rank)]
+
+
+def quantile(values: list[float], part: float) -> float:
+    """So large a part of the values is smaller."""
+    return sorted(values)[round(part * (len(values) - 1))]
+
+
+def _link(steps: list[Timeline], machine: Machine | None, backend: str) -> tuple[Link, str]:
+    """(what messages cost, the same in words)."""
+    if machine is not None:
+        return machine.link(backend), f"the link {backend} as measured ({machine.measured})"
+    posting = [span.seconds for step in steps for span in step.spans if span.lane == "send"]
+    overhead = quantile(posting, QUARTILES[1]) if posting else 0.0
+    return Link(0.0, 0.0, overhead=overhead), f"{1e6 * overhead:.0f} us of each side, as posting one took, and no time between"
