@@ -110,10 +110,11 @@ def test_opens_without_an_error_or_a_request_and_shows_every_chart(compared: Pat
             "return [...document.querySelectorAll('figure svg[role=img]')].map("
             "chart => [chart.getBoundingClientRect().width > 300, chart.querySelectorAll('path').length > 5, "
             "chart.getAttribute('aria-label')])")
-    assert [(wide, full) for wide, full, _ in drawn] == [(True, True)] * 6
-    assert [told.split(".")[0] for _, _, told in drawn] == [
+    assert [(wide, full) for wide, full, _ in drawn] == [(True, True)] * 8
+    assert [told.split(".")[0].split(":")[0] for _, _, told in drawn] == [
         "Training loss over samples", "Training loss over seconds", "Test accuracy over samples", "Test accuracy over seconds",
-        "Distance from serial over steps", "Bytes sent per rank and step"]
+        "Distance from serial over steps", "Bytes sent per rank and step", "One step of serial",
+        "One step of data(2, reduce=ring)"]
 
 
 @in_browser

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from html import unescape
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -180,3 +182,26 @@ def test_the_middle_of_some_steps() -> None:
     steps = {number: Timeline(seconds, (seconds,), 0) for number, seconds in enumerate((3.0, 1.0, 2.0))}
     assert middle(steps) == (2, steps[2])
     assert middle({}) is None
+
+
+# ---- the page ---------------------------------------------------------------------------------------------------------------
+def test_the_page_has_a_row_for_each_rank_and_what_was_foretold_above(tmp_path: Path) -> None:
+    """In words too; every box in a colour of the page, which has two of each."""
+    table = pg.compare(JOB, "data(2, reduce=ring); pipeline(2, micro=2)", runs=tmp_path)
+    text = unescape((table.folder / "page.html").read_text(encoding="utf-8"))
+    section = text.split('<section id="step"')[1].split("</section>")[0]
+    data, pipeline = section.split("<figure ")[1:]
+    assert "foretells nothing of this one's step" in data
+    assert "foretold: " not in data
+    assert pipeline.index("foretold: ") < pipeline.index("measured: ")
+    assert "Measured: " in pipeline
+    assert all("Rank 0: " in each and "Rank 1: " in each for each in (data, pipeline))
+    names = re.findall(r"<text[^>]*>([^<]*)</text>", pipeline)
+    assert names.count("0") >= 2                        # rank 0, above and below
+    assert not re.findall(r"#[0-9a-f]{6}", pipeline)
+
+
+def test_without_enough_steps_there_is_no_picture_of_one(tmp_path: Path) -> None:
+    table = pg.compare(JOB.replace(epochs=1), "pipeline(2, micro=2)", runs=tmp_path)
+    section = (table.folder / "page.html").read_text(encoding="utf-8").split('<section id="step"')[1]
+    assert f"Nothing to draw: no run made {FORETOLD.start + 1} steps." in section.split("</section>")[0]

@@ -96,8 +96,7 @@ def scheduled(record: Record) -> Pipelined | None:
 def foretold(record: Record, machine: Machine | None = None) -> Foretold | None:
     """A step by the clock, of what tasks took in the steps before; None where no schedule says it, or there were too few.
 
-    machine: what was measured of its links; otherwise a message costs its sender and its receiver what posting it took, and
-    no time between.
+    machine: what was measured of its links; otherwise a message costs its sender what posting it took, and no time on its way.
     """
     schedule = scheduled(record)
     steps = list(measured(record, LEARNT).values())
@@ -110,10 +109,12 @@ def foretold(record: Record, machine: Machine | None = None) -> Foretold | None:
     whole = [step for step in steps if _names(step, size) == [set(each) for each in tasks]]      # no short batch
     if not whole:
         return None
-    taken = _taken(whole, tasks)
+    taken = _taken(whole, tasks, posting=machine is None)
     lengths: dict[Slot, int] = {span.name.partition(":")[2]: span.bytes for span in whole[0].spans if span.lane == "send"}
     lengths |= {f"told {rank}": TOLD for rank in range(size)}
-    link, messages = _link(whole, machine, record.header["backend"])
+    link, messages = Link(0.0, 0.0), "what posting it took, and no time on its way"
+    if machine is not None:
+        link, messages = machine.link(record.header["backend"]), f"the link as measured ({machine.measured})"
 
     def played(part: float) -> Timeline:
         return timed(WholeStep(schedule), size, lengths, Cluster(link), element=1, spans=True,
@@ -139,20 +140,23 @@ def _trained(schedule: Pipelined, size: int, steps: list[Timeline]) -> int:
                 if span.lane == "compute" and span.name[0] in "BI"), default=schedule.stages(size))
 
 
-def _taken(steps: list[Timeline], tasks: list[dict[str, str]]) -> dict[tuple[int, str], list[float]]:
-    """(rank, kind) -> seconds of all tasks of that kind. What a rank did between its spans is Python; it counts to its load."""
+def _taken(steps: list[Timeline], tasks: list[dict[str, str]], posting: bool) -> dict[tuple[int, str], list[float]]:
+    """(rank, kind) -> seconds of all tasks of that kind, load and update among them, each with what is between it and the next
+    span: Python. posting: also with the posting of what it gave.
+    """
     taken: dict[tuple[int, str], list[float]] = {}
     for step in steps:
         for rank, kinds in enumerate(tasks):
-            own = [span for span in step.spans if span.rank == rank]
-            for span in own:
-                if span.lane == "compute":
-                    taken.setdefault((rank, kinds[span.name]), []).append(span.seconds)
-            begun = min(span.start for span in own)
-            between = max(0.0, step.ends[rank] - begun - sum(span.seconds for span in own))
-            load, update = (sum(span.seconds for span in own if span.name == name) for name in ("load", "update"))
-            taken.setdefault((rank, "load"), []).append(load + between)
-            taken.setdefault((rank, "update"), []).append(update)
+            done, last = 0.0, [0.0]
+            for span in sorted((span for span in step.spans if span.rank == rank), key=lambda span: span.start):
+                last[-1] += max(0.0, span.start - done)
+                done = span.start + span.seconds
+                if kind := kinds.get(span.name, span.name if span.name in ("load", "update") else None):
+                    last = taken.setdefault((rank, kind), [])
+                    last.append(span.seconds)
+                elif span.lane == "send" and posting:
+                    last[-1] += span.seconds
+            last[-1] += max(0.0, step.ends[rank] - done)
     return taken
 
 
@@ -165,12 +169,3 @@ def _durations(taken: Mapping[tuple[int, str], list[float]], part: float) -> Cal
 def quantile(values: list[float], part: float) -> float:
     """So large a part of the values is smaller."""
     return sorted(values)[round(part * (len(values) - 1))]
-
-
-def _link(steps: list[Timeline], machine: Machine | None, backend: str) -> tuple[Link, str]:
-    """(what messages cost, the same in words)."""
-    if machine is not None:
-        return machine.link(backend), f"the link {backend} as measured ({machine.measured})"
-    posting = [span.seconds for step in steps for span in step.spans if span.lane == "send"]
-    overhead = quantile(posting, QUARTILES[1]) if posting else 0.0
-    return Link(0.0, 0.0, overhead=overhead), f"{1e6 * overhead:.0f} us of each side, as posting one took, and no time between"

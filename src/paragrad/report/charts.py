@@ -89,7 +89,7 @@ def lines(name: str, curves: Sequence[Curve], *, x_label: str, y_label: str, alt
     name: unique in the page;  goal: a dotted line across;  unit: of y.
     """
     with drawing(name, WIDTH, HEIGHT) as figure:
-        axes = _axes(figure, y_label, x_label)
+        axes = framed(figure, y_label, x_label)
         finite = [value for each in curves for value in each.y if math.isfinite(value)]
         if logarithmic is None:
             logarithmic = min(finite) > 0 and max(finite) > 30 * min(finite)
@@ -148,7 +148,7 @@ def bars(name: str, rows: Sequence[tuple[str, str, dict[str, Line]]], kinds: Seq
     """A bar for every (strategy, its bytes in words, {kind: {bytes, computed}}); computed parts are hatched."""
     short = all(len(strategy) + len(words) <= LINE - 4 for strategy, words, _ in rows)
     with drawing(name, WIDTH, (38 if short else 54) * len(rows) + 44) as figure:
-        axes = _axes(figure, "", "bytes per rank and step")
+        axes = framed(figure, "", "bytes per rank and step")
         axes.grid(axis="y", visible=False)
         for place, (strategy, words, sent) in enumerate(rows):
             start = 0
@@ -200,7 +200,8 @@ def drawing(name: str, width: float, height: float) -> Iterator[Figure]:
         yield Figure(figsize=(width / 72, height / 72), layout="constrained" if width == WIDTH else None)
 
 
-def _axes(figure: Figure, y_label: str, x_label: str) -> Axes:
+def framed(figure: Figure, y_label: str, x_label: str) -> Axes:
+    """The axes of every chart of a page."""
     from matplotlib.ticker import MaxNLocator
     figure.patch.set_visible(False)
     axes = figure.add_subplot()

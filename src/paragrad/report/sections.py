@@ -9,11 +9,13 @@ from itertools import accumulate
 
 from markupsafe import Markup
 
+from paragrad.planner.timeline import FORETOLD
 from paragrad.record.record import Record
 from paragrad.report import charts
 from paragrad.report.palette import COMPUTED, KINDS, themed
 from paragrad.report.results import TWIN, Results
 from paragrad.report.table import doubts, sent
+from paragrad.report.timeline import COLOURS, pictured
 from paragrad.report.times import times_of
 from paragrad.report.words import ends
 from paragrad.training.settings import Settings
@@ -51,7 +53,7 @@ class Sections:
         return [self.pair("loss", "Training loss", "loss", losses, "this comparison has no finished step, so there is no loss",
                           self.of_loss),
                 self.pair("test", test, metric, tests, "this job has no test set, or no epoch was finished", self.of_test),
-                self.distance(), self.bytes()]
+                self.distance(), self.bytes(), self.timelines()]
 
     # ---- loss and test -------------------------------------------------------------------------------------------------
     def pair(self, name: str, title: str, y_label: str, points: Callable[[Record], list[tuple[float, float, float]]],
@@ -157,6 +159,15 @@ class Sections:
                                                      for place, kind in enumerate(kinds)]
         return Section(name, title, [Picture("Per rank and step", says, Markup(picture))],
                        [*legend, *([(themed(COMPUTED), True, "computed")] if computed else [])])
+
+    def timelines(self) -> Section:
+        """One step of every row that has one, the first seed's."""
+        found = [(row.strategy, pictured(f"step-{place}", self.table.records[row.runs[0]]))
+                 for place, row in enumerate(self.table.rows) if row.strategy != TWIN and row.seconds_per_step is not None]
+        pictures = [Picture(strategy, seen[0], Markup(seen[1])) for strategy, seen in found if seen]
+        if not pictures:
+            return Section("step", "One step", [Picture("", f"Nothing to draw: no run made {FORETOLD.start + 1} steps.")], [])
+        return Section("step", "One step", pictures, [(themed(colour), False, kind) for kind, colour in COLOURS.items()])
 
 
 def losses(record: Record) -> list[tuple[float, float, float]]:

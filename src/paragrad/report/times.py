@@ -81,9 +81,9 @@ class SpeedUp(Between):
 SAME = SpeedUp(1.0, 1.0, 1.0)           # of a row over itself
 
 
-def times_of(records: Sequence[Record]) -> StepTime | None:
-    """Of some runs of the same; None where none made a step."""
-    runs = [seconds for record in records if (seconds := record.step_seconds)]
+def times_of(records: Sequence[Record], first: int = 1) -> StepTime | None:
+    """Of some runs of the same, their steps from `first` on; None where none made a step."""
+    runs = [seconds for record in records if (seconds := record.seconds_from(first))]
     if not runs:
         return None
     middle = median(map(median, runs))
