@@ -20,29 +20,26 @@ round. The steps are those of whole trainings, on random images, timed by their 
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from common import KB, MB, Bench, alternated, named, ratios
-from data_parallel import between
 from pages import DOCS, FIGURES, filled, table
 from torch import Tensor
 from torch.utils.data import TensorDataset
+from trainings import ours
 from workers import Workers, serve
 
 import paragrad as pg
-from paragrad.record.record import lines_of
-from paragrad.training.admission import admitted
 from paragrad.training.settings import Settings
-from paragrad.verbs.train import run
 from paragrad.world.launching import Ranks
 
 SIZES = tuple(KB << shift for shift in range(0, 15, 2))                 # 1 KB to 16 MB
@@ -52,7 +49,6 @@ KINDS = ("gloo", "shm", "shm in pieces")
 AT_ONCE = 8             # messages each way
 BESIDE = "beside work"
 PRODUCTS = 10           # of matrices of 256 x 256, the work beside which messages go: about 5 ms
-STEPS = 100
 STRATEGIES = {"data(2, reduce=ring)": 1.5, "pipeline(2, micro=4)": None}
 PAGE, RESULTS = DOCS / "shm.md", FIGURES / "messages.json"
 
@@ -108,26 +104,24 @@ def asked(world: Workers, pattern: str, size: int) -> Callable[[], float]:
 
 
 # ---- steps ---------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class MnistMlp:
+    """Images that nobody has to fetch."""
+    steps: int = 100
+
+    def job(self) -> pg.Job:
+        images = torch.randn(4096, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+        return pg.job("mnist-mlp").replace(train=TensorDataset(images, torch.arange(4096) % 10), test=None, epochs=1000)
+
+
 def steps(bench: Bench) -> None:
-    images = torch.randn(4096, 1, 28, 28, generator=torch.Generator().manual_seed(0))
-    job = pg.job("mnist-mlp").replace(train=TensorDataset(images, torch.arange(4096) % 10), test=None, epochs=1000)
     with tempfile.TemporaryDirectory() as folder, Ranks(2) as ranks:
         for strategy, bar in STRATEGIES.items():
-            found = alternated({f"{backend}, {strategy} [ms]": step(ranks, job, strategy, backend, Path(folder, backend))
+            found = alternated({f"{backend}, {strategy} [ms]": ours(ranks, strategy, MnistMlp(), Path(folder, backend),
+                                                                    Settings(backend=backend, unchecked=True))
                                 for backend in ("gloo", "shm")}, bench.rounds(11, quick=3))
             bench.measured |= found
             bench.figure(f"step of mnist-mlp under {strategy}, gloo / shm", ratios(*found.values()), at_least=bar)
-
-
-def step(ranks: Ranks, job: pg.Job, strategy: str, backend: str, folder: Path) -> Callable[[], float]:
-    number = itertools.count()
-
-    def milliseconds() -> float:
-        place = folder / f"{strategy}-{next(number)}"
-        place.mkdir(parents=True)
-        run(ranks, admitted(job, strategy, Settings(backend=backend, limit=STEPS, unchecked=True)), place)
-        return between([line["start"] for line in lines_of(place / "rank-0.jsonl", spans=False) if line["kind"] == "step"])
-    return milliseconds
 
 
 # ---- the page ------------------------------------------------------------------------------------------------------------

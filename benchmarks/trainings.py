@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -28,13 +29,14 @@ class Setting(Protocol):
     def steps(self) -> int: ...
 
 
-def ours(ranks: Ranks, strategy: str, setting: Setting, folder: Path) -> Callable[[], float]:
+def ours(ranks: Ranks, strategy: str, setting: Setting, folder: Path,
+         settings: Settings | None = None) -> Callable[[], float]:
     number = itertools.count()
 
     def milliseconds() -> float:
         place = folder / f"{strategy}-{setting}-{next(number)}"
-        place.mkdir()
-        run(ranks, tried(ranks, admitted(setting.job(), strategy, Settings(limit=setting.steps))), place)
+        place.mkdir(parents=True)
+        run(ranks, tried(ranks, admitted(setting.job(), strategy, replace(settings or Settings(), limit=setting.steps))), place)
         return between([line["start"] for line in lines_of(place / "rank-0.jsonl", spans=False) if line["kind"] == "step"])
     return milliseconds
 

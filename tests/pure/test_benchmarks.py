@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+from pathlib import Path
 
 import pytest
 import workers
@@ -19,6 +21,15 @@ def test_slower_by_a_sign_test(above: int, rounds: int, found: bool) -> None:
 
 def test_groups_are_the_square_root_or_the_power_of_two_below() -> None:
     assert [groups(ranks) for ranks in (2, 4, 8, 16, 32, 64, 1024)] == [1, 2, 2, 4, 4, 8, 32]
+
+
+BENCHMARKS = sorted(file.stem for file in Path(workers.__file__).parent.glob("*.py") if '__name__ == "__main__"' in file.read_text())
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_finds_what_it_imports(name: str) -> None:
+    """One fell out of use unseen when a function moved."""
+    importlib.import_module(name)
 
 
 def test_workers_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
