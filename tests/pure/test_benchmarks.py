@@ -23,7 +23,8 @@ def test_groups_are_the_square_root_or_the_power_of_two_below() -> None:
     assert [groups(ranks) for ranks in (2, 4, 8, 16, 32, 64, 1024)] == [1, 2, 2, 4, 4, 8, 32]
 
 
-BENCHMARKS = sorted(file.stem for file in Path(workers.__file__).parent.glob("*.py") if '__name__ == "__main__"' in file.read_text())
+BENCHMARKS = sorted(file.stem for file in Path(workers.__file__).parent.glob("*.py")
+                    if '__name__ == "__main__"' in file.read_text())
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
