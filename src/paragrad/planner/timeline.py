@@ -14,6 +14,7 @@ from paragrad.players.machine import Cluster, Link, Machine
 from paragrad.record.record import DETAILED, Line, Record, lines_of
 from paragrad.schedules.actions import Compute, Program, Recv, Send, Slot
 from paragrad.schedules.pipeline import Pipelined, stage_of
+from paragrad.strategies.strategy import Strategy
 from paragrad.strategies.table import strategy
 
 LEARNT, FORETOLD = DETAILED[:len(DETAILED) // 2], DETAILED[len(DETAILED) // 2:]         # steps, as the run counts them
@@ -88,8 +89,12 @@ def middle(steps: Mapping[int, Timeline]) -> tuple[int, Timeline] | None:
 # ---- as it is foretold ------------------------------------------------------------------------------------------------------
 def scheduled(record: Record) -> Pipelined | None:
     """The schedule of a whole step; None where a strategy's step is none, or the strategy is not known here."""
-    header = record.header
-    found = [plan.schedule for plan in strategy(header["resolved"]).plans() if plan.size == header["workers"]]
+    return whole_step(strategy(record.header["resolved"]), record.header["workers"])
+
+
+def whole_step(resolved: Strategy, size: int) -> Pipelined | None:
+    """The schedule of a whole step of a resolved strategy on so many ranks; None where its step is none."""
+    found = [plan.schedule for plan in resolved.plans() if plan.size == size]
     return found[0] if found and isinstance(found[0], Pipelined) else None
 
 

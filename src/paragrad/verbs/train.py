@@ -15,6 +15,7 @@ import torch
 
 from paragrad.errors import Interrupted, RankFailed, StepFailed
 from paragrad.jobs.job import Job, accuracy
+from paragrad.planner.timeline import whole_step
 from paragrad.record import trace
 from paragrad.record.origin import common_origin
 from paragrad.record.record import SCHEMA, Record, Recorder, new_folder
@@ -44,7 +45,7 @@ def train(job: Job, strategy: str | Strategy = "serial", *, runs: str | Path = "
     checkpoint and ends (`run.stopped`). Raises Refused (at the door), RankFailed, or Interrupted on Ctrl-C.
     """
     checked = admitted(job, strategy, settings_of(settings))
-    if checked.settings.machine and not checked.resolved.picks_all_reduce():
+    if checked.settings.machine and not (checked.resolved.picks_all_reduce() or whole_step(checked.resolved, checked.size)):
         warnings.warn(f"nobody reads the machine file {checked.settings.machine}: {checked.resolved} has no all-reduce to pick"
                       "; leave out --machine, or give data(n, state=replicated) over gloo", stacklevel=2)
     if progress is None and (bar := below_the_cell()):
