@@ -1,4 +1,4 @@
-"""Messages between two ranks of one host: over gloo, over shm, and over shm where no rank may read another's memory.
+"""Messages between two ranks of one host: over gloo, and over shm.
 
     python benchmarks/messages.py --check           # both ranks on this machine, one thread each
     python benchmarks/messages.py --check --page    # the same, written into docs/shm.md
@@ -12,7 +12,7 @@
 
 One way is half of a ping-pong of `send` and `recv`. Without a bar, what a pipeline does with messages: both ranks send and
 receive at once; eight messages each way at once; a message that has been there for a while when it is asked for; both ways
-during work of some milliseconds, over the work alone; and a step under pipeline(2). Worlds of all three kinds stay up and are
+during work of some milliseconds, over the work alone; and a step under pipeline(2). Worlds of both kinds stay up and are
 asked in turn, in an order of each round's own; the slower rank counts. A figure is the median over rounds of the ratio within a
 round. The steps are those of whole trainings, on random images, timed by their records.
 """
@@ -45,7 +45,7 @@ from paragrad.world.launching import Ranks
 SIZES = tuple(KB << shift for shift in range(0, 15, 2))                 # 1 KB to 16 MB
 BARS = {size: 2.0 if size <= 64 * KB else 4.0 if size <= 4 * MB else 2.5 for size in SIZES}
 SOME = (64 * KB, MB)                                                    # of a pipeline's messages
-KINDS = ("gloo", "shm", "shm in pieces")
+KINDS = ("gloo", "shm")
 AT_ONCE = 8             # messages each way
 BESIDE = "beside work"
 PRODUCTS = 10           # of matrices of 256 x 256, the work beside which messages go: about 5 ms
@@ -94,7 +94,7 @@ def report(bench: Bench, pattern: str, size: int, times: dict[str, list[float]])
         if pattern == BESIDE:
             bench.figure(f"{pattern}, {kind} / work alone, {named(size)}", ratios(times[kind], times["alone"]))
         elif kind != "gloo":
-            bar = BARS[size] if (pattern, kind) == ("one way", "shm") else None
+            bar = BARS[size] if pattern == "one way" else None
             bench.figure(f"{pattern}, gloo / {kind}, {named(size)}", ratios(times["gloo"], times[kind]), at_least=bar)
 
 
@@ -128,12 +128,11 @@ def steps(bench: Bench) -> None:
 def tables(bench: Bench) -> str:
     def shown(name: str) -> str:
         return f"{bench.figures[name]['value']:.2f}"
-    one_way = table(["one way, gloo's time / that of", *map(named, SIZES)],
-                    [[kind, *(shown(f"one way, gloo / {kind}, {named(size)}") for size in SIZES)] for kind in KINDS[1:]])
+    one_way = table(["one way", *map(named, SIZES)], [["gloo's time / shm's", *(shown(f"one way, gloo / shm, {named(size)}")
+                                                                             for size in SIZES)]])
     patterns = [pattern for pattern in PATTERNS if pattern not in ("one way", BESIDE)]
-    others = table(["gloo's time / that of", *(f"{kind}, {named(size)}" for kind in KINDS[1:] for size in SOME)],
-                   [[pattern, *(shown(f"{pattern}, gloo / {kind}, {named(size)}") for kind in KINDS[1:] for size in SOME)]
-                    for pattern in patterns])
+    others = table(["gloo's time / shm's", *map(named, SOME)],
+                   [[pattern, *(shown(f"{pattern}, gloo / shm, {named(size)}") for size in SOME)] for pattern in patterns])
     beside = table(["work and messages both ways / work alone", *map(named, SOME)],
                    [[kind, *(shown(f"{BESIDE}, {kind} / work alone, {named(size)}") for size in SOME)] for kind in KINDS])
     each = [f"{strategy} {shown(f'step of mnist-mlp under {strategy}, gloo / shm')}" for strategy in STRATEGIES]
@@ -219,10 +218,7 @@ PATTERNS: dict[str, Callable[[int, int], Play]] = {
 def worker(kind: str, address: str) -> None:
     import paragrad.world.backends  # noqa: F401
     torch.set_num_threads(1)
-    if kind == "shm in pieces":
-        from paragrad.world.backends.shm import reading
-        reading.able = lambda *_: False
-    dist.init_process_group(kind.split()[0])
+    dist.init_process_group(kind)
     rank = dist.get_rank()
 
     def median(order: tuple[str, int]) -> float:

@@ -10,16 +10,15 @@ from typing import Any
 
 from torch import Tensor
 
-from paragrad.world.backends.shm import reading
 from paragrad.world.backends.shm.collectives import TITLE, Port, titled
-from paragrad.world.backends.shm.messages import BLOCKS, Messages
+from paragrad.world.backends.shm.messages import Messages
 from paragrad.world.backends.shm.region import LINE, TOKEN, OwnRegion, Region, aligned, no_address, opened
 from paragrad.world.backends.shm.signals import CROWDED_SPIN, SPIN, WORDS, Peers, Semaphores
 
 AREA = 2**21            # bytes of an area: what a rank shows the others at a time
 AREAS = 2**25           # bytes of all areas of a group at most
-PIECE = 2**18           # bytes of a block of messages
-PIECES = 2**24          # bytes of all blocks of a group at most
+RING = 2**21            # bytes of messages under way from one rank to another
+RINGS = 2**24           # bytes of all rings of a group at most
 
 
 @dataclass(frozen=True)
@@ -32,19 +31,18 @@ class Layout:
         return aligned(min(AREA, AREAS // (2 * self.size)))
 
     @property
-    def piece(self) -> int:
-        return aligned(max(4096, min(PIECE, PIECES // (BLOCKS * self.size**2))))
+    def ring(self) -> int:
+        return aligned(max(2**14, min(RING, RINGS // self.size**2)))
 
     def places(self) -> dict[str, tuple[int, int]]:
         """name -> (offset, bytes)."""
         pairs = self.size**2
         found, offset = {}, aligned(TOKEN)
-        for name, count in (("pids", 8 * self.size), ("starts", 8 * self.size), ("readers", pairs),
-                            ("marks", 2 * self.size * LINE), ("words", WORDS), ("looks", 8 * self.size),
-                            ("flags", 2 * LINE), ("barriers", pairs * LINE),
+        for name, count in (("pids", 8 * self.size), ("marks", 2 * self.size * LINE), ("words", WORDS),
+                            ("looks", 8 * self.size), ("flags", 2 * LINE), ("barriers", pairs * LINE),
                             ("filled", pairs * LINE), ("room", pairs * LINE), ("bells", self.size * LINE),
                             ("titles", self.size * TITLE),
-                            ("areas", 2 * self.size * self.area), ("blocks", pairs * BLOCKS * (LINE + self.piece)),
+                            ("areas", 2 * self.size * self.area), ("rings", pairs * self.ring),
                             ("end", 0)):
             found[name] = (offset, count)
             offset += aligned(count)
@@ -74,25 +72,14 @@ def join(store: Any, rank: int, size: int, seconds: float, neighbours: int) -> J
     else:
         store.wait(["region"], timedelta(seconds=seconds))
         joined = _carved(opened(store.get("region").decode()), layout, rank, crowded)
-    pids, starts = (_part(joined.region, layout, name).cast("q") for name in ("pids", "starts"))
-    pids[rank], starts[rank] = os.getpid(), joined.region.start
+    pids = _part(joined.region, layout, "pids").cast("q")
+    pids[rank] = os.getpid()
     joined.port.begin(titled("joining the group"), time.monotonic() + seconds)
     joined.port.barrier()
     joined.peers.know(list(pids))
     if isinstance(joined.region, OwnRegion):
         joined.region.opened_by_all()
-    joined.messages.readers = _readers(joined, layout)
     return joined
-
-
-def _readers(joined: Joined, layout: Layout) -> list[int]:
-    """The ranks that may read this one's memory: all try it with the others', once, and tell. Collective."""
-    region, rank, size = joined.region, joined.rank, joined.size
-    may, starts = _part(region, layout, "readers"), _part(region, layout, "starts").cast("q")
-    for other, process in joined.peers.pids.items():
-        may[rank * size + other] = reading.able(process, starts[other], region.map[:TOKEN])
-    joined.port.barrier()
-    return [other for other in joined.peers.pids if may[other * size + rank]]
 
 
 def _made(store: Any, layout: Layout, crowded: bool) -> Joined:
@@ -125,8 +112,8 @@ def _carved(region: Region, layout: Layout, rank: int, crowded: bool) -> Joined:
                   _part(region, layout, "looks").cast("d"))
     port = Port(rank, size, tensor("areas").view(2, size, layout.area), _part(region, layout, "marks"),
                 _part(region, layout, "titles"), semaphores("barriers", size**2), peers, crowded)
-    messages = Messages(rank, size, tensor("blocks").view(size, size, BLOCKS, LINE + layout.piece),
-                        semaphores("filled", size**2), semaphores("room", size**2), semaphores("bells", size), peers)
+    messages = Messages(rank, size, tensor("rings").view(size, size, layout.ring), semaphores("filled", size**2),
+                        semaphores("room", size**2), semaphores("bells", size), peers)
     return Joined(rank, size, region, peers, port, messages)
 
 

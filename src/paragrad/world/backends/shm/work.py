@@ -5,7 +5,9 @@ waits; the other receives before it all-reduces), and one that needs its waiter 
 are queued in a lane (one for collectives, one for messages: neither may hold the other up), and
 
 * whoever waits for one carries out the lane until that one is done: no hand-over between threads on the usual way;
-* what nobody waits for within a millisecond, or has a future, a daemon thread of the lane carries out.
+* what nobody waits for in some milliseconds, or has a future, a daemon thread of the lane carries out. It looks now and then,
+  however many operations there were meanwhile, and takes over what it sees a second time: to be told of each would cost as
+  much as a short one.
 """
 
 from __future__ import annotations
@@ -13,15 +15,16 @@ from __future__ import annotations
 import abc
 import threading
 import time
+from collections import deque
+from dataclasses import dataclass, field
 from datetime import timedelta
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-PATIENCE = 0.001        # seconds in which somebody may come and wait, before the daemon takes over
+LOOKS = 5               # of the daemon, with nothing left to it, before it sleeps until it is called
 TURN = 0.001            # seconds between two looks whether the lane has become free
 
 _telling = threading.Lock()     # who finishes a work and who asks for its future may both want to tell the future
@@ -37,7 +40,7 @@ class Work(dist.Work):
         self.done = False
         self.error: BaseException | None = None
         self.future: torch.futures.Future[Any] | None = None
-        self.urgent = False
+        self.due = False            # for the daemon
 
     def finish(self, error: BaseException | None = None) -> None:
         self.error = error
@@ -66,6 +69,8 @@ class Work(dist.Work):
         return True
 
     def is_completed(self) -> bool:
+        if not self.done and self.lane is not None:
+            self.lane.hurry(self)                       # who asks may ask until it is
         return self.done
 
     def is_success(self) -> bool:
@@ -106,16 +111,38 @@ def _copy(done: torch.futures.Future[Any], future: torch.futures.Future[Any]) ->
         future.set_exception(error)
 
 
+@dataclass
+class Left:
+    """What nobody waited for when it was asked for. patience: seconds between two looks of its daemon;  resting: it must be
+    called;  closed: nothing more will come.
+    """
+    patience: float
+    works: deque[Work] = field(default_factory=deque)
+    guard: threading.Lock = field(default_factory=threading.Lock)
+    called: threading.Event = field(default_factory=threading.Event)
+    resting: bool = False
+    closed: bool = False
+
+    def first(self, added: Work | None = None) -> Work | None:
+        """The first of them that is not done, after one was added."""
+        with self.guard:
+            while self.works and self.works[0].done:
+                self.works.popleft()
+            if added is not None:
+                self.works.append(added)
+            return self.works[0] if self.works else None
+
+
 class Lane(abc.ABC):
     """Operations in the order they were asked for. A subclass says how to `advance` until one is done.
 
     A thread that advances holds `lock`; it finishes every work it passes, in whichever thread that waits.
+    patience: seconds after which the daemon takes over what nobody waits for, and twice as many at most.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float = 0.001) -> None:
         self.lock = threading.Lock()
-        self.left: SimpleQueue[Work | None] = SimpleQueue()     # what nobody waited for when it was asked for
-        self.called = threading.Event()
+        self.left = Left(patience)
         self.daemon: threading.Thread | None = None
         self.impatient: list[Work] = []         # what somebody waits for
 
@@ -150,23 +177,27 @@ class Lane(abc.ABC):
 
     def leave(self, work: Work) -> None:
         """Its caller goes on: the daemon takes it over in a moment."""
+        self.left.first(added=work)
+        if self.left.resting:
+            self.left.called.set()
         if self.daemon is None:
-            self.daemon = threading.Thread(target=_daemon, args=(self.left, self.called), daemon=True, name="paragrad shm")
+            self.daemon = threading.Thread(target=_daemon, args=(self.left,), daemon=True, name="paragrad shm")
             self.daemon.start()
-        self.left.put(work)
 
     def hurry(self, work: Work) -> None:
-        """Somebody waits for its future, who cannot carry it out."""
-        work.urgent = True
-        self.called.set()
+        """Somebody waits for its future, who cannot carry it out; nor what comes before it."""
+        with self.left.guard:
+            for each in (*self.left.works, work):
+                each.due = True
+        self.left.called.set()
 
     def close(self, seconds: float) -> bool:
         """End the daemon after what was left to it; False if that takes longer.
 
         Its caller waits: a thread that is freeing a tensor while the interpreter ends would abort the process.
         """
-        self.left.put(None)
-        self.called.set()
+        self.left.closed = True
+        self.left.called.set()
         if self.daemon is None or self.daemon is threading.current_thread():        # a group may go in its own daemon's hands
             return True
         self.daemon.join(seconds)
@@ -177,12 +208,26 @@ DONE = Work(None, [], 0.0)             # what was asked for without async_op
 DONE.finish()
 
 
-def _daemon(left: SimpleQueue[Work | None], called: threading.Event) -> None:
+def _daemon(left: Left) -> None:
     """Without a reference to the lane between two works: a group that nobody holds may go."""
-    while (work := left.get()) is not None:
-        if not work.done and not work.urgent:
-            called.wait(PATIENCE)
-        called.clear()
-        assert work.lane is not None
-        work.lane.carry_out(work, time.monotonic() + work.seconds, patient=True)
+    looks = 0
+    while True:
+        work = left.first()
+        if work is not None and work.due:
+            assert work.lane is not None
+            work.lane.carry_out(work, time.monotonic() + work.seconds, patient=True)
+            continue
+        if work is not None:
+            work.due, looks = True, 0
+        elif left.closed:
+            return
+        elif looks < LOOKS:
+            looks += 1
+        else:
+            left.resting = True
+            if left.first() is None and not left.closed:            # whoever leaves something looks afterwards if it rests
+                left.called.wait()
+            left.resting, looks = False, 0
         del work
+        left.called.wait(left.patience)
+        left.called.clear()
