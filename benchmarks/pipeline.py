@@ -1,5 +1,8 @@
 """Steps of a pipeline of two stages on one host: ours, torch.distributed.pipelining's 1F1B over gloo and over shm, and bounds.
 
+    python benchmarks/pipeline.py --check           # both ranks on this machine, one thread each
+    python benchmarks/pipeline.py --check --page    # the same, written into docs/pipeline.md
+
 | figure | bar |
 |---|---|
 | speed over torch's 1F1B on gloo: h=512 batch=256 micro=4 | at least 1.4 |
@@ -7,30 +10,42 @@
 | ... geometric mean of the four settings | at least 1.2 |
 | speed over the bound's: every setting | at least 0.8 |
 | ... geometric mean | at least 0.88 |
+| the timeline's seconds of a step, off the measured ones: median of the four settings | at most 0.1 |
+| its share of waiting, off the measured one: median of the four settings | at most 0.15 |
 
-Eight Linear(h, h) in float32, four on each rank, one thread each, SGD. The bound is two processes that each make the forwards
-and backwards of their four layers without messages, both at once, times (m + p - 1)/m. Ours is a whole training, timed by its
+Eight Linear(h, h) in float32, four on each rank, one thread each, SGD. The bound is of two processes that each make a step of
+their four layers without messages, both at once: one micro-batch in the one and then in the other, and the m - 1 others in the
+slower of them. (Of T seconds each that is T (m + p - 1)/m; the first layer's input wants no gradient, so that rank 0 has 11
+products where rank 1 has 12.) Ours is a whole training, timed by its
 record from step to step; torch's is a loop over batches cut out of tensors in memory. Beside it, without a bar: one worker
-with all threads, and our other schedules.
+with all threads, and our other schedules. The timeline learns in five steps of a run what tasks take, and foretells those after
+them (`planner/timeline.py`, docs/timeline.md); a rank waits where it does nothing of its own.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
+import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
-from common import Bench, alternated, ratios
+from common import Bench, alternated, between, ratios
+from pages import DOCS, FIGURES, filled, table
 from torch import Tensor, nn
 from trainings import ours, theirs
 from workers import Workers, serve
 
 import paragrad as pg
+from paragrad.planner.timeline import FORETOLD, foretold, measured
+from paragrad.players.clock import Timeline
+from paragrad.record.record import Record
 from paragrad.world.launching import Ranks
 
 LAYERS, STAGES, BATCHES = 8, 2, 4
@@ -61,32 +76,113 @@ class Setting:
     @property
     def steps(self) -> int:
         """About a second of them."""
-        return max(10, min(200, int(6e10 / (6 * LAYERS * self.batch * self.width**2))))
+        return max(FORETOLD.stop + 4, min(200, int(6e10 / (6 * LAYERS * self.batch * self.width**2))))
 
 
 SETTINGS = [Setting(512, 256, 4), Setting(512, 1024, 8), Setting(1024, 1024, 8), Setting(2048, 512, 8)]
 OURS = ("one_f_one_b", "gpipe", "zero_bubble")
+PEERS = ("torch's 1F1B on gloo", "torch's 1F1B on shm", "the bound", "serial")
+PAGE, RESULTS = DOCS / "pipeline.md", FIGURES / "pipeline.json"
 
 
 def main() -> None:
-    bench = Bench(__doc__, lambda parser: parser.add_argument("--worker", nargs=2))
+    bench = Bench(__doc__, options)
     if bench.options.worker:
         worker(*bench.options.worker)
         return
+    if bench.options.page and (bench.quick or bench.options.rounds or bench.options.json):
+        sys.exit("the page is of everything, in full: give no other option but --check")
     with tempfile.TemporaryDirectory() as folder, Ranks(STAGES) as ranks:
-        peers = {kind: Workers(__file__, kind, STAGES) for kind in ("torch, gloo", "torch, shm", "half")}
-        times = {}
+        peers = {kind: Workers(__file__, kind, STAGES) for kind in ("torch, gloo", "torch, shm", "halves")}
+        times, foreseen = {}, {}
         for setting in SETTINGS[:1] if bench.quick else SETTINGS:
+            runs = Path(folder) / str(setting)
             measures = {f"pipeline(2, {schedule})": ours(ranks, f"pipeline(2, micro={setting.micro}, schedule={schedule}, "
-                                                         "cut=[4, 4])", setting, Path(folder)) for schedule in OURS}
-            measures["serial"] = ours(ranks, "serial", setting, Path(folder))
-            measures |= {kind: theirs(workers, setting) for kind, workers in peers.items()}
+                                                         "cut=[4, 4])", setting, runs) for schedule in OURS}
+            measures["serial"] = ours(ranks, "serial", setting, runs)
+            measures |= {kind: theirs(workers, setting) for kind, workers in peers.items() if kind != "halves"}
+            measures["the bound"] = bound(peers["halves"], setting)
             print(f"{setting} [ms]", flush=True)
             times[setting] = alternated(measures, bench.rounds(7, quick=2))
+            foreseen[setting] = [steps_of(Record(each)) for each in runs.glob("*one_f_one_b*")]
         for workers in peers.values():
             workers.close()
     report(bench, times)
+    timelines(bench, foreseen)
+    if bench.options.page:
+        bench.keep(RESULTS)
+        PAGE.write_text(filled(PAGE.read_text(), "measured", tables(bench)))
     bench.finish()
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--page", action="store_true", help="write the table of docs/pipeline.md, and its figures")
+
+
+def tables(bench: Bench) -> str:
+    """The figures of every setting, and their means."""
+    def shown(name: str, setting: Setting) -> str:
+        return f"{bench.figures[f'{name}, {setting}']['value']:.2f}"
+    rows = [f"speed over {name}" for name in PEERS] + [f"one_f_one_b's time over {schedule}'s" for schedule in OURS[1:]] + [
+        "the timeline's seconds of a step, over the measured", "the timeline's share of waiting",
+        "the measured share of waiting"]
+    means = ", ".join(f"over {name} {bench.figures[f'speed over {name}, geometric mean']['value']:.2f}" for name in PEERS)
+    return (table(["pipeline(2), one_f_one_b", *map(str, SETTINGS)],
+                  [[name, *(shown(name, setting) for setting in SETTINGS)] for name in rows])
+            + f"\n\nGeometric means of speed: {means}.")
+
+
+def bound(halves: Workers, setting: Setting) -> Callable[[], float]:
+    """Milliseconds of a step without messages: the slower rank is always busy, the other one with one micro-batch more."""
+    def milliseconds() -> float:
+        first, second = map(between, halves.ask(setting))
+        return max(first, second) + min(first, second) / setting.micro
+    return milliseconds
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Of a run: what was foretold of a step, and what the steps after it were. waits: parts of the ranks' time."""
+    foretold: float
+    low: float
+    high: float
+    waits_foretold: float
+    seconds: float
+    waits: float
+
+
+def steps_of(record: Record) -> Steps:
+    told, found = foretold(record), list(measured(record, FORETOLD).values())
+    assert told is not None
+    return Steps(told.timeline.seconds, told.low, told.high, waiting(told.timeline), median(each.seconds for each in found),
+                 median(map(waiting, found)))
+
+
+def waiting(timeline: Timeline) -> float:
+    """The part of all ranks' time in which they do nothing of their own. What was measured says when a rank waits, what was
+    foretold when it works."""
+    all_ranks = len(timeline.ends) * timeline.seconds
+    waits = [span.seconds for span in timeline.spans if span.lane in ("receive", "wait")]
+    if any(span.lane == "update" for span in timeline.spans):
+        return (all_ranks - sum(timeline.ends) + sum(waits)) / all_ranks
+    return 1 - sum(span.seconds for span in timeline.spans if span.lane == "compute") / all_ranks
+
+
+def timelines(bench: Bench, foreseen: dict[Setting, list[Steps]]) -> None:
+    """How far off the timeline is."""
+    bench.measured["timelines"] = {str(setting): [asdict(each) for each in steps] for setting, steps in foreseen.items()}
+    off = {"seconds of a step": [[abs(each.foretold / each.seconds - 1) for each in steps] for steps in foreseen.values()],
+           "share of waiting": [[abs(each.waits_foretold / each.waits - 1) for each in steps] for steps in foreseen.values()]}
+    for setting, steps in foreseen.items():
+        bench.figure(f"the timeline's seconds of a step, over the measured, {setting}",
+                     [each.foretold / each.seconds for each in steps])
+        bench.figure(f"its interval's ends, over the measured, {setting}",
+                     [end / each.seconds for each in steps for end in (each.low, each.high)])
+        bench.figure(f"the timeline's share of waiting, {setting}", [each.waits_foretold for each in steps])
+        bench.figure(f"the measured share of waiting, {setting}", [each.waits for each in steps])
+    for (name, found), bar in zip(off.items(), (0.1, 0.15), strict=True):
+        bench.figure(f"the timeline's {name}: median error of the settings", median(map(median, found)), at_most=bar)
 
 
 def report(bench: Bench, times: dict[Setting, dict[str, list[float]]]) -> None:
@@ -94,15 +190,13 @@ def report(bench: Bench, times: dict[Setting, dict[str, list[float]]]) -> None:
     speeds: dict[str, list[list[float]]] = {}
     for number, (setting, found) in enumerate(times.items()):
         mine = found["pipeline(2, one_f_one_b)"]
-        bound = [each * (setting.micro + STAGES - 1) / setting.micro for each in found["half"]]
-        for name, other, bar in (("torch's 1F1B on gloo", found["torch, gloo"], 1.0 if number else 1.4),
-                                 ("torch's 1F1B on shm", found["torch, shm"], None), ("the bound", bound, 0.8),
-                                 ("serial", found["serial"], None)):
+        others = (found["torch, gloo"], found["torch, shm"], found["the bound"], found["serial"])
+        for name, other, bar in zip(PEERS, others, (1.0 if number else 1.4, None, 0.8, None), strict=True):
             speeds.setdefault(name, []).append(ratios(other, mine))
             bench.figure(f"speed over {name}, {setting}", speeds[name][-1], at_least=bar)
         for schedule in OURS[1:]:
             bench.figure(f"one_f_one_b's time over {schedule}'s, {setting}", ratios(mine, found[f"pipeline(2, {schedule})"]))
-    for name, bar in (("torch's 1F1B on gloo", 1.2), ("torch's 1F1B on shm", None), ("the bound", 0.88), ("serial", None)):
+    for name, bar in zip(PEERS, (1.2, None, 0.88, None), strict=True):
         bench.figure(f"speed over {name}, geometric mean",
                      [math.prod(row) ** (1 / len(row)) for row in zip(*speeds[name], strict=True)], at_least=bar)
 
@@ -118,7 +212,7 @@ def worker(kind: str, address: str) -> None:
     def starts(setting: Setting) -> list[float]:
         torch.manual_seed(0)
         part = setting.layers(LAYERS // STAGES)
-        step, update = (half if kind == "half" else scheduled)(setting, part), torch.optim.SGD(part.parameters(), lr=0.01)
+        step, update = (half if kind == "halves" else scheduled)(setting, part), torch.optim.SGD(part.parameters(), lr=0.01)
         inputs, targets = setting.data()
         order, found = torch.randperm(len(inputs)), []
         for number in range(setting.steps):

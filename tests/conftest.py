@@ -1,4 +1,4 @@
-"""What all tests share: a pool of ranks, started once per session."""
+"""What all tests share: ranks that are started once per session."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from paragrad.verbs import memory, train, verify
 from paragrad.world.launching import Ranks
 
 # a test never takes its world from the shell that runs it (its data only where it asks for the fixture `data`)
@@ -26,13 +27,28 @@ def data() -> Path:
     return Path(os.environ["PARAGRAD_DATA"])
 
 
+class Kept(Ranks):
+    """Ranks that outlive a `with`, and keep the libraries they imported."""
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Ranks]:
     """Four ranks that serve every test of the session; `pool.run(function, *arguments, size=3)`.
 
     A rank that waits 20 s for another, or a run that takes 60 s, fails the test and names the rank.
     """
-    with Ranks(4) as ranks:
-        run = ranks.run
-        ranks.run = lambda *args, timeout=20.0, **kwargs: run(*args, timeout=min(timeout, 20.0), **{"deadline": 60.0, **kwargs})
-        yield ranks
+    ranks = Kept(4)
+    run = ranks.run
+    ranks.run = lambda *args, timeout=20.0, **kwargs: run(*args, timeout=min(timeout, 20.0), **{"deadline": 60.0, **kwargs})
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def warm(pool: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What trains, verifies or weighs does so on these ranks, one test after another."""
+    for module in (train, verify, memory):
+        monkeypatch.setattr(module, "Ranks", lambda size: pool)

@@ -22,7 +22,8 @@ SOURCE = ROOT / "src" / "paragrad"
 MODULES = {".".join(path.relative_to(SOURCE.parent).with_suffix("").parts): path for path in SOURCE.rglob("*.py")}
 
 # who speaks to torch.distributed itself, beside its backends; everybody else speaks to World, Exchange or the wire
-DISTRIBUTED = {"paragrad.world.world", "paragrad.world.joining", "paragrad.players.wire"}
+DISTRIBUTED = {"paragrad.world.world", "paragrad.world.joining", "paragrad.players.wire",
+               "paragrad.techniques.data_parallel.fully_sharded"}         # an engine of torch's own
 # without torch: what a rank does is a value there, not an act
 PURE = ("paragrad.errors", "paragrad.notation", "paragrad.strategies", "paragrad.schedules", "paragrad.players.reading",
         "paragrad.players.walk", "paragrad.players.proof", "paragrad.players.draw", "paragrad.players.clock",

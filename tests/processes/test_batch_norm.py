@@ -22,6 +22,8 @@ from paragrad.jobs.job import Job
 from paragrad.training.trainer import Trainer
 from paragrad.world.world import World
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 BOUND = 1e-10
 # the last batch has 5 or 6 samples: with the shares of the third some parts are empty, and some are one sample
 STRATEGIES = ("data(2)", "data(2, reduce=ring)", "data(3, shares=[6, 1, 1], micro=2)")
@@ -117,6 +119,11 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Dataset]] = {
     "cumulative mean": (normed_mlp, VECTORS), "instance norm and weights": (Instances, IMAGES)}
 
 
+def gentle(parameters: object) -> torch.optim.Optimizer:
+    """In larger steps the rounding of one processor grew to 1.3e-10 in twenty."""
+    return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)           # type: ignore[arg-type]
+
+
 def same(job: Job, strategy: str, folder: Path) -> pg.Certificate:
     certificate = pg.verify(job, strategy, runs=folder)
     assert certificate.same, certificate
@@ -131,7 +138,7 @@ def test_batch_norm_by_what_is_computed(kind: str, strategy: str, tmp_path: Path
     """A subclass's own forward was replaced by the plain one, and its activation lost (2.5 off at step 0); functional calls
     took each share's own statistics; SyncBatchNorm refused the CPU; an instance norm would mix samples of two ranks."""
     model, data = KINDS[kind]
-    same(job(kind, model, data), strategy, tmp_path)
+    same(job(kind, model, data, optimizer=gentle), strategy, tmp_path)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -102,6 +102,16 @@ MOVES += [pytest.param(CUT[place % len(CUT)], *pair, id=f"{CUT[place % len(CUT)]
                                         *AMONG])]
 
 
+# sharded over ranks: to serial and back, and between others
+SHARDED = "data(3, state=fully_sharded)"
+MOVES += [pytest.param(name, *pair, id=f"{name}: {' to '.join(pair)}", marks=[pytest.mark.table] if place % 4 else [])
+          for place, (name, pair) in enumerate(itertools.product(
+              ("mlp, adam, clipped, scheduled", "frozen and unused", "cnn with batch norm", "lstm, tied", "two groups"),
+              ((SHARDED, "serial"), ("serial", SHARDED), (SHARDED, "data(2, state=fully_sharded)"),
+               ("data(3, state=shared_memory)", SHARDED), (SHARDED, "place(2)"), ("place(2)", SHARDED))))
+          if "place" not in "".join(pair) or name in CUT]
+
+
 @pytest.mark.parametrize(("name", "before", "after"), MOVES)
 def test_saved_here_loaded_there(pool: Ranks, tmp_path: Path, name: str, before: str, after: str) -> None:
     """Mid-epoch; the next five steps equal uninterrupted serial. (Adam after 4 steps is not Adam from the start.)"""

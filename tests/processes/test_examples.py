@@ -31,7 +31,13 @@ COMMANDS = [(path.name, line) for path in sorted(EXAMPLES.glob("*.py")) for line
             if line.split()[0] not in ELSEWHERE]
 
 
-@pytest.mark.parametrize(("name", "line"), COMMANDS, ids=[line for _, line in COMMANDS])
+# half a minute each, in `make table`; of their files a shorter line is in CI, and test_checkpoint.py resumes as resume.py does
+LONG = {"python examples/resume.py", "python examples/own_loop.py", "python examples/own_all_reduce.py",
+        'paragrad compare examples/own_job.py --strategies "serial; data(2); data(2, reduce=ring)"'}
+
+
+@pytest.mark.parametrize(("name", "line"), [
+    pytest.param(name, line, marks=pytest.mark.table if line in LONG else (), id=line) for name, line in COMMANDS])
 def test_as_typed(name: str, line: str, tmp_path: Path) -> None:
     shutil.copytree(EXAMPLES, tmp_path / "examples")
     program, *words = shlex.split(re.sub(r"\s{2,}#.*", "", line))

@@ -18,7 +18,7 @@ import paragrad as pg
 from paragrad.record.record import Record
 from paragrad.training.first_step.made import Gap, Made, gaps, pooled
 
-STRATEGIES = ("data(2)", "data(2, reduce=ring)")
+STRATEGIES = ("data(2)", "data(2, reduce=ring)", "data(2, state=fully_sharded)")
 SHOWN = {wrong: shown.kinds for wrong, shown in WRONGS.items() if isinstance(shown, BeforeTheUpdate)}
 LATER = {wrong: shown for wrong, shown in WRONGS.items() if isinstance(shown, ByTheUpdate)}
 # of its own statistics one rank alone would leave the others waiting
@@ -27,6 +27,7 @@ CELLS = [(wrong, rank, strategy, dtype) for wrong in SHOWN for rank in (None, 0,
          for dtype in (torch.float32, torch.float64) if rank is None or wrong.__name__ in ONE_RANK]
 SAMPLE = [(wrong, (None, 0, 1)[place % 3] if wrong.__name__ in ONE_RANK else None, STRATEGIES[place % 2],
            (torch.float32, torch.float64)[place // 2 % 2]) for place, wrong in enumerate(SHOWN)]
+SAMPLE += [(wrong, 1, STRATEGIES[2], torch.float32) for wrong in SHOWN if wrong.__name__ in ("stale_gradient", "noise_by_rank")]
 
 
 @pytest.mark.parametrize(("wrong", "rank", "strategy", "dtype"), [
@@ -38,7 +39,7 @@ def test_a_planted_wrong_ends_before_the_update(wrong: Callable[[Net], None], ra
         pg.train(planted(wrong, rank).replace(dtype=dtype), strategy, runs=tmp_path)
     told = caught.value.message
     assert caught.value.differs
-    assert any(f"the {kind} is off" in told or f"a {kind} is off" in told for kind in SHOWN[wrong]), told
+    assert any(f" {kind} is {off}" in told for kind in SHOWN[wrong] for off in ("off", "another")), told
     assert "nothing was updated" in told
     assert "ikely cause" in told
     (folder,) = tmp_path.iterdir()
@@ -111,7 +112,7 @@ def late(first: int) -> TensorDataset:
 def test_rare_ignored_targets_that_come_late_end_the_run(tmp_path: Path) -> None:
     """A function around cross_entropy with rare -100 was certified the same, and its parameters were 22 % off. Its weight is
     read off the graph now; where it cannot be, the loss is compared again at steps 2, 4, 8, ...: here they come in step 3."""
-    for strategy in STRATEGIES:
+    for strategy in STRATEGIES[:2]:                 # of sharded parameters no rank can, and the record says so
         with pytest.raises(pg.RankFailed, match=r"step 3, tensor loss: not one worker's training"):
             pg.train(job("late", mlp, late(18), loss=untraced, batch=6), strategy, runs=tmp_path)
     run = pg.train(job("none", mlp, TensorDataset(numbers(48, 10, seed=1), whole(4, 48, seed=2)), loss=untraced, batch=6),
@@ -154,6 +155,7 @@ RIGHT = [(name, row, dtype) for name in JOBS for row in ("auto", "ring", "uneven
 
 
 @pytest.mark.table
+@pytest.mark.filterwarnings("ignore:job optimizer of the last layer")
 @pytest.mark.parametrize(("name", "row", "dtype"), RIGHT)
 def test_no_false_alarm(name: str, row: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Of our own jobs; those of other hands are in tests/zoo/test_no_false_alarm.py."""

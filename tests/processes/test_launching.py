@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +23,7 @@ from paragrad.strategies.strategy import Here
 from paragrad.strategies.table import resolve, strategy
 from paragrad.verbs.lockstep import difference
 from paragrad.world.launched import cores
-from paragrad.world.launching import Ranks
+from paragrad.world.launching import Ranks, server
 from paragrad.world.world import World
 
 
@@ -153,7 +156,8 @@ SCRIPT = textwrap.dedent("""
 """)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.story),
+                                 pytest.param(signal.SIGINT, marks=pytest.mark.story)])
 def test_no_rank_and_no_server_outlives_its_launcher(tmp_path: Path, how: signal.Signals) -> None:
     """The signal goes to the launcher's process group, as Ctrl-C at a terminal does."""
     (tmp_path / "temporary").mkdir()
@@ -220,3 +224,40 @@ def test_a_rank_that_serves_many_runs_keeps_no_threads_or_sockets(pool: Ranks) -
     before = train()
     after = [train() for _ in range(4)][-1]
     assert after < before + 21
+
+
+class Interrupted:
+    """A poll in which another signal comes; Python lets nobody into it meanwhile."""
+    signals = 3
+
+    def __init__(self) -> None:
+        self.real, self.running = PLAIN_POLL(), False
+
+    def register(self, *arguments: Any) -> None:
+        self.real.register(*arguments)
+
+    def poll(self, timeout: int) -> Any:
+        if self.running:
+            raise RuntimeError("concurrent poll() invocation")
+        self.running = True
+        if Interrupted.signals:
+            Interrupted.signals -= 1
+            signal.raise_signal(signal.SIGIO)
+        self.running = False
+        return self.real.poll(timeout)
+
+
+PLAIN_POLL = select.poll
+
+
+def test_a_signal_amid_the_look_for_another() -> None:
+    """On a crowded machine two came at once while torch was imported: the server ended, and nothing could be trained."""
+    launcher, other = socket.socketpair()
+    told: list[str] = []
+    with launcher, mock.patch.object(select, "poll", Interrupted):
+        with server.ended_with(launcher, lambda: told.append("gone")):
+            assert not told
+        assert Interrupted.signals == 0
+        with server.ended_with(launcher, lambda: told.append("gone")):
+            other.close()
+        assert told

@@ -33,6 +33,7 @@ ELSEWHERE = {
     "python benchmarks/ring_vs_tree.py": "it takes an hour and a half",
     ".venv/bin/paragrad compare mnist-mlp ": "nine trainings, minutes; test_page.py and test_cli.py have the options",
     ".venv/bin/paragrad train mnist-cnn ": "minutes; test_datasets.py trains the job, test_checkpoint.py has the options",
+    ".venv/bin/paragrad compare shakespeare-gpt ": "ten minutes; test_in_stages.py and test_page.py have the strategies",
     "paragrad compare mnist-mlp ": "minutes for each training; test_equality.py and test_verify.py have the strategies",
     "paragrad compare mnist-cnn ": "minutes; test_datasets.py trains the job",
     "paragrad compare shakespeare-lstm": "many minutes; test_datasets.py trains the job",
@@ -45,6 +46,9 @@ WANTS = {
     r"causal\.py": (lambda: imported("from transformers import GPT2LMHeadModel"),
                     "transformers is not installed (make zoo), or torchvision's build is not torch's"),
 }
+
+
+LONG = {"work.md", "simulate.md", "own_all_reduce.md", "coming_from_ddp.md", "resume.md", "timeline.md"}       # in `make table`
 
 
 def told(page: Path) -> list[tuple[str, str]]:
@@ -88,7 +92,8 @@ def clone(tmp_path: Path) -> Path:
 
 
 @pytest.mark.timeout(900)               # a page is up to a dozen trainings
-@pytest.mark.parametrize("page", [page for page in PAGES if COMMANDS[page]], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [pytest.param(page, marks=pytest.mark.table if page.name in LONG else (), id=page.name)
+                                  for page in PAGES if COMMANDS[page]])
 def test_as_typed(page: Path, clone: Path) -> None:
     """Every command of a page ends with exit code 0, in the order of the page, the files that it shows saved beside it."""
     environment = {**os.environ, "PATH": f"{clone}/.venv/bin{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(clone / "src"),

@@ -29,6 +29,8 @@ from paragrad.training.trainer import Trainer
 from paragrad.world.launching import Ranks
 from paragrad.world.world import TIMEOUT, World
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 
 def deep() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.2),

@@ -151,18 +151,29 @@ def cut_loop(world: World, strategy: str) -> tuple[dict[str, torch.Tensor], list
     """The same with a model that is cut: within the loop it has no values, so nobody takes stale ones for trained ones."""
     torch.manual_seed(3 + world.rank)
     model = Tied().double()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = torch.optim.Adam([{"params": [model.out.bias]}, {"params": [
+        each for each in model.parameters() if each is not model.out.bias], "lr": 0.02}], lr=0.01)
     with pg.parallelize(model, functional.cross_entropy, optimizer, strategy, clip_norm=0.5) as trainer:
         before = trainer.evaluate(VECTORS)
         losses = [trainer.step(*batch).loss for epoch in range(2) for batch in trainer.batches(VECTORS, batch=12, epoch=epoch)]
         losses += [before, trainer.evaluate(VECTORS)]
-        state = trainer.state()
+        state = {name: tensor.clone() for name, tensor in trainer.state().items()}
         hollow = all(each.is_meta for each in (*model.parameters(), *model.buffers()))
     model.eval()
     assert model.end.weight is model.first.weight
     assert all(torch.equal(state[name], each) for name, each in (*model.named_parameters(), *model.named_buffers()))
+    assert not any(each._post_accumulate_grad_hooks for each in (*model.parameters(), *trainer.parameters.values()))
+    goes_on(model, optimizer)
     with torch.no_grad():
         return state, losses, float(model(VECTORS.tensors[0].double()).sum()), hollow
+
+
+def goes_on(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Three steps of plain PyTorch. The optimizer held the parameters and the state of its rank's part for ever."""
+    for _ in range(3):
+        optimizer.zero_grad()
+        functional.cross_entropy(model(VECTORS.tensors[0].double()), VECTORS.tensors[1]).backward()
+        optimizer.step()
 
 
 @pytest.mark.parametrize(("strategy", "size"), [

@@ -27,6 +27,8 @@ from paragrad.world.axes import Axis
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 ROOT = Path(__file__).parents[2]
 OWN = ROOT / "examples" / "own_all_reduce.py"
 

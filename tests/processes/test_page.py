@@ -25,7 +25,7 @@ import paragrad
 from paragrad.jobs.finding import find
 from paragrad.record.record import Line, Record
 from paragrad.report import charts, page, palette, sections, table
-from paragrad.report.table import Table, columns_of
+from paragrad.report.table import Table, columns_of, sized
 from paragrad.report.times import times_of
 
 CHROMIUM, DRIVER = Path("/usr/bin/chromium"), Path("/usr/bin/chromedriver")
@@ -110,11 +110,11 @@ def test_opens_without_an_error_or_a_request_and_shows_every_chart(compared: Pat
             "return [...document.querySelectorAll('figure svg[role=img]')].map("
             "chart => [chart.getBoundingClientRect().width > 300, chart.querySelectorAll('path').length > 5, "
             "chart.getAttribute('aria-label')])")
-    assert [(wide, full) for wide, full, _ in drawn] == [(True, True)] * 8
+    assert [(wide, full) for wide, full, _ in drawn] == [(True, True)] * 9
     assert [told.split(".")[0].split(":")[0] for _, _, told in drawn] == [
         "Training loss over samples", "Training loss over seconds", "Test accuracy over samples", "Test accuracy over seconds",
-        "Distance from serial over steps", "Bytes sent per rank and step", "One step of serial",
-        "One step of data(2, reduce=ring)"]
+        "Distance from serial over steps", "Bytes sent per rank and step", "Memory of the fullest rank",
+        "One step of serial", "One step of data(2, reduce=ring)"]
 
 
 @in_browser
@@ -152,6 +152,7 @@ def test_numbers_are_the_records(compared: Path) -> None:
     assert rows[1]["sent/rank/step"] == f"gradients {most:,}"
     assert float(rows[1]["difference"]) == pytest.approx(difference["value"], rel=0.05)
     assert rows[1]["where largest"] == difference["tensor"]
+    assert rows[1]["memory"] == sized(sum(Record(compared / "02-data-2-reduce-ring-seed-0").fullest.values()))
 
 
 def milliseconds(record: Record) -> float:
@@ -170,6 +171,7 @@ def goal(record: Record, value: float, milliseconds: float) -> tuple[float, int,
     raise AssertionError(f"{record.folder.name} never reaches {value}")
 
 
+@pytest.mark.story
 @in_browser
 def test_fits_a_phone_and_prints(compared: Path, tmp_path: Path) -> None:
     with browser(*PHONE) as driver:
@@ -203,7 +205,7 @@ def test_needs_no_network_and_says_how_it_was_made(compared: Path) -> None:
                   f"torch {machine['torch']}", f"paragrad {paragrad.__version__}", "digits(width=64)", "float32",
                   f"{datetime.fromisoformat(header['date']):%-d %B %Y, %H:%M} UTC, paragrad ",
                   "data(2, reduce=ring, state=replicated)", "gradients are exchanged while backward runs",
-                  "memory of a rank: parameters 19.2 KB, optimizer 19.2 KB, gradients 19.2 KB, activations 17.9 KB, exchange "
+                  "memory of a rank: parameters 19.2 KB, optimizer 19.2 KB, gradients 19.2 KB, activations 9.49 KB, exchange "
                   "19.3 KB"):
         assert words in shown
     assert Table(compared).rows[1].memory == Record(compared / "02-data-2-reduce-ring-seed-0").memory

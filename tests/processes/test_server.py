@@ -190,6 +190,7 @@ def test_what_ranks_had_started_ends_with_a_killed_server(own: None) -> None:
     wait_for_ends(children)
 
 
+@pytest.mark.story
 def test_ranks_outlive_the_thread_that_started_them(own: None) -> None:
     found = []
     with Ranks(2) as ranks:

@@ -352,12 +352,19 @@ def test_a_message_of_another_length_ends_both(pool: Ranks) -> None:
         assert "receive from rank 0 of float32 [3], 12 bytes" in message
 
 
-def given_up(world: World) -> str:
-    """Rank 1 does not come, and rank 0 has little patience: rank 2, which has more, is told as well, and so is rank 1 later."""
+def given_up(world: World, by_daemon: bool) -> str:
+    """Rank 1 does not come, and rank 0 has little patience: rank 2, which has more, is told as well, and so is rank 1 later.
+
+    by_daemon: that of rank 0's lane, whose limit is the group's, has taken the work over before it is waited for.
+    """
     group = dist.new_group()
     if world.rank == 1:
         dist.recv(torch.empty(1), 0)
     work = dist.all_reduce(torch.ones(5), group=group, async_op=True)
+    if by_daemon and world.rank == 0:
+        work.get_future()                                   # asked for: the daemon begins
+        while not work.lane.lock.locked():
+            os.sched_yield()
     with pytest.raises(RuntimeError) as caught:
         work.wait(timedelta(seconds=0.3 if world.rank == 0 else 20))
     if world.rank == 0:
@@ -365,8 +372,10 @@ def given_up(world: World) -> str:
     return str(caught.value)
 
 
-def test_who_gives_up_tells_the_others(pool: Ranks) -> None:
-    for message in pool.run(given_up, size=3, backend="shm"):
+@pytest.mark.parametrize("by_daemon", [False, True])
+def test_who_gives_up_tells_the_others(pool: Ranks, by_daemon: bool) -> None:
+    """Beside the daemon it waited for as long as that, 20 s and not 0.3."""
+    for message in pool.run(given_up, by_daemon, size=3, backend="shm"):
         assert "rank 0 gave up waiting" in message
         assert "to which rank 1 has not come" in message
         assert "all_reduce SUM of float32 [5], 20 bytes, collective 2 of its group of 3" in message

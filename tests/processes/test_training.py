@@ -34,6 +34,8 @@ from paragrad.verbs.train import run
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 LSTM_IN_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 DIGITS = pg.job("digits").replace(epochs=2)
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from paragrad.errors import RankFailed
 from paragrad.players.proof import prove
 from paragrad.players.walk import Deadlock, walk
-from paragrad.players.wire import SCRATCH, Play, Traffic, all_reduce
+from paragrad.players.wire import LONG, SCRATCH, Play, Traffic, all_reduce
 from paragrad.schedules.actions import Collective, Compute, Program, Recv, Send, Slot, evenly, parts_in
 from paragrad.schedules.butterfly import Butterfly
 from paragrad.schedules.direct import Direct
@@ -84,6 +84,22 @@ def many_rounds(world: World) -> torch.Tensor:
         all_reduce(Butterfly(), mine, world)
         total += mine
     return total
+
+
+def long_messages(world: World, schedule: Collective) -> torch.Tensor:
+    mine = vector(world.rank, 8 * LONG, torch.float32)          # parts of 8 LONG bytes in four segments, more than scratch
+    all_reduce(schedule, mine, world)
+    return mine
+
+
+@pytest.mark.parametrize("size", [3, 4, 6])
+@pytest.mark.parametrize("schedule", [DoubleTree(2), Halving(1), Tree(), Star()], ids=str)
+def test_long_messages_go_one_after_the_other(pool: Ranks, schedule: Collective, size: int) -> None:
+    """Over a link a long send waits for those before it, and a receive is asked for when its sender's turn has come: no order
+    of a schedule may end in a hang for that."""
+    expected = sum(vector(rank, 8 * LONG, torch.float32) for rank in range(size))
+    for sums in pool.run(long_messages, schedule, size=size, backend="gloo"):
+        assert torch.equal(sums, expected)                      # type: ignore[arg-type]
 
 
 def test_a_slot_is_not_written_while_it_is_sent(pool: Ranks) -> None:

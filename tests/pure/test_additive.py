@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 from equality import VECTORS, job, mlp, whole
+from odd_stages import Gathering
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
@@ -119,3 +120,9 @@ class Augmented(Dataset):
 def test_data_with_a_generator_of_its_own() -> None:
     message = refused(data=Augmented())
     assert "train gives other values each time it is asked for the same samples: dataset or collate keeps a state" in message
+
+
+def test_hooks_of_a_first_forward_are_not_registered_twice() -> None:
+    """Every look at the model took back its note that they were, and left them there: the loss was another number each time,
+    and in the training what the hooks gather came twice."""
+    admitted(job("gathering", Gathering, VECTORS), "data(2)")

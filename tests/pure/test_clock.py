@@ -216,8 +216,8 @@ def test_thousands_of_ranks() -> None:
     assert simulated(Ring(), size, length, Cluster(LINK, 0.25, slow=((7, 3.0),))).seconds > 1.5 * plain.seconds
 
 
-@pytest.mark.parametrize(("schedule", "size", "goes"), [(Ring(), 1 << 20, "65,536"), (Halving(2), 1 << 16, "64"),
-                                                        (Direct(), 10**6, "32")])
+@pytest.mark.parametrize(("schedule", "size", "goes"), [
+    pytest.param(Ring(), 1 << 20, "65,536", marks=pytest.mark.story), (Halving(2), 1 << 16, "64"), (Direct(), 10**6, "32")])
 def test_more_messages_than_can_be_played_are_refused_with_a_size_that_goes(
         schedule: Any, size: int, goes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A million ranks were silent for minutes, or took all memory."""

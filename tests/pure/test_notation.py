@@ -127,6 +127,7 @@ REFUSED = {
     "serial * data(2)": "serial is one worker",
     "tensor(2) * data(2)": "leftmost",
     "data(2, micro=2) * pipeline(2)": "pipeline(micro=...)",
+    "data(2, state=fully_sharded) * place(2)": "leave out the state",
     "data(2, compress=top_k(2))": "at most 1",
 }
 
@@ -140,7 +141,7 @@ def test_refused_with_the_repair(text: str) -> None:
 
 @pytest.mark.parametrize("text", [
     "tensor(2)", "spatial(2)", "branch(2)", "server(2)", "local(2)", "federated(2)",
-    "data(2) * tensor(2)", "data(2, compress=top_k(0.01))", "data(2, state=fully_sharded)", "data(2, shares=auto)",
+    "data(2) * tensor(2)", "data(2, compress=top_k(0.01))", "data(2, shares=auto)",
     "data(2, dense=tensor)"])
 def test_known_by_name_and_refused_as_not_built(text: str) -> None:
     with pytest.raises(Refused, match="known and not built yet"):
@@ -148,7 +149,7 @@ def test_known_by_name_and_refused_as_not_built(text: str) -> None:
 
 
 def test_built_ones_pass() -> None:
-    for text in ("place(2)", "pipeline(2, schedule=zero_bubble)",
+    for text in ("place(2)", "data(2, state=fully_sharded)", "pipeline(2, schedule=zero_bubble)",
                  "serial(threads=1, micro=3)", "data(auto)", "data(2, reduce=ring_async(4), micro=2, batch_norm=share)"):
         refuse_unbuilt(strategy(text))
 

@@ -149,6 +149,22 @@ def test_a_slot_computed_on_while_open() -> None:
         prove(Exchange(), 2, {"x": 1}, anything)
 
 
+def test_a_send_after_others_in_an_order_that_does_not_allow_it() -> None:
+    """Rank 1 takes the first message of rank 0 only when it has what rank 2 makes of the second."""
+    @dataclass(frozen=True)
+    class Exchange:
+        after: bool
+
+        def program(self, rank: int, size: int) -> Iterator[Action]:
+            yield from ((Send(1, "x"), Send(2, "y", after=self.after)), (Recv(2, "y"), Recv(0, "x")),
+                        (Recv(0, "y"), Send(1, "y")))[rank]
+
+    anything = Goal(lambda schedule, size: [{}] * size, lambda schedule, size: [{}] * size)
+    prove(Exchange(after=False), 3, {"x": 1, "y": 1}, anything)
+    with pytest.raises(Deadlock, match="rank 0 waits for rank 1 to take slot x"):
+        prove(Exchange(after=True), 3, {"x": 1, "y": 1}, anything)
+
+
 def test_a_deadlock_shows_who_waits_for_whom() -> None:
     @dataclass(frozen=True)
     class Waiting:

@@ -44,6 +44,7 @@ def test_memory_is_that_of_the_rank_that_holds_most(tmp_path: Path) -> None:
         with Recorder(tmp_path / f"rank-{rank}.jsonl") as record:
             record.write("memory", parameters=100, exchange=[8, 16][rank], resident=[3000, 2000][rank])
     assert Record(tmp_path).memory == {"parameters": 100, "exchange": 16, "resident": 3000}
+    assert Record(tmp_path).fullest == {"parameters": 100, "exchange": 16}, "the process is not the training"
 
 
 def test_the_audit_finds_what_was_seen_twice_and_what_was_missed(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ def test_replicas_train_as_serial_does(digits: Digits) -> None:
     assert found["serial"] < 1e-10
 
 
+@pytest.mark.story
 @pytest.mark.parametrize("bug", BUGS)
 def test_every_planted_bug_shows(digits: Digits, bug: str) -> None:
     found = checks(Training(pg.job("mnist-mlp", width=16), 4, pg.Ring(), batch=5, bug=bug), digits)
@@ -44,6 +45,7 @@ def test_every_planted_bug_shows(digits: Digits, bug: str) -> None:
     assert (found["proof"] is not None) == (bug == TWICE)
 
 
+@pytest.mark.story
 @pytest.mark.parametrize(("bug", "equal"), [(None, True), (REST, False), (REUSED, False), (TWICE, True), (STARTS, False)])
 def test_replicas_that_are_not_equal_show(digits: Digits, bug: str | None, equal: bool) -> None:
     how = Training(pg.job("mnist-mlp", width=17), 4, pg.Ring(), batch=5, bug=bug)

@@ -14,13 +14,16 @@ HEAD = """# Models from elsewhere
 
 Written by {command} (torch {torch}{libraries}).
 
-Models and jobs that were not written for paragrad, each under four strategies beside one worker. *difference*: the largest of
+Models and jobs that were not written for paragrad, each under seven strategies beside one worker. *difference*: the largest of
 any gradient, parameter or buffer over the steps of [verify](verify.md), in float64; *twin*: the same of one worker whose
 parameters are moved by one unit in the last place, which is what rounding alone does. A job that no split trains as one worker
 does is refused by one message before the first update.
 
 {count} rows, {results} results, {unexpected} of them not as expected.
 
+| strategy | rows | the same training | refused |
+|---|---|---|---|
+{columns}
 | row | strategy | difference | twin | verdict |
 |---|---|---|---|---|
 """
@@ -60,8 +63,14 @@ class Page:
         head = HEAD.format(command=COMMAND if len(lines) > len(rows) else SAMPLE,
                            torch=torch.__version__.split("+")[0], libraries=_libraries(),
                            count=len(rows), results=len(lines),
-                           unexpected=sum(not line.expected for line in lines))
+                           unexpected=sum(not line.expected for line in lines),
+                           columns="".join(self._column(each) for each in self.strategies))
         return head + "".join(f"{line}\n" for line in lines)
+
+    def _column(self, strategy: str) -> str:
+        verdicts = [line.verdict for line in self.lines if line.strategy == strategy]
+        counts = [len(verdicts), *(sum(each.startswith(begins) for each in verdicts) for begins in ("same", "refused"))]
+        return f"| `{strategy}` | {' | '.join(map(str, counts))} |\n"
 
     def write(self) -> None:
         if (path := os.environ.get("PARAGRAD_MODELS_PAGE")) and self.lines:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from rows import IMAGES, SEQUENCES, SMALL_IMAGES, STRATEGIES, VECTORS, Equal, Row, row
+from rows import IMAGES, SEQUENCES, SMALL_IMAGES, UNCUT, VECTORS, WITHOUT_MICRO, Equal, Row, row
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import dropout as dropout_by_name
@@ -190,7 +190,7 @@ ROWS = (
     sequences("TransformerEncoder, batch first", lambda: Encoder(True), "dropout in scaled_dot_product_attention: " + OWN),
     sequences("TransformerEncoder, sequence first", lambda: Encoder(False), "a draw's second dimension is the sample"),
     sequences("TransformerEncoder, its batches sequence first", lambda: SequenceFirst(False), "was refused for its dropout",
-              collate=sequence_first, under=STRATEGIES[:3]),
+              collate=sequence_first, under=WITHOUT_MICRO, but=UNCUT),
     sequences("MultiheadAttention, batch first", lambda: Attention(True, False), OWN),
     sequences("MultiheadAttention, sequence first", lambda: Attention(False, False), OWN),
     sequences("MultiheadAttention, with weights", lambda: Attention(True, True), "dropout of samples x heads"),

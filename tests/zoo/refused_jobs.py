@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from equality import mlp
 from foreign import foreign
-from rows import SMALL_IMAGES, VECTORS, Refused, Row, Sentences, adam, padded, row
+from rows import SMALL_IMAGES, VECTORS, WHOLE, Refused, Row, Sentences, adam, padded, row
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import lr_scheduler
@@ -158,22 +158,24 @@ def refused(name: str, match: str, story: str, model: Callable[[], nn.Module] = 
 
 
 ROWS: tuple[Row, ...] = (
-    refused("contrastive loss", MIXES, "a share has fewer negatives", Contrasting, loss=contrastive),
+    refused("contrastive loss", MIXES, "a share has fewer negatives", Contrasting, loss=contrastive, but=WHOLE),
     refused("clip", MIXES, "the same, inside the model", clip, Captions(), ("transformers",), collate=captioned,
-            loss=lambda output, batch: output.loss),
+            loss=lambda output, batch: output.loss, but=WHOLE),
     refused("mixtral, balanced experts", MIXES, "a product of two means over the batch", balanced_mixtral, Sentences(),
-            ("transformers",), collate=padded, loss=lambda output, batch: output.loss),
-    refused("batch term of 2e-3", MIXES, "below the door's bound of 1e-3 of the value", loss=with_batch_term),
-    refused("covariance over the batch", MIXES, "VICReg's, Barlow Twins'", loss=decorrelated),
-    refused("root of a mean", MIXES, "the mean of roots is not the root of the mean", loss=root_mean_square),
-    refused("mean over the batch in the model", MIXES, "the door cut the output, and did not ask the model again", Centred),
+            ("transformers",), collate=padded, loss=lambda output, batch: output.loss,
+            but=WHOLE),
+    refused("batch term of 2e-3", MIXES, "below the door's bound of 1e-3 of the value", loss=with_batch_term, but=WHOLE),
+    refused("covariance over the batch", MIXES, "VICReg's, Barlow Twins'", loss=decorrelated, but=WHOLE),
+    refused("root of a mean", MIXES, "the mean of roots is not the root of the mean", loss=root_mean_square, but=WHOLE),
+    refused("mean over the batch in the model", MIXES, "the door cut the output, and did not ask the model again", Centred,
+            but=WHOLE),
     refused("mean over the batch, a buffer of -inf", MIXES, "verify said yes: the infinite buffer switched it off",
-            lambda: Centred(True)),
-    refused("attention over the batch", MIXES, "batch_first forgotten", AcrossSamples),
+            lambda: Centred(True), but=WHOLE),
+    refused("attention over the batch", MIXES, "batch_first forgotten", AcrossSamples, but=WHOLE),
     refused("mixup in forward", MIXES, "a permutation of the share", Mixing),
     refused("batch norm, a buffer that counts its share", BUFFER, "verify said yes, beside Adam",
-            CountsSamples, SMALL_IMAGES, optimizer=adam),
-    refused("a running mean of its share", BUFFER, "a codebook's", Codebook),
+            CountsSamples, SMALL_IMAGES, optimizer=adam, but=WHOLE),
+    refused("a running mean of its share", BUFFER, "a codebook's", Codebook, but=WHOLE),
     refused("LBFGS", "LBFGS wants a closure", "it runs the model inside the update",
             optimizer=lambda parameters: torch.optim.LBFGS(parameters)),
     refused("ReduceLROnPlateau", "ReduceLROnPlateau wants a metric", "it wants a number that the step does not have",
@@ -182,5 +184,5 @@ ROWS: tuple[Row, ...] = (
     refused("sparse embedding", "sparse gradients", "not exchanged",
             lambda: nn.Sequential(nn.EmbeddingBag(20, 8, sparse=True), nn.Linear(8, 4))),
     refused("bare sum", "a bare sum over the batch", "sums of shares are right, but the step is not divided",
-            loss=nn.CrossEntropyLoss(reduction="sum")),
+            loss=nn.CrossEntropyLoss(reduction="sum"), but=WHOLE),
 )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from equality import job as make_job
@@ -13,7 +13,11 @@ from torch.utils.data import Dataset, TensorDataset
 
 from paragrad import Job
 
-STRATEGIES = ("data(2)", "data(3, shares=[2, 1, 1])", "data(2, state=replicated, reduce=ring)", "data(2, micro=3)")
+DATA = ("data(2)", "data(3, shares=[2, 1, 1])", "data(2, state=replicated, reduce=ring)", "data(2, micro=3)")
+SHARDED = "data(2, state=fully_sharded)"
+PLACE, PIPELINE = IN_PARTS = ("place(2)", "pipeline(2, micro=4)")
+STRATEGIES = (*DATA, SHARDED, *IN_PARTS)
+WITHOUT_MICRO = (*DATA[:3], SHARDED, *IN_PARTS)         # of jobs whose batches cannot be cut
 BOUND = 1e-10
 
 # 29 samples in batches of 12: the last batch has 5, which leaves some shares empty; 30 where batch norm wants two samples in
@@ -38,12 +42,16 @@ class Refused:
     match: str
 
 
+Outcomes = Mapping[str, Equal | Refused]        # by strategy
+
+
 @dataclass(frozen=True)
 class Row:
     """A model or job from elsewhere.
 
     name: also the job's;  job: builds it, in the launcher;  expected: what `verify` or `train` is to say;  story: why, or
-    what went wrong before;  needs: libraries without which it is skipped.
+    what went wrong before;  needs: libraries without which it is skipped;  under: these strategies;  but: under which of them
+    something else is expected.
     """
     name: str
     job: Callable[[], Job]
@@ -51,13 +59,37 @@ class Row:
     story: str
     needs: tuple[str, ...] = ()
     under: tuple[str, ...] = STRATEGIES
+    but: Outcomes = field(default_factory=dict)
+
+    def outcome(self, strategy: str) -> Equal | Refused:
+        return self.but.get(strategy, self.expected)
+
+    @property
+    def equal(self) -> tuple[str, ...]:
+        """The strategies under which it is the same training."""
+        return tuple(each for each in self.under if isinstance(self.outcome(each), Equal))
 
 
 def row(name: str, model: Callable[[], nn.Module], data: Dataset, expected: Equal | Refused, story: str,
-        needs: tuple[str, ...] = (), under: tuple[str, ...] = STRATEGIES, **changes: object) -> Row:
+        needs: tuple[str, ...] = (), under: tuple[str, ...] = STRATEGIES, but: Outcomes | None = None,
+        **changes: object) -> Row:
     """A row whose job is that model on that dataset; the rest as in the equality table but for gentler steps."""
     settings = {"optimizer": sgd, **changes}
-    return Row(name, lambda: make_job(name, model, data, **settings), expected, story, needs, under)
+    return Row(name, lambda: make_job(name, model, data, **settings), expected, story, needs, under, but or {})
+
+
+def in_parts(match: str) -> Outcomes:
+    """No part of such a model or job can be told."""
+    return dict.fromkeys(IN_PARTS, Refused(match))
+
+
+# ---- why a row has another outcome in parts ----------------------------------------------------------------------------------
+ONE_MODULE = in_parts(r"the model calls 1 module\(s\) one after another .* give fewer workers, or a model of more modules")
+GRADIENTS = in_parts("a model that takes gradients itself is not cut, .* train it with data")
+LOOKS = in_parts("let Python look at values of the inputs alone, and modules at none that decide a shape")
+UNCUT: Outcomes = {PIPELINE: Refused("cannot be cut into micro-batches|let the samples be its first dimension")}
+IN_SHARDS: Outcomes = {SHARDED: Refused("does not update element by element|hook")}     # an optimizer of whole tensors
+WHOLE: Outcomes = {PLACE: Equal()}              # the batch goes through the parts as one
 
 
 def sgd(parameters: object) -> torch.optim.Optimizer:

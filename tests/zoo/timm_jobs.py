@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from foreign import foreign
-from rows import IMAGES, WHOLE_BATCHES, Equal, Refused, Row, row, sgd, slow
+from rows import IMAGES, IN_PARTS, WHOLE_BATCHES, Equal, Refused, Row, in_parts, row, sgd, slow
 from torch import nn
 
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 4}
@@ -61,7 +61,8 @@ ROWS = (
     pictures("timm resnet", resnet(), "plain BatchNorm2d", CHAOTIC, WHOLE_BATCHES),
     pictures("timm resnet, DropPath", resnet(drop_path_rate=0.2), "a mask of whole samples", CHAOTIC, WHOLE_BATCHES),
     row("timm resnet, DropBlock", resnet(drop_block_rate=0.2), WHOLE_BATCHES, Refused("not one worker's training"),
-        "its mask is divided by what is left of it over the whole batch", ("timm",)),
+        "its mask is divided by what is left of it over the whole batch", ("timm",), optimizer=slow,
+        but=dict.fromkeys(IN_PARTS, Equal(CHAOTIC))),          # with batch norm, serial has as many micro-batches
     pictures("timm efficientnet", created("test_efficientnet"), "BatchNormAct2d, SiLU, DropPath", CHAOTIC, WHOLE_BATCHES),
     pictures("timm efficientnet, DropPath", created("test_efficientnet", drop_rate=0.2, drop_path_rate=0.2), "all of it",
              CHAOTIC, WHOLE_BATCHES),
@@ -69,6 +70,7 @@ ROWS = (
              drop_path_rate=0.2), "layer scale of 1e-6: gradients of very different sizes"),
     pictures("timm mixer", built("mlp_mixer.MlpMixer", num_classes=4, img_size=32, patch_size=8, num_blocks=2, embed_dim=16),
              "mixes patches, not samples"),
-    pictures("timm nfnet", created("test_nfnet"), "weights standardised in every forward"),
+    pictures("timm nfnet", created("test_nfnet"), "weights standardised in every forward",
+             but=in_parts("batch norms inside of samples or weights, .* train it without")),
     pictures("timm mambaout, DropPath", created("test_mambaout", drop_path_rate=0.1), "gated convolutions"),
 )

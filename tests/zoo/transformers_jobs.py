@@ -98,6 +98,23 @@ def recomputing(model: Any) -> nn.Module:
     return model
 
 
+def gathered() -> nn.Module:
+    """transformers notes of a class, where one is built, of which modules it gathers what they give."""
+    library = foreign("transformers")
+
+    class Own(library.GPT2Model):                   # type: ignore[misc, name-defined]
+        """No process has met it."""
+
+    model = library.GPT2LMHeadModel(library.GPT2Config(
+        vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2, output_hidden_states=True))
+    model.transformer = Own(model.config)
+    return model                                    # type: ignore[no-any-return]
+
+
+def of_hidden_states(output: Any, batch: dict[str, Tensor]) -> Tensor:
+    return torch.stack(output.hidden_states).square().mean()
+
+
 DROPOUT = "dropout inside scaled_dot_product_attention was drawn by every rank for itself: 0.7 to 1.3 beside serial"
 UNLABELLED = "-100 in most labels: a share's mean weighed as its samples (0.24 beside serial), and NaN without a label"
 ROWS = (
@@ -111,6 +128,7 @@ ROWS = (
              dtype=torch.bfloat16),
     language("gpt2, recomputed", lambda: recomputing(GPT2()), "gradient_checkpointing_enable: dropout again in backward",
              IN_FLOAT32),
+    language("gpt2, hidden states", gathered, "a rank that had not built the model gathered none", loss=of_hidden_states),
     language("bert", BERT, DROPOUT),
     language("bert, few labels", BERT, UNLABELLED, labelled=FEW),
     language("bert, masking collator", BERT, "the collator's draws followed the share's first sample", collate=masked),

@@ -110,3 +110,19 @@ def _literal(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
+
+
+def as_typed(name: str, settings: list[str], **changes: int | str | None) -> Job:
+    """The job of a command: with what was set (NAME=VALUE) of a built-in one, and what was changed of it. Raises Refused."""
+    pairs = [setting.partition("=") for setting in settings]
+    for each, sign, _ in pairs:
+        if not sign:
+            raise Refused(f"--set {each}: write --set name=value")
+    batch = changes.get("batch")
+    if isinstance(batch, str) and batch != "fit":
+        try:
+            changes["batch"] = int(batch)
+        except ValueError:
+            raise Refused(f"--batch {batch}: give a whole number, or fit with --memory 2GB") from None
+    given: dict[str, Any] = {what: value for what, value in changes.items() if value is not None}
+    return find(name, {each: value for each, _, value in pairs}).replace(**given)

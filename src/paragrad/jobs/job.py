@@ -29,7 +29,8 @@ class Job:
 
     model: () -> nn.Module;  loss: the mean over samples (torch's ignore_index understood), or f(output, target) ->
     (sum, weight);  optimizer: parameters -> torch.optim.Optimizer;  train, test: map-style datasets of (input, target) or
-    of dicts, or f(data folder) -> dataset;  batch: the global one, the only one;  collate: samples -> batch, where torch's
+    of dicts, or f(data folder) -> dataset;  batch: the global one, the only one, or "fit": as large as the
+    ranks' memory allows (train(..., memory="2GB"));  collate: samples -> batch, where torch's
     own does not do;  scheduler: optimizer -> LRScheduler, which counts steps of the global batch;  clip_norm: the largest
     norm of all gradients together;  metric: f(output, target) -> (sum, weight), such as paragrad.accuracy;  dtype: float32,
     float64, or bfloat16 (by autocast: parameters, gradients and optimizer stay in float32).
@@ -40,7 +41,7 @@ class Job:
     loss: Loss
     optimizer: Callable[[Any], torch.optim.Optimizer]
     train: Dataset | Callable[[Path | None], Dataset]
-    batch: int
+    batch: int | Any
     epochs: int
     test: Dataset | Callable[[Path | None], Dataset] | None = None
     seed: int = 0

@@ -88,7 +88,7 @@ def middle(steps: Mapping[int, Timeline]) -> tuple[int, Timeline] | None:
 
 # ---- as it is foretold ------------------------------------------------------------------------------------------------------
 def scheduled(record: Record) -> Pipelined | None:
-    """The schedule of a whole step; None where a strategy's step is none, or the strategy is not known here."""
+    """The schedule of a whole step; None where a strategy's step is none. Raises Refused where it is not known here."""
     return whole_step(strategy(record.header["resolved"]), record.header["workers"])
 
 

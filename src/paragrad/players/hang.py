@@ -21,7 +21,8 @@ SECONDS = 2.0           # for the others to say where they stand: who waits for 
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a rank stands. walk: how many it began before, over this group;  peer: the rank it waits for."""
+    """Where a rank stands. walk: how many it began before, over this group;  peer: the rank it waits for, in this group; in
+    words ranks have the numbers by which they were launched."""
     walk: int
     actions: str
     waits_for: str = ""
@@ -32,7 +33,7 @@ class Lines:
     """What every rank says of itself. Asked for in a thread: a store may be out of reach, or held by whoever waits in it."""
 
     def __init__(self, world: World, mine: Standing) -> None:
-        self.world, self.mine = world, mine
+        self.world, self.mine, self.names = world, mine, world.launched
         self.standings = {world.rank: mine}
         self.thread = threading.Thread(target=self._exchange, name="paragrad-hang", daemon=True)
         self.thread.start()
@@ -51,14 +52,13 @@ class Lines:
     def picture(self, error: Exception) -> str:
         """Who waits for what, and the schedule around the hang."""
         self.thread.join(2 * SECONDS)
-        standings, rank = dict(self.standings), self.world.rank
-        margin = len(str(self.world.size - 1))
-        return "\n".join([f"{self._story(standings, rank)}: {error}",
-                          *(f"   {each:>{margin}} | {self._line(standings.get(each))}" for each in range(self.world.size))])
+        standings, margin = dict(self.standings), len(str(max(self.names)))
+        lines = [f"   {name:>{margin}} | {self._line(standings.get(rank))}" for rank, name in enumerate(self.names)]
+        return "\n".join([f"{self._story(standings, self.world.rank)}: {error}", *lines])
 
     def _story(self, standings: dict[int, Standing], rank: int) -> str:
         """From this rank to the one it waits for, and on, to one that waits for nobody, or once around."""
-        text, seen = f"rank {rank}", {rank}
+        text, seen = f"rank {self.names[rank]}", {rank}
         while True:
             standing = standings.get(rank)
             if standing is None:

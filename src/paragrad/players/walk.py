@@ -101,6 +101,7 @@ class Cursor(Generic[Payload]):
         self.rank, self.meaning, self.pairs, self.sends, self.rounds = rank, meaning, pairs, sends, rounds
         self.groups = _groups(program) if sends == "grouped" else ([action] for action in program)
         self.sent: list[Posted[Payload]] = []          # sends that may not be over
+        self.due_sends: deque[Posted[Payload]] = deque()        # of the present group, which wait until those are over
         self.receives: list[Recv] = []                  # of the present group, not yet taken
         self.added: list[Recv] = []                     # of the present group, waiting in scratch
         self.due: Compute | None = None                 # the present group, until the sends of its slot are over
@@ -111,7 +112,7 @@ class Cursor(Generic[Payload]):
         """Go as far as possible; whether anything happened."""
         moved = False
         while not self.finished:
-            moved |= self._receive() | self._compute()
+            moved |= self._send() | self._receive() | self._compute()
             if self._held_up():
                 return moved
             group = next(self.groups, None)
@@ -122,7 +123,7 @@ class Cursor(Generic[Payload]):
 
     def _held_up(self) -> bool:
         """A message has not come, a send blocks, or a slot that is to be written is still being sent."""
-        return (bool(self.receives or self.due) or any(map(self._blocks, self.sent))
+        return (bool(self.due_sends or self.receives or self.due) or any(map(self._blocks, self.sent))
                 or any(self._open(recv.slot) for recv in self.added))
 
     def _open(self, slot: Slot) -> Posted[Payload] | None:
@@ -138,12 +139,22 @@ class Cursor(Generic[Payload]):
         if isinstance(action, Send):
             sent = self.rounds.send(self.rank, action.wait)
             message = Posted(action, self.meaning.read(self.rank, action), sent)
-            self.pairs.setdefault((self.rank, action.to), deque()).append(message)
-            self.sent.append(message)
+            self.due_sends.append(message)
+            self._send()
         elif isinstance(action, Recv):
             self.receives.append(action)
         else:
             self.due = action
+
+    def _send(self) -> bool:
+        """Post what is due; one that comes after those before it, when they are over."""
+        moved = False
+        while self.due_sends and not (self.due_sends[0].send.after and any(not message.taken for message in self.sent)):
+            message = self.due_sends.popleft()
+            self.pairs.setdefault((self.rank, message.send.to), deque()).append(message)
+            self.sent.append(message)
+            moved = True
+        return moved
 
     def _compute(self) -> bool:
         """Compute what is due, once the sends of its slot are over."""
@@ -187,7 +198,8 @@ class Cursor(Generic[Payload]):
         if first and (first.add or not self._open(first.slot)):
             return f"slot {shown(first.slot)} from rank {first.frm}"
         written = [recv.slot for recv in (*self.receives, *self.added)] + ([self.due.at] if self.due else [])
-        blocked = next(filter(None, map(self._open, written)), None) or next(filter(self._blocks, self.sent))
+        to_write = next(filter(None, map(self._open, written)), None)
+        blocked = to_write or next(message for message in self.sent if not message.taken)
         return f"rank {blocked.send.to} to take slot {shown(blocked.send.slot)}"
 
 

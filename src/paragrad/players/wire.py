@@ -11,8 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import groupby
 from typing import Any
@@ -86,25 +85,29 @@ class Play:
     buffers: contiguous tensors by slot; those that are received into are there from the start.  compute(action): does a
     Compute, which comes when the sends of its slot are over.  tell(action, lane, start, seconds, bytes): is told what each
     message cost this rank, one after the other: its posting (lane send), how long it was waited for (receive; of a send, wait).
+    posts: receives that are under way at a time, at most, where buffers are made when they are asked for; nothing is received
+    into one that holds anything then.
     """
 
     def __init__(self, actions: Sequence[Action], buffers: Mapping[Slot, Tensor], world: World,
-                 compute: Callable[[Compute], None] | None = None, tell: Tell | None = None) -> None:
+                 compute: Callable[[Compute], None] | None = None, tell: Tell | None = None, posts: int | None = None) -> None:
         self.actions, self.buffers, self.world = actions, buffers, world
+        self.posts = posts or len(actions)
         self.compute, self.tell = compute or no_compute, tell
         self.walk = next(world.walks)
         self.limit = timedelta(seconds=world.timeout)
         self.position = 0
         self.open: dict[Slot, list[tuple[Send, Any]]] = {}          # part -> its sends, with their Works
-        self.posted: deque[tuple[Any, Tensor, Tensor | None]] = deque()     # receives under way: Work, what they write, scratch
+        self.posted: deque[tuple[Recv, Any, Tensor | None]] = deque()       # receives under way: their Work and scratch
         self.ahead = 0                                              # the first action that `look_ahead` has not passed
         self.touched: dict[Slot, int] = {}                          # part -> actions from `position` to there that touch it
         self.scratch = 0                                            # bytes
         # what is received in a row must be asked for before the sends that stand before it, or it comes after them; also what
         # does not add may need scratch, and be an element longer than what does
-        self.most = max(SCRATCH, max(map(self.scratch_of, rows(actions)), default=0))
+        self.most = SCRATCH if posts else max(SCRATCH, max(map(self.scratch_of, rows(actions)), default=0))
         if self.most > SCRATCH:
             self.most = max(SCRATCH, min(self.most, sum(buffer.nbytes for buffer in buffers.values())))
+        self.over_link = world.backend != "shm"                     # which messages under way at once share
         self.sent = 0
         self.waiting = self.transfer = 0.0
         self.first_came = False
@@ -138,7 +141,7 @@ class Play:
             if not self.computing and not isinstance(error, RuntimeError):
                 raise
             lines = Lines(self.world, self.standing())
-            self.wake()
+            self.world.hang_up()
             if self.computing:              # no failure of the exchange: it tells its own story, and first
                 raise
             raise StepFailed(lines.picture(error)) from error
@@ -149,9 +152,13 @@ class Play:
         self.ahead = max(self.ahead, self.position)
         self.look_ahead()
         tensor = self.buffers[action.slot]
-        before = self.actions[self.position - 1] if self.position else None
-        if isinstance(before, Send) and before.to != action.to and tensor.nbytes >= LONG and self.world.backend != "shm":
-            self.close(parts_in(before.slot))       # at once they would share the link, and the first come as late as the last
+        if tensor.nbytes >= LONG and self.over_link:
+            # at once they would share the link, and the first come as late as the last
+            before = self.actions[self.position - 1] if self.position else None
+            if action.after:
+                self.close([part for part, sends in self.open.items() if any(sent.to != action.to for sent, _ in sends)])
+            elif isinstance(before, Send) and before.to != action.to:
+                self.close(parts_in(before.slot))
         start = time.monotonic()
         work = dist.isend(tensor, group=self.world.group, group_dst=action.to)
         if self.tell:
@@ -169,32 +176,36 @@ class Play:
         if not self.posted:                                         # it overwrites what is under way, and scratch is too short
             self.close(parts_in(action.slot))
             self.look_ahead()
-        work, slot, buffer = self.posted.popleft()
+        _, work, buffer = self.posted.popleft()
         self.wait(action, work)
         self.first_came = True
         if buffer is not None:
             self.scratch -= buffer.nbytes
             self.close(parts_in(action.slot))
             if action.add:
-                slot.add_(buffer)
+                self.buffers[action.slot].add_(buffer)
             else:
-                slot.copy_(buffer)
+                self.buffers[action.slot].copy_(buffer)
 
     def look_ahead(self) -> None:
-        """Post the receives that come next, as far as scratch goes; of those that add, one more than is waited for at least.
-        Each action is passed once.
+        """Post the receives that come next, as far as scratch goes. Of those that add, whatever their length, also the one that
+        comes next, and one more from the same rank: another's would share the link with it. Each action is passed once.
         """
         while self.ahead < len(self.actions):
             action = self.actions[self.ahead]
             if isinstance(action, Recv):
+                if len(self.posted) == self.posts:
+                    return
                 slot, buffer = self.buffers[action.slot], None
                 if action.add or self.needed(action.slot):
-                    if self.scratch + slot.nbytes > self.most and not (action.add and len(self.posted) < 2):
+                    others = self.over_link and any(each.frm != action.frm for each, *_ in self.posted)
+                    more = not others and len(self.posted) < 2
+                    if self.scratch + slot.nbytes > self.most and not (action.add and more):
                         return
                     buffer = torch.empty_like(slot)
                     self.scratch += slot.nbytes
                 work = dist.irecv(slot if buffer is None else buffer, group=self.world.group, group_src=action.frm)
-                self.posted.append((work, slot, buffer))
+                self.posted.append((action, work, buffer))
             for part in touches(action):
                 self.touched[part] = self.touched.get(part, 0) + 1
             self.ahead += 1
@@ -230,24 +241,24 @@ class Play:
     # ---- when it fails ---------------------------------------------------------------------------------------------------
     def standing(self) -> Standing:
         """Where this rank stands, for all to see."""
-        around = [f"[{action}]" if at == self.position else str(action) for at, action in enumerate(self.actions)]
+        around = [f"[{each}]" if at == self.position else str(each) for at, each in enumerate(map(self.named, self.actions))]
         first, stop = max(0, self.position - 3), self.position + 4
         line = ["..."] * (first > 0) + around[first:stop] + ["..."] * (stop < len(around))
         peer, waits_for = None, ""
         if isinstance(self.waits_for, Recv):
-            peer, waits_for = self.waits_for.frm, f"slot {shown(self.waits_for.slot)} from rank {self.waits_for.frm}"
+            peer = self.waits_for.frm
+            waits_for = f"slot {shown(self.waits_for.slot)} from rank {self.world.launched[peer]}"
         elif isinstance(self.waits_for, Send):
-            peer, waits_for = self.waits_for.to, f"rank {self.waits_for.to} to take slot {shown(self.waits_for.slot)}"
+            peer = self.waits_for.to
+            waits_for = f"rank {self.world.launched[peer]} to take slot {shown(self.waits_for.slot)}"
         return Standing(self.walk, " ".join(line), waits_for, peer)
 
-    def wake(self) -> None:
-        """Close this rank's connections, so that whoever waits for it fails as well and says where it stands, and does not
-        wait on for its own limit. gloo closes all of a rank's when a receive is too late.
-        """
-        for peer in range(self.world.size):
-            if peer != self.world.rank:
-                with suppress(RuntimeError):
-                    dist.irecv(torch.empty(0), group=self.world.group, group_src=peer).wait(timedelta(milliseconds=1))
+    def named(self, action: Any) -> Any:
+        """An action as it is told: with the numbers by which ranks were launched."""
+        names = self.world.launched
+        if isinstance(action, Send):
+            return replace(action, to=names[action.to])
+        return replace(action, frm=names[action.frm]) if isinstance(action, Recv) else action
 
 
 def no_compute(action: Compute) -> None:

@@ -10,7 +10,7 @@
 | epoch      | epoch, test {value, weight} or null, start, seconds                                                       |
 | span       | step, name, lane (compute, send, receive, wait, update, data), start, seconds, bytes, peer                |
 | choice     | what, bytes, picked, because                                                                              |
-| memory     | parameters, gradients, optimizer, activations, exchange, resident (bytes)                                 |
+| memory     | parameters, gradients, optimizer, activations (with messages between parts), exchange, resident (bytes)  |
 | cpu        | host; seconds of the training; own: CPU seconds of this rank; all: of everybody on its cores, null where  |
 |            | the system does not say; switched: how often its core was given to another thread, whoever's              |
 | event      | name, numbers                                                                                             |
@@ -267,6 +267,13 @@ class Record:
             for line in self.of("memory", rank):
                 most |= {kind: max(held, most.get(kind, 0)) for kind, held in line.items() if kind != "kind"}
         return most
+
+    @property
+    def fullest(self) -> dict[str, int]:
+        """Bytes by kind of the rank that holds most of all kinds together; what its process held beside them left out."""
+        every = [{kind: held for kind, held in line.items() if kind not in ("kind", "resident")}
+                 for rank in range(len(self.ranks)) for line in self.of("memory", rank)]
+        return max(every, key=lambda held: sum(held.values()), default={})
 
     @property
     def steps_planned(self) -> int:

@@ -144,11 +144,12 @@ def _decades(axes: Axes, which: str, values: list[float]) -> float:
     return floor
 
 
-def bars(name: str, rows: Sequence[tuple[str, str, dict[str, Line]]], kinds: Sequence[str], alt: str) -> str:
+def bars(name: str, rows: Sequence[tuple[str, str, dict[str, Line]]], kinds: Sequence[str], alt: str,
+         x_label: str = "bytes per rank and step") -> str:
     """A bar for every (strategy, its bytes in words, {kind: {bytes, computed}}); computed parts are hatched."""
     short = all(len(strategy) + len(words) <= LINE - 4 for strategy, words, _ in rows)
     with drawing(name, WIDTH, (38 if short else 54) * len(rows) + 44) as figure:
-        axes = framed(figure, "", "bytes per rank and step")
+        axes = framed(figure, "", x_label)
         axes.grid(axis="y", visible=False)
         for place, (strategy, words, sent) in enumerate(rows):
             start = 0

@@ -39,6 +39,7 @@ class Row:
     faster_than_one_thread: SpeedUp | None = None
     sent: dict[str, Line] = field(default_factory=dict)     # per rank and step, by kind: {bytes, computed}
     memory: dict[str, int] = field(default_factory=dict)    # bytes by kind, each of the rank that holds most of it
+    fullest: dict[str, int] = field(default_factory=dict)   # bytes by kind of the rank that holds most of all together
     difference: float | None = None                 # from serial, float64, first seed
     tensor: str | None = None                       # where it is largest
     digests: tuple[str, ...] = ()                   # of the final parameters, by seed
@@ -175,7 +176,8 @@ def _row(results: Results, strategy: str, names: list[str]) -> Row:
     return Row(**named, test=fmean(tests) if tests else None, spread=stdev(tests) if len(tests) > 1 else None,
                times=taken, faster=_faster(results, names[0], taken, int(results.machine["cores"])),
                faster_than_one_thread=_faster(results, names[0], taken, 1),
-               sent=records[0].sent_per_step, memory=records[0].memory, difference=difference.get("value"),
+               sent=records[0].sent_per_step, memory=records[0].memory, fullest=records[0].fullest,
+               difference=difference.get("value"),
                tensor=difference.get("tensor"), digests=tuple(map(_digest, records)), failure=failure.get("message"),
                reached=tuple(_reached(results, record, taken) for record in records) if results.until else ())
 

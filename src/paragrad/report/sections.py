@@ -14,13 +14,14 @@ from paragrad.record.record import Record
 from paragrad.report import charts
 from paragrad.report.palette import COMPUTED, KINDS, themed
 from paragrad.report.results import TWIN, Results
-from paragrad.report.table import doubts, sent
+from paragrad.report.table import doubts, held, memory, sent
 from paragrad.report.timeline import COLOURS, pictured
 from paragrad.report.times import times_of
 from paragrad.report.words import ends
 from paragrad.training.settings import Settings
 
 Points = list[tuple[float, float]]
+HELD = ("parameters", "gradients", "optimizer", "activations", "exchange")         # kinds of memory, as they are stacked
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Sections:
         return [self.pair("loss", "Training loss", "loss", losses, "this comparison has no finished step, so there is no loss",
                           self.of_loss),
                 self.pair("test", test, metric, tests, "this job has no test set, or no epoch was finished", self.of_test),
-                self.distance(), self.bytes(), self.timelines()]
+                self.distance(), self.bytes(), self.memory(), self.timelines()]
 
     # ---- loss and test -------------------------------------------------------------------------------------------------
     def pair(self, name: str, title: str, y_label: str, points: Callable[[Record], list[tuple[float, float, float]]],
@@ -159,6 +160,25 @@ class Sections:
                                                      for place, kind in enumerate(kinds)]
         return Section(name, title, [Picture("Per rank and step", says, Markup(picture))],
                        [*legend, *([(themed(COMPUTED), True, "computed")] if computed else [])])
+
+    def memory(self) -> Section:
+        name, title = "memory", "Memory"
+        rows = [row for row in self.table.rows if row.fullest]
+        kinds = [kind for kind in HELD if any(row.fullest.get(kind) for row in rows)]
+        if not kinds:
+            says = "Nothing to draw: no run came to its end and told what its ranks held."
+            return Section(name, title, [Picture("", says)], [])
+        told = [(row.strategy, memory(row),
+                 {kind: {"bytes": row.fullest.get(kind, 0), "computed": False} for kind in kinds}) for row in rows]
+        says = ("What the fullest rank of each strategy held, by kind. Activations are what forwards kept for backwards and, "
+                "between parts of a model, messages, at most at once, counted in the first steps. What operations take for "
+                "themselves while they run, and the process itself, are not in it.")
+        unlooked = [row.strategy for row in rows if "activations" not in row.fullest]
+        says += f" Activations of {' and '.join(unlooked)} were not counted." if unlooked else ""
+        picture = charts.bars("memory", told, kinds, "Memory of the fullest rank. " + "; ".join(
+            f"{row.strategy}: {held(row.fullest)}" for row in rows), "bytes on the fullest rank")
+        return Section(name, title, [Picture("Of the fullest rank", says, Markup(picture))],
+                       [(themed(KINDS[place % len(KINDS)]), False, kind) for place, kind in enumerate(kinds)])
 
     def timelines(self) -> Section:
         """One step of every row that has one, the first seed's."""

@@ -18,11 +18,12 @@ TOO_SHORT = 5e-3        # seconds of a serial step below which one exchange cost
 
 COMPUTED = "computed from the closed form of the backend's own collective"         # what * means at a number of bytes
 
-COLUMNS = ("strategy", "test {metric}", "ms/step", "speed-up", "over 1 thread", "sent/rank/step", "difference", "where largest",
-           "parameters")
+COLUMNS = ("strategy", "test {metric}", "ms/step", "speed-up", "over 1 thread", "sent/rank/step", "memory", "difference",
+           "where largest", "parameters")
 
 FOLDED = ("strategy", "where largest", "parameters")       # columns whose cells may take several lines
-SPARED = ("where largest", "over 1 thread", "samples to", "epochs to", "sent/rank/step", "seconds to", "parameters", "speed-up")
+SPARED = ("where largest", "over 1 thread", "samples to", "epochs to", "sent/rank/step", "seconds to", "memory", "parameters",
+          "speed-up")
 STRATEGY = len("data(2, reduce=ring_async)")        # characters that a strategy gets, before it takes a second line
 NARROW: dict[str, Any] = {"box": SIMPLE_HEAVY, "pad_edge": False, "padding": (0, 1, 0, 0), "show_edge": False}
 
@@ -117,7 +118,7 @@ def cells(table: Results, row: Row) -> list[str]:
         return [row.strategy, f"failed: {row.failure}" if row.resolved else "not run", *[""] * (len(columns_of(table)) - 2)]
     difference = "reference" if row.reference else "-" if row.difference is None else f"{row.difference:.1e}"
     return [row.strategy, _test(row), *(_goal(table, row) if table.until else []), _milliseconds(row),
-            _times(row.faster), _times(row.faster_than_one_thread), sent(row.sent),
+            _times(row.faster), _times(row.faster_than_one_thread), sent(row.sent), memory(row),
             f"failed: {row.failure}" if row.failure else difference, row.tensor or "", " ".join(row.digests)]
 
 
@@ -139,6 +140,11 @@ def _goal(table: Results, row: Row) -> list[str]:
 def sent(kinds: dict[str, Line]) -> str:
     """Bytes by kind; * marks what was computed from the closed form of the backend's own collective."""
     return ", ".join(f"{kind} {number['bytes']:,}{'*' if number['computed'] else ''}" for kind, number in kinds.items()) or "0"
+
+
+def memory(row: Row) -> str:
+    """Of the fullest rank."""
+    return sized(sum(row.fullest.values())) if row.fullest else "-"
 
 
 def held(memory: dict[str, int]) -> str:

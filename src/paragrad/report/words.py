@@ -65,6 +65,8 @@ def definitions(table: Results) -> list[tuple[str, str]]:
         "speed-up": f"milliseconds per step of serial with all {table.machine['cores']} threads, divided by the strategy's",
         "over 1 thread": "the same, against serial with one thread",
         "sent/rank/step": "bytes of payload a rank hands to the wire in a step, by kind; of the rank and step that sent most",
+        "memory": "bytes of parameters, gradients, optimizer state, activations (counted) and exchange, of the rank that holds "
+                  "most",
         "difference": "from serial, in float64 over 20 steps: the largest difference of any tensor (gradients, parameters, "
                       "buffers), relative to the largest value in that tensor",
         "where largest": "the tensor with that difference",

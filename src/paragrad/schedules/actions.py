@@ -3,7 +3,8 @@
 A *program* is what one rank does, in order; a *schedule* is one program per rank, generated lazily. Its meaning:
 
 1. `Send(wait=False)` never blocks; `wait=True` is a rendezvous: it ends when the receiver has the message (as MPI_Ssend
-   and gloo's `send`). `Recv` waits for its message. `Compute` is serial.
+   and gloo's `send`). `after=True`: a player may wait, before it begins, until what the rank sent before is over: a program
+   says so where its order allows that. `Recv` waits for its message. `Compute` is serial.
 2. Between a pair of ranks, first sent is first received. Order is the address; tags are not relied on. A player
    compares slots and refuses a mismatch by name.
 3. A write to a slot with an open Send waits for it: `Recv(add=True)` receives into scratch, waits for the slot's sends,
@@ -46,10 +47,11 @@ def parts_in(slot: Slot) -> Sequence[Slot]:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Give slot to rank `to`; with `wait`, until it has it."""
+    """Give slot to rank `to`; with `wait`, until it has it; `after`: it may begin when what was sent before is over."""
     to: int
     slot: Slot
     wait: bool = False
+    after: bool = False
 
     def __str__(self) -> str:
         return f">{self.to}:{shown(self.slot)}" + ("!" if self.wait else "")

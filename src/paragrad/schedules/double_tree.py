@@ -49,7 +49,8 @@ class TwoTrees:
 
     def down(self, rank: int, size: int) -> list[tuple[int, int, bool]]:
         """(peer, slot, whether it is the parent) of all messages of a broadcast, in the order of their turns. Any other order
-        would hold up one tree for the other.
+        would hold up one tree for the other. What a message waits for has an earlier turn, so a rank may well give in one turn
+        only when it has given in the turns before.
         """
         messages = []
         for tree, segment in product((0, 1), range(self.segments)):
@@ -67,7 +68,7 @@ class DoubleTreeReduce(TwoTrees):
 
     def program(self, rank: int, size: int) -> Program:
         for peer, slot, is_parent in reversed(self.down(rank, size)):
-            yield Send(peer, slot) if is_parent else Recv(peer, slot, add=True)
+            yield Send(peer, slot, after=True) if is_parent else Recv(peer, slot, add=True)
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class DoubleTreeBroadcast(TwoTrees):
 
     def program(self, rank: int, size: int) -> Program:
         for peer, slot, is_parent in self.down(rank, size):
-            yield Recv(peer, slot) if is_parent else Send(peer, slot)
+            yield Recv(peer, slot) if is_parent else Send(peer, slot, after=True)
 
 
 @cache

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from paragrad.notation.choices import Family, Integer, option
@@ -162,6 +163,25 @@ class Pipelined:
             yield (stage + 1) % size, f"x{stage + 1}.{micro}"
         if what in "BI" and stage > self.trained:
             yield (stage - 1) % size, f"g{stage}.{micro}"
+
+    def over(self, rank: int, size: int) -> dict[Slot, list[Slot]]:
+        """{what comes to a rank: what the rank sent, and is known to be there by then, for who sends it took that first}."""
+        found: dict[Slot, list[Slot]] = {}
+        for peer in {(rank - 1) % size, (rank + 1) % size} - {rank}:
+            took: list[Slot] = []
+            for action in self.program(peer, size):
+                if isinstance(action, Recv) and action.frm == rank:
+                    took.append(action.slot)
+                elif isinstance(action, Send) and action.to == rank:
+                    found[action.slot], took = took, []
+        return found
+
+    def again(self, rank: int, size: int) -> set[tuple[int, int]]:
+        """(stage, micro-batch) of the forwards that are made again for their backward, where activations are not to be kept:
+        all but those whose backward comes next."""
+        tasks = list(self.tasks(rank, size))
+        at_once = {two[1:] for one, two in pairwise(tasks) if one[0] == "F" and two[0] in "BI" and one[1:] == two[1:]}
+        return {task[1:] for task in tasks if task[0] in "BI"} - at_once
 
     def kept(self, rank: int, size: int) -> int:
         """Of how many micro-batches a rank keeps a stage's activations at a time, at most."""

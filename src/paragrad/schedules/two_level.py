@@ -96,8 +96,8 @@ def translated(program: Program, peer: Callable[[int], int], parts: Callable[[ra
 
     for action in program:
         if isinstance(action, Send):
-            yield Send(peer(action.to), slot(action.slot), action.wait)
+            yield replace(action, to=peer(action.to), slot=slot(action.slot))
         elif isinstance(action, Recv):
-            yield Recv(peer(action.frm), slot(action.slot), action.add)
+            yield replace(action, frm=peer(action.frm), slot=slot(action.slot))
         else:
             yield Compute(action.what, slot(action.at))

@@ -30,8 +30,7 @@ class Data(Strategy):
     """Synchronous data parallelism: own share of the batch, gradients summed over all workers (Goyal et al. 2017)."""
     workers: int | str = option(Integer(), Word("auto"))
     reduce: Choice | str = option(One(Native, AllReduce), Word("auto"), default="auto")
-    state: str = option(Word("replicated", "shared_memory", "fully_sharded", "auto"), default="auto",
-                        later=("fully_sharded",))
+    state: str = option(Word("replicated", "shared_memory", "fully_sharded", "auto"), default="auto")
     shares: Sequence[int] | str = option(Integers(0), Word("equal", "auto"), default="equal", later=("auto",))
     micro: int = option(Integer(), default=1)
     compress: Choice | None = option(One(*COMPRESSORS), Word("none"), default=None)
@@ -56,12 +55,16 @@ class Data(Strategy):
     def promise(self) -> Promise:
         whole = self.batch_norm == "whole"
         return Promise(exact=self.compress is None and whole, buffers_equal=whole, jobs_only=(
-            "in a loop of your own every rank holds the parameters and their mean gradients; leave out state=shared_memory, or "
-            "make it a Job") if self.shared else None)
+            f"in a loop of your own every rank holds the parameters and their mean gradients; leave out state={self.state}, or "
+            "make it a Job") if self.shared or self.sharded else None)
 
     @property
     def shared(self) -> bool:
         return self.state == "shared_memory"
+
+    @property
+    def sharded(self) -> bool:
+        return self.state == "fully_sharded"
 
     @property
     def bucketed(self) -> bool:
@@ -85,6 +88,9 @@ class Data(Strategy):
         if isinstance(self.reduce, Native):
             return ("native is the backend's own all-reduce, of which there is no schedule (gloo's is like ring_async); name "
                     "one: " + ", ".join(each.name for each in SCHEDULES))
+        if self.sharded:
+            return ("state=fully_sharded gathers and sums by the backend's own collectives, of which there is no schedule; "
+                    "try data(4, reduce=ring)")
         return "say which all-reduce, for example data(4, reduce=ring)"
 
     # ---- where and what it is for ------------------------------------------------------------------------------------------
@@ -117,6 +123,9 @@ class Data(Strategy):
         return (Serial(threads=here.cores, micro=self.micro),) if self.workers == "auto" else ()
 
     def refuse_beside(self, factors: tuple[Strategy, ...]) -> None:
+        if self.sharded and len(factors) > 1:
+            raise Refused("data(state=fully_sharded) gathers the parameters of a module when all of it is called, and beside "
+                          "it the model is cut into parts, which call some of it; leave out the state")
         if self.micro != 1 and any(each.cuts_micro for each in factors):
             raise Refused("data(micro=...) does not fit beside pipeline, which cuts micro-batches itself; "
                           "give pipeline(micro=...)")

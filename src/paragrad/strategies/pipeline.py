@@ -9,7 +9,7 @@ from paragrad.errors import Refused
 from paragrad.notation.choices import Flag, Integer, Integers, Names, One, Word, option
 from paragrad.schedules.pipeline import Gpipe, OneFOneB, Pipelined, PipelineSchedule
 from paragrad.strategies.shares import Division
-from paragrad.strategies.strategy import Here, Plan, Promise, Strategy
+from paragrad.strategies.strategy import Facts, Here, Plan, Promise, Strategy
 from paragrad.world.axes import Axis
 
 Asked = tuple[int, ...] | tuple[str, ...]           # modules of each part; with which module each part but the first begins
@@ -40,6 +40,14 @@ class InParts(Strategy, abstract=True):
     def asked(self) -> Asked | None:
         """Modules of each part, or the first ones of all parts but the first, where the user says so."""
         return self.cut if isinstance(self.cut, tuple) else None
+
+    def refuse(self, facts: Facts, asked: Strategy, unchecked: bool = False) -> None:
+        super().refuse(facts, asked, unchecked)
+        if facts.by_layout and not unchecked:
+            raise Refused(f"{asked}: {facts.by_layout}")
+        if facts.drawn_outside:
+            raise Refused(f"job {facts.job}: the model draws from {', '.join(facts.drawn_outside)}, and in parts its calls are "
+                          f"others; draw by torch, or in the dataset, or train without {asked}")
 
     def plans(self) -> tuple[Plan, ...]:
         """Of a full share first; a short last batch may have fewer micro-batches."""

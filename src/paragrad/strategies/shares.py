@@ -46,3 +46,9 @@ def micro_batches(batch: range, division: Division) -> list[list[range]]:
     cut = [[batch[start + part.start: start + part.stop] for part in evenly(count, min(micro, count) or 1)]
            for start, count in zip(starts, counts, strict=True)]
     return [[parts[k] if k < len(parts) else parts[-1][:0] for parts in cut] for k in range(number)]
+
+
+def smallest(samples: int, division: Division, apart: bool = False) -> int:
+    """Samples in the smallest micro-batch of a batch, over all shares; apart: in the smallest part of one that is not empty."""
+    every = [[len(part) for part in parts if part] for parts in micro_batches(range(samples), division)]
+    return min(min(counts) if apart else sum(counts) for counts in every)

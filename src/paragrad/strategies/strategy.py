@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 from paragrad.errors import Refused
 from paragrad.notation.choices import Family, Several, option
 from paragrad.schedules.actions import Schedule
-from paragrad.strategies.shares import Division, divide
+from paragrad.strategies.shares import Division, divide, smallest
 from paragrad.world.axes import Axis
 
 
@@ -76,6 +76,15 @@ class Facts(Protocol):
     @property
     def by_layout(self) -> str | None: ...      # what is drawn otherwise where a batch is divided
 
+    @property
+    def sizes(self) -> tuple[int, ...]: ...     # samples of a full batch, and of a short last one
+
+    @property
+    def alone(self) -> str | None: ...          # why the model cannot train on one sample alone
+
+    @property
+    def drawn_outside(self) -> tuple[str, ...]: ...     # generators that draws in the model move, besides torch's kernels
+
 
 class Strategy(Family, abstract=True):
     """How the training is split. `*` nests: left to right is outer to inner.
@@ -98,13 +107,16 @@ class Strategy(Family, abstract=True):
         @property
         def bucketed(self) -> bool: ...
         @property
+        def sharded(self) -> bool: ...
+        @property
         def promise(self) -> Promise: ...
         def exchange(self, replica: Any, world: Any, log: Any, how: Any) -> Any: ...
         def share(self, model: Any, example: Any, axis: Any) -> Any: ...
     else:
         servers = 0                                 # ranks beside the workers, after them, that serve (`Exchange.serve`)
         threads = None                              # of each rank: the cores are divided
-        bucketed = False    # gradients travel in buckets: all ranks know beforehand which parameters have none
+        sharded = False     # replicas hold the parameters together, each some: no rank can run the model alone
+        bucketed = False    # gradients travel in groups: all ranks know beforehand which parameters have none
         batch_norm = "whole"                        # whose samples statistics are of: "whole" micro-batches, or each "share"
 
     # ---- what it is --------------------------------------------------------------------------------------------------------
@@ -170,6 +182,7 @@ class Strategy(Family, abstract=True):
                           f"{most} sample(s); give micro of at most {most}, or a larger batch")
         if division.micro > 1 and facts.uncut:
             raise Refused(f"job {facts.job}: {facts.uncut}")
+        self.refuse_alone(facts, asked)
         if self.exact and not unchecked and division != Division():
             if facts.whole_loss:
                 raise Refused(f"job {facts.job}: {facts.whole_loss}")
@@ -181,6 +194,17 @@ class Strategy(Family, abstract=True):
         if full < (shares := len(self.division.shares)):
             raise Refused(f"{asked} has {shares} workers and the full batch {full} sample(s); give a batch of at least "
                           f"{shares}, or fewer workers")
+
+    def refuse_alone(self, facts: Facts, asked: Strategy) -> None:
+        """Refuse micro-batches of one sample where batch norm wants more."""
+        division, apart = self.division, self.batch_norm == "share"
+        for samples in facts.sizes:
+            if smallest(samples, division, apart) == 1 and facts.alone:
+                fewer = [micro for micro in range(1, division.micro)
+                         if smallest(samples, replace(division, micro=micro), apart) > 1]
+                repair = f"give micro of at most {fewer[-1]}" if fewer else "give another batch size"
+                raise Refused(f"job {facts.job}: {facts.alone}, and {asked} makes a micro-batch of one out of a batch of "
+                              f"{samples}; {repair}")
 
     def refuse_beside(self, factors: tuple[Strategy, ...]) -> None:
         """Refuse the other factors of a product, with the repair."""
@@ -261,6 +285,7 @@ class Product(Strategy, abstract=True):
             yield from asked.picked(found, here)
 
     def refuse(self, facts: Facts, asked: Strategy, unchecked: bool = False) -> None:
+        super().refuse(facts, asked, unchecked)
         for factor in self.factors:
             factor.refuse(facts, asked, unchecked)
 

@@ -23,7 +23,7 @@ ELSEWHERE = {
                     "here it is data(2), for 2 workers"),
     **dict.fromkeys(("fsdp", "fsdp2", "fullyshardeddataparallel", "fully_shard", "zero", "zero1", "zero2", "zero3",
                      "zeroredundancyoptimizer"),
-                    "here it is data(2, state=shared_memory), on one host; over several, state=fully_sharded, not built yet"),
+                    "here it is data(2, state=shared_memory), on one host; over several, data(2, state=fully_sharded)"),
     **dict.fromkeys(("tp", "megatron", "tensor_parallel"), "here it is tensor(2), not built yet"),
     **dict.fromkeys(("pp", "gpipe", "pipe"), "here it is pipeline(2)"),
     **dict.fromkeys(("diloco", "local_sgd", "fedavg"), "here it is local(2) or federated(2), not built yet")}

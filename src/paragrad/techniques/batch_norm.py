@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -26,7 +27,8 @@ from paragrad.world.world import World
 
 PLAIN: Callable[..., Tensor] = torch.batch_norm
 VERIFY: Callable[..., None] = functional._verify_batch_size         # type: ignore[attr-defined]
-TOO_FEW = "Expected more than 1 value per channel when training, got 1 over all ranks"      # torch's sentence
+FEW = "Expected more than 1 value per channel when training"               # torch's sentence
+REPAIR = "a micro-batch of one sample has no variance: give fewer micro-batches, or another batch size"
 
 
 class BatchNorm:
@@ -93,7 +95,10 @@ class BatchNorm:
     def _verify(self, size: Any) -> None:
         """A part of one sample is no error: over all ranks there are more."""
         if self.alone and self.samples and not self.looks:
-            VERIFY(size)
+            try:
+                VERIFY(size)
+            except ValueError as error:
+                raise ValueError(f"{error}; {REPAIR}") from None
 
     def batch_norm(self, input: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
                    running_var: Tensor | None, training: bool, momentum: float, eps: float, cudnn_enabled: bool) -> Tensor:
@@ -103,8 +108,11 @@ class BatchNorm:
 
         if not training:
             return plain(False)
-        self.computed = True
         self.compiled |= torch.compiler.is_compiling()
+        if isinstance(input, FakeTensor):       # for its shape: it is no call of this rank's
+            return PLAIN(input, weight, bias, input.new_zeros(input.shape[1]), input.new_ones(input.shape[1]), False, momentum,
+                         eps, cudnn_enabled)
+        self.computed = True
         self.given.update({tensor: None for tensor in (running_mean, running_var) if tensor is not None})
         number, self.call = self.call, self.call + 1
         inside = self.samples > 1 and _inside(input, weight)
@@ -126,7 +134,7 @@ class BatchNorm:
         if number == 0:                 # the part of every rank is empty
             return plain(running_mean is None)
         if number == 1:
-            raise ValueError(TOO_FEW)
+            raise ValueError(f"{FEW}, got 1 over all ranks; {REPAIR}")
         if running_mean is not None:
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
         if running_var is not None:

@@ -77,19 +77,23 @@ class Recording(Drawing):
         self.owners.add(name)
 
 
+Calls = dict[int, int]              # of each number that torch's generator gave, which random call of a forward it is
+
+
 class Keyed(Drawing):
     """Keys every draw by the places in the global batch of the samples in this forward (`positions`).
 
     Gradient checkpointing runs parts of the forward again in backward, and restores torch's generator for it: every call draws
     one number there, and a number that was drawn before is the same call again.
     strict: a draw that was not `seen` so ends the step; otherwise (on one worker) it is common to all samples;  first: which of
-    this rank's calls the first one here is.
+    this rank's calls the first one here is;  calls: of each number drawn which call it is, where backward comes by itself.
     """
 
-    def __init__(self, draws: Draws, seed: int, step: int, positions: list[int], strict: bool = True, first: int = 0) -> None:
+    def __init__(self, draws: Draws, seed: int, step: int, positions: list[int], strict: bool = True, first: int = 0,
+                 calls: Calls | None = None) -> None:
         self.draws, self.seed, self.step, self.positions, self.strict = draws, seed, step, tuple(positions) or (0,), strict
         self.first = first
-        self.calls: dict[int, int] = {}         # number drawn -> which call it is
+        self.calls: Calls = {} if calls is None else calls
 
     def numbers(self, name: str, tensor: Tensor, distribution: Distribution) -> Tensor:
         if not tensor.numel():
@@ -134,7 +138,8 @@ class Keyed(Drawing):
 
 
 @contextlib.contextmanager
-def keyed(draws: Draws, seed: int, step: int, positions: list[int], strict: bool = False, first: int = 0) -> Iterator[None]:
+def keyed(draws: Draws, seed: int, step: int, positions: list[int], strict: bool = False, first: int = 0,
+          calls: Calls | None = None) -> Iterator[None]:
     """Around forward and backward of some samples: what they draw is keyed (`Keyed`), if they draw. Draws from other
     generators, which are common to all samples, begin alike in every forward of a step, on every rank."""
     if not draws and not strict:
@@ -142,7 +147,7 @@ def keyed(draws: Draws, seed: int, step: int, positions: list[int], strict: bool
         return
     if draws.others:
         seed_generators(f"forward {seed} {step}")
-    with drawing(Keyed(draws, seed, step, positions, strict, first)):
+    with drawing(Keyed(draws, seed, step, positions, strict, first, calls)):
         yield
 
 

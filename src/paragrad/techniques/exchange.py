@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,13 +38,16 @@ class Replica:
     """What this rank holds of a training.
 
     module: the model, or its part, and the loss, whose forward gives the sum of losses;  clip_norm: as in Job;  some_unused:
-    some rank's parameters got no gradient when the model was looked at;  layout: which part of the model this is.
+    some rank's parameters got no gradient when the model was looked at;  layout: which part of the model this is;  forward: one
+    of model and loss on this rank's first micro-batch, which leaves nothing behind;  kept: the whole model is wanted as it is.
     """
     module: Summed
     optimizer: torch.optim.Optimizer
     clip_norm: float | None = None
     some_unused: bool = False
     layout: Layout = field(default_factory=Layout)
+    forward: Callable[[], Any] | None = None
+    kept: bool = False
 
 
 class Exchange(ABC):
@@ -53,9 +57,15 @@ class Exchange(ABC):
     What differs is replaced, at least `finish` and `counted`. Collective: all ranks make it together. Set in every
     step: `stop`, this rank was asked to stop;  before `finish`, `doubt`: of its weight, what may be that of nothing
     (`Summed.doubts`). To be read: `sent`, bytes by kind in this step;  `largest`: bytes it keeps in memory;  `sharing`: ranks
-    that hold the parameters together.
+    that hold the parameters together, each all of them.
+
+    shards: where replicas hold the parameters together, each some: of what `parts`, this rank's by name, are parts; so are
+    gradients and state then, no rank can run the model alone but in `evaluating`, and `hollow` is the model without values.
     """
     sharing = 1
+    shards: Layout | None = None
+    parts: Mapping[str, Tensor]
+    hollow: nn.Module
     stop = False
     doubt = 0.0
 

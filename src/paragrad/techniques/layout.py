@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -138,11 +139,15 @@ class Layout:
                  gives: bool = True) -> None:
         self.world, self.held, self.serial, self.gives = world or World(), dict(held or {}), list(serial), gives
         self.cut, self.sent, self.givers = held is not None, 0, 1
+        self.divided: list[str] | None = None           # serial parameters of which several ranks hold a part, once known
 
     def whole(self, tensors: Mapping[str, Tensor | None], everywhere: bool = True) -> dict[str, Tensor | None]:
         """The serial tensors of which these are the local ones, on every rank, or on the first alone. Collective."""
         if not self.cut:
             return dict(tensors)
+        if late := [name for name in tensors if name not in self.held]:
+            raise StepFailed("it was not there when the model was cut, and has no place in the whole; make it in the "
+                             "constructor, or train it with data(n)", tensor=", ".join(late[:3]))
         told = self.world.collected([(replace(self.held[name], owners=()), _sent(tensor))
                                      for name, tensor in tensors.items() if self.held[name].counts])
         found = together(each for parts in told for each in parts)
@@ -183,12 +188,19 @@ class Layout:
         serial tensor has one, as in serial. Collective."""
         if not self.cut:
             return
-        there = dict.fromkeys(self.serial, 0.0)
-        for name, parameter in parameters.items():
+        if self.divided is None:
+            counted = Counter(self.held[name].name for name in parameters)
+            holders = self._all_reduced(torch.tensor([float(counted[name]) for name in self.serial])).tolist()
+            self.divided = [name for name, count in zip(self.serial, holders, strict=True) if count > 1]
+        if not self.divided:
+            return
+        there = dict.fromkeys(self.divided, 0.0)
+        mine = {name: parameter for name, parameter in parameters.items() if self.held[name].name in there}
+        for name, parameter in mine.items():
             if parameter.grad is not None:
                 there[self.held[name].name] = 1.0
         used = dict(zip(there, self._all_reduced(torch.tensor([*there.values()]), "MAX").tolist(), strict=True))
-        for name, parameter in sorted(parameters.items(), key=lambda item: self.held[item[0]].name):    # as all owners do
+        for name, parameter in sorted(mine.items(), key=lambda item: self.held[item[0]].name):          # as all owners do
             if not used[self.held[name].name]:
                 continue
             if parameter.grad is None:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
-from paragrad.datasets.loading import called
+from torch import Tensor
+
+from paragrad.datasets.loading import called, tensors_of
 from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed
 from paragrad.record.log import Log
 from paragrad.strategies.shares import Micro
+from paragrad.techniques.alive import Alive
 from paragrad.techniques.batch_norm import BatchNorm
+from paragrad.techniques.draws import Calls
 from paragrad.techniques.exchange import Exchange
 from paragrad.techniques.probe import first_not_finite
 from paragrad.world.world import World
+
+COUNTED = 2             # steps of a training in which activations are counted: some microseconds for each that is kept
 
 
 class Sums(NamedTuple):
@@ -28,7 +35,7 @@ class Sums(NamedTuple):
 
 class Within(Protocol):
     """What a trainer offers to its passes. casting: autocast, if any;  keyed: draws by a sample's place in the global batch
-    (first: which of this rank's random calls the first one here is)."""
+    (first, calls: as draws.Keyed has them)."""
     world: World
     module: Summed
     batch_norm: BatchNorm
@@ -36,11 +43,16 @@ class Within(Protocol):
 
     def casting(self) -> AbstractContextManager[Any]: ...
 
-    def keyed(self, micro: Micro, first: int = 0) -> AbstractContextManager[Any]: ...
+    def keyed(self, micro: Micro, first: int = 0, calls: Calls | None = None) -> AbstractContextManager[Any]: ...
 
 
 class Passes(ABC):
-    """From a batch to gradients: all forwards and backwards of a step, between `begin` and `finish` of the exchange."""
+    """From a batch to gradients: all forwards and backwards of a step, between `begin` and `finish` of the exchange.
+
+    alive: counts what is kept for backwards, in the steps in which that is counted;  most: bytes at once, in those so far.
+    """
+    alive: Alive | None = None
+    most = 0
 
     def __init__(self, within: Within, exchange: Exchange) -> None:
         self.within, self.exchange = within, exchange
@@ -54,11 +66,27 @@ class Passes(ABC):
         """Of the model in eval mode; None where it is on other ranks. Collective of those that hold one replica."""
         return called(self.within.module.model, inputs)
 
+    def close(self) -> None:        # noqa: B027         # most hold nothing
+        """The training has ended: let go of what the passes hold of the model."""
+
     in_flight = 1                   # batches that `outputs` may be given at once
 
     def outputs(self, batches: list[Any]) -> list[Any]:
         """The same of several batches of inputs."""
         return [self.output(inputs) for inputs in batches]
+
+
+@contextlib.contextmanager
+def counting(passes: Passes, beside: Iterable[Tensor] | None) -> Iterator[None]:
+    """Around a step in which what is kept is counted, but for some tensors; None: in this one it is not."""
+    if beside is None:
+        yield
+        return
+    passes.alive = alive = Alive(beside)
+    try:
+        yield
+    finally:
+        passes.alive, passes.most = None, max(passes.most, alive.most)
 
 
 def sums_of(passes: Passes, micros: Iterator[tuple[Micro, Any, Any]], count: int) -> Sums:
@@ -90,15 +118,23 @@ class OneByOne(Passes):
         samples = within.batch_norm.samples = len(micro.positions)
         last = number == count - 1
         with exchange.micro_batch(last), within.keyed(micro), within.batch_norm:
-            with within.log.span(f"F{number}", "compute"), within.casting():
+            with within.log.span(f"F{number}", "compute"), within.casting(), self.noted(inputs, target):
                 total, weight = exchange.module(inputs, target, samples)
             value = float(total.detach())
             if not math.isfinite(value):
                 with within.batch_norm.looking():
-                    raise StepFailed("the loss is not finite", tensor=first_not_finite(summed.model, inputs, target))
+                    raise StepFailed("the loss is not finite", tensor="loss" if exchange.shards is not None else
+                                     first_not_finite(summed.model, inputs, target))        # which is a forward of one rank
             # what is not linear in a gradient (a hook that clips) sees on one worker that of the mean, as without this library
             alone = within.world.size == count == 1
             scale = 1.0 / weight if alone and weight and not summed.linear else 1.0
             with within.log.span(f"B{number}", "compute"):
                 total.backward(None if scale == 1.0 else total.new_tensor(scale))
         return Sums(value, weight, scale)
+
+    def noted(self, *batch: Any) -> AbstractContextManager[Any]:
+        """Around the forward of a batch."""
+        if self.alive is None:
+            return contextlib.nullcontext()
+        self.alive.beside(tensors_of(list(batch)))
+        return self.alive.noting()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from paragrad.datasets.loading import called, copied
 from paragrad.jobs.loss import Summed
+from paragrad.techniques.alive import storage, unchanged_since
 from paragrad.techniques.batch_norm import BatchNorm
 from paragrad.techniques.draws import Draws, Recording, seen
 from paragrad.techniques.kernels import drawing
@@ -46,16 +47,16 @@ class Kept:
 
     def noting(self) -> contextlib.AbstractContextManager[Any]:
         """Around a forward."""
-        return torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
+        return torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: unchanged_since(*kept))
 
-    def _keep(self, tensor: Tensor) -> Tensor:
+    def _keep(self, tensor: Tensor) -> tuple[Tensor, int]:
         self.coarsest = max(self.coarsest, torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0)
-        self.bytes |= _storage(tensor)
-        return tensor
+        self.bytes |= dict(filter(None, [storage(tensor)]))
+        return tensor, tensor._version
 
     def beside(self, module: nn.Module) -> int:
         """Bytes that are not its parameters."""
-        parameters = {address for parameter in module.parameters() for address in _storage(parameter)}
+        parameters = {address for address, _ in filter(None, map(storage, module.parameters()))}
         return sum(size for address, size in self.bytes.items() if address not in parameters)
 
 
@@ -89,14 +90,6 @@ def probed(module: Summed, inputs: Any, target: Any, samples: int, norm: BatchNo
         batches = {count: repeated(count) for count in (2, 3)}         # what loading draws is no matter of the model's
         draws = seen(lambda count: module(*copied(batches[count]), 0))       # what one sample weighs is no matter
     return Probe(some_unused, kept.beside(module) // max(samples, 1), module.known, norm.computed, kept.coarsest, linear, draws)
-
-
-def kept_for_backward(module: Summed, inputs: Any, target: Any, samples: int) -> int:
-    """Bytes that backward keeps of a batch besides parameters; 0 where nobody can look (torch.func takes no hooks)."""
-    kept = Kept()
-    with contextlib.suppress(RuntimeError), kept.noting():
-        module(*copied((inputs, target)), samples)
-    return kept.beside(module)
 
 
 # ---- what is not linear in a gradient: hooks and autograd functions that clip it, or divide it by its norm -------------------
@@ -146,14 +139,6 @@ def _is_linear(module: nn.Module, total: Tensor) -> bool:
         return True
     return all(one is None or each.grad is None or torch.allclose(16 * each.grad, one, rtol=1e-3, atol=0.0, equal_nan=True)
                for one, each in zip(first, module.parameters(), strict=True))
-
-
-def _storage(tensor: Tensor) -> dict[int, int]:
-    """Its bytes, by its address; nothing where it has no storage, as a sparse tensor."""
-    try:
-        return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()}
-    except RuntimeError:
-        return {}
 
 
 def first_not_finite(model: nn.Module, inputs: Any, target: Any) -> str:

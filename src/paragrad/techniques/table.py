@@ -47,8 +47,9 @@ def checks_of(strategy: Strategy) -> list[Callable[[nn.Module, Any], None]]:
     return [check for factor in factors_of(strategy) if (check := _part(factor, "check") if ours(factor) else None)]
 
 
-def share_of(strategy: Strategy, model: nn.Module, example: Any, world: World) -> Share:
+def share_of(strategy: Strategy, model: nn.Module, example: Any, world: World, looks: dict[str, Any]) -> Share:
     """This rank's share of a model, which is changed: cut by the innermost factor first, along its axes. Collective.
+    looks: by the names of factors what each saw before it cut; kept there, and taken from there.
 
     One of a user's own has a method: share(model, example, axis).
     """
@@ -58,8 +59,9 @@ def share_of(strategy: Strategy, model: nn.Module, example: Any, world: World) -
             axes = [axis.name for axis in factor.axes if axis.divides != "samples"]
             try:
                 looked = _part(factor, "look")          # once, and told to all: replicas are cut alike
-                seen = [world.agreed(looked(share.model, example) if world.rank == 0 else None)] if looked else []
-                found = made(share.model, example, world.along(axes), *seen)
+                if looked and factor.name not in looks:
+                    looks[factor.name] = world.agreed(looked(share.model, example) if world.rank == 0 else None)
+                found = made(share.model, example, world.along(axes), *([looks[factor.name]] if looked else []))
             except Exception as error:
                 if ours(factor) or isinstance(error, StepFailed):
                     raise

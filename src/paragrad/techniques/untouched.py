@@ -16,6 +16,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from paragrad.world.generators import generators_kept
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from paragrad.jobs.loss import Summed
 
 INTERNAL = frozenset(name for name in vars(nn.Module()) if name[0] == "_")
+HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "hooks" in name and isinstance(value, dict))
 UNCHANGING = (type(None), bool, int, float, str, bytes, complex, torch.Size, torch.dtype, torch.device)
 GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
 
@@ -50,21 +52,25 @@ class Before:
     """A model and its loss as they are; later, what changed.
 
     values: names of parameters whose values and gradients are kept too, to put them back; whether others changed is told by
-    their versions, which `parameter.data` does not move.
+    their versions, which `parameter.data` does not move.  buffers: they are kept too, and hooks: a model that registers them in
+    its first forward, and notes in an attribute that it did, would do so again.
     """
 
     def __init__(self, module: Summed, values: Iterable[str] = (), buffers: bool = False) -> None:
         self.owners = dict(_owners(module))
         modules = [owner for owner in self.owners.values() if isinstance(owner, nn.Module)]
-        self.parameters = dict(module.model.named_parameters())
+        # a shard is changed by no forward: that sees the whole parameter, which is gone after it
+        self.parameters = {name: parameter for name, parameter in module.model.named_parameters()
+                           if not is_traceable_wrapper_subclass(parameter)}
         self.versions = {name: parameter._version for name, parameter in self.parameters.items()}
         self.names = {name: set(vars(owner)) for name, owner in self.owners.items()}
         self.state = {name: {what: _copied(vars(owner)[what]) for what in _names(owner) if _plain(vars(owner)[what])}
                       for name, owner in self.owners.items()}
         self.values = {name: (self.parameters[name].data, self.parameters[name].detach().clone(), self.parameters[name].grad)
-                       for name in values}
+                       for name in values if name in self.parameters}
         self.buffers = [(each, dict(each._buffers), {name: buffer.detach().clone() for name, buffer in each._buffers.items()
                                                      if buffer is not None}) for each in modules] if buffers else []
+        self.hooks = [(hooks, hooks.copy()) for each in modules for hooks in _hooks(each)] if buffers else []
 
     def changed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(parameters, Python state) that are not as they were, by name, as they are now."""
@@ -90,8 +96,13 @@ class Before:
         for each, held, values in self.buffers:
             for name, value in values.items():
                 set_values(held[name], value)
-            each._buffers.clear()
-            each._buffers.update(held)
+            if any(each._buffers.get(name) is not buffer for name, buffer in held.items()) or len(each._buffers) > len(held):
+                each._buffers.clear()
+                each._buffers.update(held)
+        for hooks, held in self.hooks:
+            if hooks.keys() != held.keys():
+                hooks.clear()
+                hooks.update(held)
         for name, owner in self.owners.items():
             before, now = self.state[name], vars(owner)
             for what in [what for what in _names(owner) if what not in self.names[name]]:
@@ -99,6 +110,14 @@ class Before:
             for what, value in before.items():
                 if what not in now or not same(now[what], value):
                     _put(now, what, value)
+
+
+def _hooks(module: nn.Module) -> list[dict[int, Any]]:
+    return [vars(module)[name] for name in HOOKS]
+
+
+def differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def set_values(buffer: Tensor, values: Tensor) -> None:

@@ -64,16 +64,18 @@ def updates_by(optimizer: torch.optim.Optimizer, known: bool = False) -> str:
     return ALL
 
 
-def hooked(optimizer: torch.optim.Optimizer) -> bool:
-    """Does more than the class's own step run in a step? A learning rate scheduler's counting around it does not. Of one that
-    was never initialised as an Optimizer (a wrapper with the groups of another), nobody knows."""
+def hooked(optimizer: torch.optim.Optimizer) -> str | None:
+    """What runs in a step besides the class's own, or None. A learning rate scheduler's counting around it is nothing. Of one
+    that was never initialised as an Optimizer (a wrapper with the groups of another), nobody knows."""
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        return True
+        return "a step of its own around another optimizer's"
+    for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks,
+                  of_torch._global_optimizer_pre_hooks, of_torch._global_optimizer_post_hooks):
+        for hook in hooks.values():
+            return f"the hook {getattr(hook, '__name__', type(hook).__name__)}"
     step = vars(optimizer).get("step")
     counted = getattr(step, "_wrapped_by_lr_sched", False) and getattr(step, "__wrapped__", None) is type(optimizer).step
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-                or of_torch._global_optimizer_pre_hooks or of_torch._global_optimizer_post_hooks
-                or (step is not None and not counted))
+    return "a step that was put on the object" if step is not None and not counted else None
 
 
 def _chosen(parameters: list[Tensor], most: int) -> list[Tensor]:

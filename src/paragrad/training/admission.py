@@ -15,21 +15,24 @@ import torch
 from paragrad.datasets.loading import brought, parted
 from paragrad.errors import Refused, StepFailed
 from paragrad.jobs.job import CPU, Job, opened
+from paragrad.jobs.loss import Summed
 from paragrad.notation.choices import Integer, Integers
 from paragrad.players.proof import GOALS, check
 from paragrad.schedules.sabotage import sabotaged
 from paragrad.strategies.strategy import Here, Promise, Strategy, factors_of
 from paragrad.strategies.table import refuse_unbuilt, resolve, strategy
 from paragrad.techniques.table import bringing, checks_of, cuts, ours
+from paragrad.techniques.untouched import untouched
 from paragrad.training import checkpoint
-from paragrad.training.door import Findings, examined, uncut
+from paragrad.training.apart import refuse_reading, refuse_views
+from paragrad.training.divisible import alone, uncut
+from paragrad.training.door import Findings, examined
 from paragrad.training.first_step.causes import by_layout
 from paragrad.training.room import refuse_crowded
 from paragrad.training.saved import Saved
 from paragrad.training.settings import Settings
 from paragrad.world.axes import grid
 from paragrad.world.backends.shm.region import unavailable
-from paragrad.world.generators import generators_kept
 from paragrad.world.joining import check_interfaces, launched_size, ranks_here
 from paragrad.world.launched import cores
 from paragrad.world.launching import Ranks, files
@@ -47,6 +50,7 @@ class Admitted:
     backend: str                                    # what carries the ranks' messages
     saved: Saved | None = None                      # what to go on from
     tried: str | None = None                        # what a trial saw (`trial.py`)
+    fitted: str | None = None                       # why the batch is as large as it is, where it was found (`fit.py`)
 
     @property
     def size(self) -> int:
@@ -99,6 +103,19 @@ class Asked:
     def by_layout(self) -> str | None:
         drawn = self.facts.probe.draws.by_layout
         return by_layout(drawn) if drawn else None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        rest = self.facts.samples % self.full
+        return (self.full, rest) if rest else (self.full,)
+
+    @property
+    def alone(self) -> str | None:
+        return alone(self.named, self.data) if self.facts.probe.normed else None
+
+    @property
+    def drawn_outside(self) -> tuple[str, ...]:
+        return self.facts.probe.draws.others
 
 
 def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, facts: Findings | None = None) -> Admitted:
@@ -252,16 +269,23 @@ def not_sharing(settings: Settings) -> str | None:
 
 
 def check_cut(job: Job, asked: Strategy, resolved: Strategy, data: Path | None) -> None:
-    """Refuse a model that cannot be cut as asked for, tried on two samples."""
-    for cuttable in checks_of(resolved):
-        samples = job.samples(opened(job.train, data))
-        model, inputs = job.model_to_train(), brought(parted(samples[0, list(range(min(len(samples), 2)))])[0], CPU,
-                                                      job.parameter_dtype)
-        try:
-            with generators_kept():
-                cuttable(model, inputs)
-        except StepFailed as error:
-            raise Refused(f"job {job.name}, {asked}: {error}") from error
+    """Refuse a model that cannot be cut as asked for, tried on two samples; and what would not follow parts or shards of it."""
+    if not cuts(resolved) and not resolved.sharded:
+        return
+    if resolved.sharded and not hasattr(torch.distributed, "reduce_scatter_single"):
+        raise Refused(f"{asked} wants torch 2.13 or later, and this is {torch.__version__}; leave out state=fully_sharded")
+    samples = job.samples(opened(job.train, data))
+    inputs, target = brought(parted(samples[0, list(range(min(len(samples), 2)))]), CPU, job.parameter_dtype)
+    try:
+        module = Summed(job.built_model(), job.built_loss())
+        refuse_views(module.model)
+        refuse_reading(module, inputs, target)
+        for cuttable in checks_of(resolved):
+            module = Summed(job.built_model(), job.built_loss())
+            with untouched(module):
+                cuttable(module.model, inputs)
+    except StepFailed as error:
+        raise Refused(f"job {job.name}, {asked}: {error}") from error
 
 
 def check_plans(asked: Strategy, resolved: Strategy, settings: Settings) -> None:

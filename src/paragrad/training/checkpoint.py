@@ -167,19 +167,21 @@ def _try_to_load(saved: Saved, job: Job) -> None:
     load(saved, Snapshot(0, "", model, optimizer, scheduler, {}, {}))
 
 
-def load(saved: Saved, into: Snapshot, device: str = "cpu") -> None:
-    """Put a checkpoint into a training before its first step, whatever its strategy. Raises Refused if it does not fit."""
+def load(saved: Saved, into: Snapshot, device: str = "cpu", weights: bool = True) -> None:
+    """Put a checkpoint into a training before its first step, whatever its strategy. weights: the model's too. Raises Refused
+    if it does not fit."""
     _check_fit(saved, into)
     try:
-        _load(saved, into, device)
+        _load(saved, into, device, weights)
     except Exception as error:
         raise Refused(f"{saved.folder} does not fit what is trained here: {type(error).__name__}: {error}; resume it as it "
                       "was, or from another checkpoint") from error
 
 
-def _load(saved: Saved, into: Snapshot, device: str) -> None:
+def _load(saved: Saved, into: Snapshot, device: str, weights: bool) -> None:
     kept, names = saved.state["optimizer"], into.names
-    load_weights(into.model, saved.folder / "model.safetensors", device)
+    if weights:
+        load_weights(into.model, saved.folder / "model.safetensors", device)
     values: dict[str, dict[str, Any]] = {name: dict(scalars) for name, scalars in kept["scalars"].items()}
     for key, tensor in load_tensors(saved.folder / "optimizer.safetensors").items():
         name, _, what = key.rpartition("/")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
 import warnings
 from collections.abc import Callable
@@ -23,7 +22,6 @@ from paragrad.datasets.loading import (
     brought,
     called,
     copied,
-    cut,
     parted,
     refuse_loader,
     tensors_of,
@@ -100,21 +98,10 @@ def examined(job: Job, data: Path | None = None) -> Findings:
     return facts
 
 
-def uncut(job: Job, data: Path | None = None) -> str | None:
-    """Why batches of a job cannot be cut into micro-batches, or None. Batches of two lengths are looked at: one may be that of
-    another dimension by chance."""
-    train = opened(job.train, data)
-    for count in {min(len(train), 3), min(len(train), 2)}:
-        fetch = functools.partial(job.samples(train).__getitem__, (0, list(range(count))))
-        batch = _called(job, "fetching a batch of train", fetch)
-        try:
-            cut(batch, slice(0, 1), count)
-        except ValueError as error:
-            return str(error)
-    return None
-
-
 def _check_fields(job: Job) -> None:
+    if job.batch == "fit":
+        raise Refused(f"job {job.name}: batch='fit' is found by train alone, for one strategy on this host "
+                      "(train(job, strategy, memory='2GB'), --batch fit --memory 2GB); give a whole number here")
     for name, least in (("batch", 1), ("epochs", 0)):
         value = getattr(job, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:

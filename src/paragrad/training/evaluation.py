@@ -32,10 +32,10 @@ def evaluated(world: World, module: Summed, passes: Passes | None, layout: Layou
 
     passes: None before the first step.
 
-    Without gradients; with them if the first batch fails without, as a model does that takes some itself (forces), where
-    the weight of a loss is read off its graph, and where the model is cut.
+    Without gradients; with them if the first batch fails without, as a model does that takes some itself (forces; one that is
+    cut was refused then), and where the weight of a loss is read off its graph.
     """
-    total, weight, gradients = 0.0, 0.0, (metric is None and module.by_graph) or layout.cut
+    total, weight, gradients = 0.0, 0.0, metric is None and module.by_graph
     outputs = passes.outputs if passes else lambda several: [called(module.model, inputs) for inputs in several]
     mine = evenly(len(samples), world.size)[world.rank]
     batches = [mine[start:start + BATCH] for start in range(0, len(mine), BATCH)]

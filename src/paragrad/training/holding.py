@@ -12,28 +12,32 @@ import torch
 from torch import Tensor, nn
 
 from paragrad.errors import StepFailed
+from paragrad.jobs.job import TRAINED, Job
 from paragrad.jobs.loss import Summed
 from paragrad.strategies.strategy import Strategy
-from paragrad.techniques import layout
+from paragrad.techniques import layout, one_copy
 from paragrad.techniques.cut import Share
 from paragrad.techniques.draws import Draws
 from paragrad.techniques.layout import Held, Layout
 from paragrad.techniques.slices import FOREACH
-from paragrad.techniques.table import share_of
+from paragrad.techniques.table import bringing, cuts, ours, share_of
 from paragrad.techniques.untouched import same
-from paragrad.techniques.updating import ALL, ELEMENT, updates_by
+from paragrad.techniques.updating import ALL, ELEMENT, hooked, updates_by
+from paragrad.training.settings import Settings
 from paragrad.world.world import World
 
 
 @dataclass(frozen=True)
 class Holding:
     """module: this rank's part of the model, and the loss;  layout: where it stands in the whole;  hollow: the whole, without
-    values;  draws: with the number that each random call of the part has in the whole;  chose: as in Share."""
+    values;  draws: with the number that each random call of the part has in the whole;  chose: as in Share;  groups: of the
+    optimizer, the serial names of its parameters."""
     module: Summed
     layout: Layout
     hollow: nn.Module
     draws: Draws
     chose: tuple[tuple[str, str, str], ...]
+    groups: list[list[str]]
 
 
 def placed(strategy: Strategy, world: World) -> World:
@@ -46,10 +50,29 @@ def placed(strategy: Strategy, world: World) -> World:
     return found if strategy.serves(world.rank) else found.with_axes(*strategy.axes)
 
 
+def once_on_a_host(strategy: Strategy, world: World) -> bool:
+    """Do the ranks of one host have the whole model's values in one place, until it is cut?"""
+    return cuts(strategy) and world.size > 1 and world.device.type == "cpu"
+
+
+def begun_of(world: World, job: Job, strategy: Strategy, settings: Settings) -> dict[str, Any]:
+    """What a Trainer is made of where it trains a job: model, optimizer and all that the job says. Collective."""
+    if once_on_a_host(strategy, world):
+        begun = one_copy.built(world, job.model_to_train)
+        TRAINED.add(begun.model)
+    else:
+        begun = one_copy.Start(job.model_to_train().to(world.device))
+    optimizer = job.optimizer(begun.model.parameters())
+    return {"model": begun.model, "loss": job.built_loss(world.device), "optimizer": optimizer, "seed": job.seed,
+            "examined": True, "scheduler": job.scheduler(optimizer) if job.scheduler else None, "clip_norm": job.clip_norm,
+            "autocast": job.autocast, "collate": job.collate, "dtype": job.parameter_dtype, "begun": begun,
+            "how": settings.how, "reverse": settings.reverse, "unchecked": settings.unchecked}
+
+
 def divided(strategy: Strategy, module: Summed, optimizer: torch.optim.Optimizer, draws: Draws, world: World, example: Any,
-            whole_too: bool) -> Holding:
-    """Cut a model, and let the optimizer hold this rank's part. Collective. example: inputs of some samples;  whole_too: the
-    whole model stays as it is beside it.
+            looks: dict[str, Any], whole_too: bool) -> Holding:
+    """Cut a model, and let the optimizer hold this rank's part. Collective. example: inputs of some samples;
+    looks: as share_of has them;  whole_too: the whole model stays as it is beside it.
 
     Raises StepFailed where the parts do not make up the model, or where the optimizer cannot update parts.
     """
@@ -58,12 +81,15 @@ def divided(strategy: Strategy, module: Summed, optimizer: torch.optim.Optimizer
     if hooked := [name for name, each in parameters.items() if each._backward_hooks or each._post_accumulate_grad_hooks]:
         raise StepFailed(f"{strategy} cuts it, and it has a hook, which its parts would not have; hook the module",
                          tensor=", ".join(hooked[:3]))
+    untouched = all(map(ours, bringing(strategy, "share")))         # by ours the values are; others' may write to them
+    twin = one_copy.beside if untouched else copy.deepcopy
     try:
-        hollow, model = layout.hollow(module.model), copy.deepcopy(module.model) if whole_too else module.model
+        hollow, model = layout.hollow(module.model), twin(module.model) if whole_too else module.model
     except RuntimeError as error:
         raise StepFailed(f"the model cannot be copied, as a cut wants it: {error}") from error
     serial = {**parameters, **{name: buffer.clone() for name, buffer in module.model.named_buffers()}}
-    share = share_of(strategy, model, example, world)
+    share = share_of(strategy, model, example, world, looks)
+    one_copy.own(share.model)
     if draws.others and share.draws is not None:
         raise StepFailed(f"the model draws from {', '.join(draws.others)}, and in parts its calls are others; draw by torch, "
                          f"or in the dataset, or train without {strategy}")
@@ -73,11 +99,13 @@ def divided(strategy: Strategy, module: Summed, optimizer: torch.optim.Optimizer
     own = Layout(world.along([axis.name for axis in world.axes if axis.divides != "samples"]), share.held, list(serial),
                  share.gives)
     _check(strategy, own, share, serial, optimizer, kind)
+    names = {parameter: name for name, parameter in parameters.items()}
+    groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
     held: dict[Tensor, list[tuple[Held, Tensor]]] = {parameter: [] for parameter in parameters.values()}
     for name, parameter in share.model.named_parameters():
         held[parameters[share.held[name].name]].append((share.held[name], parameter))
     layout.hand_over(optimizer, held)
-    return Holding(module.around(share.model), own, hollow, replace(draws, serial=share.draws), share.chose)
+    return Holding(module.around(share.model), own, hollow, replace(draws, serial=share.draws), share.chose, groups)
 
 
 def check_given(weights: list[float], givers: int) -> None:
@@ -101,6 +129,10 @@ def _check(strategy: Strategy, own: Layout, share: Share, serial: Mapping[str, T
         raise StepFailed(f"{strategy} cuts the model wrongly: {told}; every element of every parameter and buffer is to be "
                          "held, and to count on one rank of a replica")
     parts = own.world.all_reduced(torch.tensor(float(any(held.where is not None for held in share.held.values()))), "MAX")
+    if beside := hooked(optimizer):
+        raise StepFailed(f"{type(optimizer).__name__} has {beside}, which may look at parameters that are on another rank, for "
+                         f"{strategy} cuts the model; do what it does in the step() of an optimizer of your own, or train "
+                         f"without {strategy}")
     if kind == ALL or (kind != ELEMENT and parts):
         raise StepFailed(f"{type(optimizer).__name__} wants {'all parameters' if kind == ALL else 'whole tensors'} together "
                          f"(tried on a small copy), and {strategy} cuts them; use one that updates element by element, such as "

@@ -160,11 +160,13 @@ class Training:
 def log_memory(trainer: Trainer) -> None:
     """Write the bytes that a rank holds into the record."""
     state = [value for group in trainer.optimizer.state.values() for value in group.values() if isinstance(value, Tensor)]
-    exchange = trainer.exchange
+    exchange, activations = trainer.exchange, trainer.passes.most if trainer.passes else 0
+    if not activations and not trainer.layout.cut:              # passes of a user's own: what a look at the model showed
+        activations = trainer.activations
     trainer.log.memory(
         parameters=_bytes(trainer.parameters.values()) // (exchange.sharing if exchange else 1), optimizer=_bytes(state),
         gradients=_bytes(each for each in trainer.parameters.values() if each.requires_grad),
-        **({} if trainer.layout.cut else {"activations": trainer.activations}),         # of a part nobody looked
+        **({"activations": activations} if activations or not trainer.layout.cut else {}),       # nobody looked
         exchange=exchange.largest if exchange else 0)
 
 

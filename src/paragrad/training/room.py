@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
 from paragrad.datasets.loading import brought, parted
 from paragrad.datasets.order import refuse_unordered
 from paragrad.errors import Refused
 from paragrad.jobs.job import CPU, Job, opened
 from paragrad.jobs.loss import Summed
-from paragrad.strategies.shares import divide
+from paragrad.strategies.shares import Micro, divide
 from paragrad.strategies.strategy import Strategy
-from paragrad.techniques.probe import kept_for_backward
+from paragrad.techniques.draws import Draws
+from paragrad.techniques.table import cuts
 from paragrad.techniques.untouched import restored
+from paragrad.techniques.weighing import whole
 from paragrad.training.door import Findings
 from paragrad.world.generators import generators_kept
 from paragrad.world.joining import launched_size
@@ -38,16 +38,23 @@ def refuse_crowded(job: Job, asked: Strategy, resolved: Strategy, facts: Finding
     model, full, micro = facts.parameters * job.parameter_dtype.itemsize, min(job.batch, facts.samples), resolved.division.micro
     largest = -(-max(divide(full, resolved.division.shares)) // micro)
 
-    def wanted(ranks: int, of_sample: int) -> int:
-        return model + ranks * (PROCESS + model) + min(ranks * largest, full) * of_sample
+    def gradients(ranks: int) -> int:
+        return model * (len(resolved.division.shares) if cuts(resolved) else ranks)         # of a cut model, once a replica
 
-    if wanted(here, facts.probe.activations) <= left or wanted(here, of_sample := _by_sample(job, data)) <= left:
+    def wanted(ranks: int, of_sample: int) -> int:
+        return model + ranks * PROCESS + gradients(ranks) + min(ranks * largest, full) * of_sample
+
+    if wanted(here, facts.probe.activations) <= left:
+        return
+    of_sample = _by_sample(job, facts.probe.draws, data)
+    if wanted(here, of_sample) <= left:
         return
     kept = min(here * largest, full)
     told = (f"{asked} wants at least {_sized(wanted(here, of_sample))} here: {here} process{'es' if here > 1 else ''} of "
-            f"{_sized(PROCESS + model)} with gradients, {_sized(model)} of parameters, {_sized(kept * of_sample)} that "
-            f"backward keeps of {kept} sample{'s' if kept > 1 else ''}; {_sized(left)} are left: ")
-    if here > 1 and (fit := (left - model - full * of_sample) // (PROCESS + model)) > 0:
+            f"{_sized(PROCESS + gradients(here) // here)} with gradients, {_sized(model)} of parameters, "
+            f"{_sized(kept * of_sample)} that backward keeps of {kept} sample{'s' if kept > 1 else ''}; "
+            f"{_sized(left)} are left: ")
+    if here > 1 and (fit := (left - model - full * of_sample) // (PROCESS + gradients(here) // here)) > 0:
         raise Refused(f"{told}at most {fit} rank{'s fit' if fit > 1 else ' fits'}")
     if wanted(here, 0) > left:
         raise Refused(f"{told}the model does not fit; train a smaller one, or on a host with more memory")
@@ -55,15 +62,16 @@ def refuse_crowded(job: Job, asked: Strategy, resolved: Strategy, facts: Finding
                   + (f", or cut it into micro-batches (micro={2 * micro})" if largest > 1 else ""))
 
 
-def _by_sample(job: Job, data: Path | None) -> int:
+def _by_sample(job: Job, draws: Draws, data: Path | None) -> int:
     """Bytes that backward keeps of one sample more."""
     samples, model = job.samples(opened(job.train, data)), job.built_model()
     module = Summed(model, job.built_loss())
     found = []
     for count in sorted({min(len(samples), 2), min(len(samples), 4)}):
-        with generators_kept(), restored(module), torch.autocast("cpu", job.autocast, enabled=job.autocast is not None):
-            pair = parted(brought(samples[0, list(range(count))], CPU, job.parameter_dtype))
-            found.append((count, kept_for_backward(module, *pair, count)))
+        places = list(range(count))
+        with generators_kept(), restored(module):
+            pair = parted(brought(samples[0, places], CPU, job.parameter_dtype))
+            found.append((count, whole(module, draws, job.autocast, (Micro(places, places), *pair)).kept))
     (few, least), (more, most) = found[0], found[-1]
     return max(0, most - least) // max(1, more - few)
 

@@ -14,6 +14,7 @@ import torch
 from paragrad.errors import Refused
 from paragrad.jobs.job import Job
 from paragrad.notation.choices import unknown
+from paragrad.planner.simulation import read_bytes
 from paragrad.players.machine import Machine, machine_of, read_machine
 from paragrad.record import tensorboard, trace
 from paragrad.schedules.sabotage import SABOTAGES
@@ -45,6 +46,7 @@ class Settings:
     save: a checkpoint every so many steps and at the end (None: only when asked to stop);  resume: the folder of a run
     whose last checkpoint to go on from, or of one checkpoint;  until: "accuracy=97.5", where to stop;
     tensorboard: write event files too;  trace: a file for what every rank did when, which Perfetto opens;
+    memory: what a rank may hold, with batch="fit": "2GB", or bytes;
     machine: a machine file, from which `auto` picks an all-reduce;  sabotage: a planted bug in the exchange;
     unproved: do not prove the schedule at the door;
     unchecked: do not compare the first step with one worker's, and go on with what is known to be another training;
@@ -61,6 +63,7 @@ class Settings:
     until: str | Until | None = None
     tensorboard: bool = False
     trace: str | Path | None = None
+    memory: str | int | None = None
     machine: str | Path | None = None
     sabotage: str | None = None
     unproved: bool = False
@@ -84,6 +87,14 @@ class Settings:
             return Until(metric.strip(), float(value if sign else ""))
         except ValueError:
             raise Refused(f"--until {self.until}: write metric=value, for example accuracy=97.5") from None
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes that a rank may hold. Raises Refused."""
+        found = read_bytes(self.memory) if isinstance(self.memory, str) else self.memory
+        if found is not None and (isinstance(found, bool) or not isinstance(found, int) or found < 1):
+            raise Refused(f"memory must be bytes above 0, such as '2GB', got {self.memory!r}")
+        return found
 
     @property
     def known_machine(self) -> Machine | None:
@@ -120,6 +131,9 @@ class Settings:
             trace.check(Path(self.trace))
         if self.machine:
             machine_of(Path(self.machine), cores())         # it refuses a file that is none, and warns of another machine's
+        if self.budget is not None and job is not None and job.batch != "fit":
+            raise Refused(f"memory {self.memory} says what a rank may hold where the batch is to be found; give batch='fit' "
+                          f"(--batch fit) in place of {job.batch!r}, or leave it out")
         if job is not None:
             self._check_until(job)
 

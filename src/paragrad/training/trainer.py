@@ -29,11 +29,13 @@ from paragrad.record.log import Log
 from paragrad.record.record import Recorder
 from paragrad.strategies.shares import Micro
 from paragrad.strategies.strategy import Strategy
+from paragrad.techniques import one_copy
 from paragrad.techniques.batch_norm import BatchNorm
-from paragrad.techniques.draws import Draws, keyed
+from paragrad.techniques.draws import Calls, Draws, keyed
 from paragrad.techniques.exchange import Exchange, How, counted
 from paragrad.techniques.layout import Layout, filled
-from paragrad.techniques.passes import Passes, Sums, sums_of
+from paragrad.techniques.one_copy import Start
+from paragrad.techniques.passes import COUNTED, Passes, Sums, counting, sums_of
 from paragrad.techniques.probe import Probe
 from paragrad.techniques.untouched import Before
 from paragrad.techniques.updating import Alike, in_eval_mode
@@ -44,11 +46,11 @@ from paragrad.training.evaluation import Metric, evaluated, evaluating
 from paragrad.training.feed import Feed
 from paragrad.training.first_step.proof import Proof
 from paragrad.training.first_step.start import before, certain, prove
-from paragrad.training.holding import Holding, check_given, placed
+from paragrad.training.holding import Holding, begun_of, check_given, placed
 from paragrad.training.saved import Saved, newest_of_all
 from paragrad.training.settings import Settings
 from paragrad.world.generators import seed_everything
-from paragrad.world.waiting import Watch
+from paragrad.world.waiting import Watch, failure
 from paragrad.world.world import World
 
 
@@ -72,20 +74,20 @@ class Trainer:
     strategy (the union of all ranks' parts, micro-batch by micro-batch);  reverse: each micro-batch in reverse order (the
     rounding twin);  examined: the loss was looked at, at the door; otherwise it is before the first step;  unchecked: do not
     compare the first step with one worker's, and go on where draws depend on the layout;  seen: what a look at the model
-    showed at the door.
+    showed at the door;  begun: how the model came here, where it is cut.
     """
 
     def __init__(self, world: World, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, strategy: Strategy, *,
                  seed: int = 0, scheduler: Any = None, clip_norm: float | None = None, autocast: torch.dtype | None = None,
                  collate: Collate | None = None, dtype: torch.dtype | None = None, record: Recorder | None = None,
                  how: How | None = None, like: Strategy | None = None, reverse: bool = False, examined: bool = False,
-                 unchecked: bool = False, seen: Probe | None = None) -> None:
-        self.everyone, self.world = world, placed(strategy, world)
-        self.serves = strategy.serves(world.rank)       # this rank is a server: it has no steps
+                 unchecked: bool = False, seen: Probe | None = None, begun: Start | None = None) -> None:
+        self.everyone, self.world, self.serves = world, placed(strategy, world), strategy.serves(world.rank)    # without steps
         self.model, self.optimizer, self.strategy = model, optimizer, strategy
         self.seed, self.scheduler, self.clip_norm, self.autocast, self.collate = seed, scheduler, clip_norm, autocast, collate
         self.log, self.how, self.reverse = Log(record), how or How(), reverse
         self.examined, self.unchecked, self.seen = examined, unchecked, seen
+        self.hosts = begun.told(self.log, world) if begun else None     # where the ranks of one have the model in one place
         self.division = (like or strategy).division
         self.replicated = self.world.dividing("samples")
         self.replicas = list(range(len(self.division.shares))) if like else [self.replicated.rank]      # whose shares it runs
@@ -97,36 +99,31 @@ class Trainer:
         self.dtype = dtype or shared_type(model)
         self.module, self.known_by = Summed(model, loss), {} if examined else {"model": described(model)}      # own loops
         self.everything = list(self.module.parameters())
-        self.layout = Layout()                      # what of the model this rank holds, from the cut on
-        # the whole model, which has no values after the cut; the user's own, in a loop of theirs
-        self.hollow, self.given = model, None if examined else model
+        self.layout = self.held = Layout()          # what of the model this rank holds, from the cut on; held: or its shards
+        self.groups: list[list[str]] = []           # then, serial names of the parameters in each group of the optimizer
+        self.hollow, self.given = model, None if examined else model        # without values once it is cut; the user's own
         self.exchange: Exchange | None = None
         self.passes: Passes | None = None
+        self.looks: dict[str, Any] = {}             # where techniques cut, by their names
         self.feed, self.watch = Feed(self.log, world.device, self.dtype), Watch(self.world)
         self.steps = self.taken = 0                 # taken: by this trainer, which may have begun with a later step
-        self.activations = 0
-        self.coarsest = 0.0                         # eps of the coarsest numbers that backward keeps
+        self.activations, self.coarsest = 0, 0.0    # that backward keeps of a micro-batch: bytes; eps of the coarsest numbers
         self.draws, self.alike = Draws(), Alike(seed, world.device)
-        self.proof: Proof | None = None             # of the step under way, that it is one worker's
-        self.kept: Before | None = None             # what it began with
+        self.proof: Proof | None = None             # of the step under way, that it is one worker's; kept: what it began with
+        self.kept: Before | None = None
         self.rehearsing = self.cast = False         # cast: the passes were under autocast
         self.batch_norm = BatchNorm(self.replicated, model, self._count_batch_norm, own=strategy.batch_norm == "share")
         seed_everything(seed + 1 + world.rank)              # what is drawn from here on differs by rank
 
     @classmethod
     def of_job(cls, world: World, job: Job, strategy: Strategy, settings: Settings | None = None, **more: Any) -> Trainer:
-        """The trainer of a job, whose model and optimizer every rank builds itself."""
-        settings = settings or Settings()
-        more = {"how": settings.how, "reverse": settings.reverse, "unchecked": settings.unchecked, **more}
-        model = job.model_to_train().to(world.device)
-        optimizer = job.optimizer(model.parameters())
-        return cls(world, model, job.built_loss(world.device), optimizer, strategy, seed=job.seed, clip_norm=job.clip_norm,
-                   examined=True, scheduler=job.scheduler(optimizer) if job.scheduler else None, autocast=job.autocast,
-                   collate=job.collate, dtype=job.parameter_dtype, **more)
+        """The trainer of a job, whose model every rank builds itself; one that is cut, one rank of every host."""
+        return cls(world, strategy=strategy, **(begun_of(world, job, strategy, settings or Settings()) | more))
 
     def hold(self, part: Holding) -> None:
         """From here on this rank holds a part of the model."""
-        self.module, self.layout, self.hollow, self.draws = part.module, part.layout, part.hollow, part.draws
+        self.module, self.hollow, self.draws, self.groups = part.module, part.hollow, part.draws, part.groups
+        self.layout = self.held = part.layout
         self.model = self.batch_norm.model = part.module.model
         self.parameters, self.everything = dict(self.model.named_parameters()), list(self.module.parameters())
 
@@ -171,6 +168,7 @@ class Trainer:
         assert self.exchange is not None
         if self.layout.cut:
             self.exchange.count("parts", self.layout.sent, computed=True)
+            one_copy.give_back(self.taken == 0)         # the whole model, and what it was compared with
         loss, order = ([own.loss, own.weight], batch.recorded) if self.leads else ([0.0, 0.0], [0, 0])
         self.log.step(self.steps, self.feed.began, epoch=batch.epoch, loss=loss, order=order, sent=dict(self.exchange.sent),
                       lr=rate)
@@ -187,7 +185,9 @@ class Trainer:
         self.layout.sent = 0
         self.exchange.stop = self.world.stop.is_set()
         self.module.doubts, self.cast = 0.0, False
-        own = sums_of(self.passes, batch.parts(inputs, target), len(batch.micros))
+        looks = not self.rehearsing and self.taken < COUNTED and self.coarsest > 0 and self.exchange.shards is None
+        with counting(self.passes, [*self.model.parameters(), *self.model.buffers()] if looks else None):
+            own = sums_of(self.passes, batch.parts(inputs, target), len(batch.micros))
         if self.autocast is not None and not self.rehearsing and not self.cast:
             raise StepFailed(f"the passes of {self.strategy} leave autocast out; make every forward within.casting()")
         self.exchange.doubt = self.module.doubts
@@ -224,12 +224,12 @@ class Trainer:
                 self.alike("schedule", self.steps, self.scheduler.step)
         return own, Result(loss / weight, weight, stop > 0), rate
 
-    def keyed(self, micro: Micro, first: int = 0) -> contextlib.AbstractContextManager[Any]:
+    def keyed(self, micro: Micro, first: int = 0, calls: Calls | None = None) -> contextlib.AbstractContextManager[Any]:
         """Around forward and backward: what is drawn is keyed by each sample's place in the global batch; where the first step
-        drew nothing, a draw ends the run. first: which of this rank's random calls the first one here is."""
+        drew nothing, a draw ends the run. first, calls: as Keyed has them."""
         if not self.draws and not self.splits:
             return contextlib.nullcontext()
-        return keyed(self.draws, self.seed, self.steps, micro.places[:len(micro.positions)], self.splits, first)
+        return keyed(self.draws, self.seed, self.steps, micro.places[:len(micro.positions)], self.splits, first, calls)
 
     def casting(self) -> contextlib.AbstractContextManager[Any]:
         self.cast = True
@@ -259,22 +259,22 @@ class Trainer:
 
     def gradients(self) -> dict[str, Tensor | None]:
         """The gradient of every parameter as the last update used it (mean, clipped); until any rank begins the next step.
-        Collective where the model is cut, as `state` is."""
+        Collective where this rank holds parts, as `state` is."""
         assert self.exchange is not None
-        return self.layout.whole(self.exchange.gradients())
+        return self.held.whole(self.exchange.gradients())
 
     def snapshot(self, identity: dict[str, Any] | None = None) -> Snapshot:
         """This training as it stands, whole on rank 0. Collective. identity: of the Job, where it is one."""
         shapes = {name: list(tensor.shape) for name, tensor in self.hollow.state_dict().items() if isinstance(tensor, Tensor)}
         return Snapshot(self.steps, str(self.strategy), self.whole(), self.optimizer, self.scheduler,
-                        self.layout.state(self.exchange.state()) if self.exchange else {},
+                        self.held.state(self.exchange.state()) if self.exchange else {},
                         identity or {"seed": self.seed, **self.known_by, **checkpoint.shapes_of(shapes)})
 
     def whole(self) -> nn.Module:
-        """The model, put together on rank 0 where it is cut. Collective."""
-        if not self.layout.cut or self.replicated.rank:
+        """The model, put together on rank 0 where ranks hold parts. Collective."""
+        if not self.held.cut or (self.layout.cut and self.replicated.rank):
             return self.hollow
-        tensors = self.layout.whole({**self.parameters, **dict(self.model.named_buffers())}, everywhere=False)
+        tensors = self.held.whole({**self.parameters, **dict(self.model.named_buffers())}, everywhere=False)
         return filled(self.hollow, tensors) if self.world.rank == 0 else self.hollow
 
     def local(self) -> dict[str, Tensor]:
@@ -284,7 +284,7 @@ class Trainer:
 
     def state(self) -> dict[str, Tensor]:
         """The same of the whole model."""
-        return {name: tensor for name, tensor in self.layout.whole(self.local()).items() if tensor is not None}
+        return {name: tensor for name, tensor in self.held.whole(self.local()).items() if tensor is not None}
 
     def save(self, folder: str | Path, identity: dict[str, Any] | None = None) -> None:
         """Write a checkpoint of this step below a folder, and keep the one before it. Collective."""
@@ -303,16 +303,18 @@ class Trainer:
         """Go on from a checkpoint, before the first step. Raises Refused."""
         if self.exchange is not None:
             raise Refused(f"{saved.folder} is loaded before the first step; this training has made {self.taken}")
-        checkpoint.load(saved, self.snapshot(), str(self.world.device))
+        one_copy.loaded(self.world, self.hosts, self.model, lambda weights: checkpoint.load(
+            saved, self.snapshot(), str(self.world.device), weights))
         self.steps = saved.step
 
     def failed(self, error: Exception) -> StepFailed:
         self.log.failed(self.steps)
-        return StepFailed.of(error, self.steps)
+        return failure(self.everyone, error, self.steps)
 
     def close(self) -> None:
         """Let go of the exchange; the model is a plain one again."""
         self.watch.close()
         self.log.failed(self.steps)             # spans that no step took
-        if self.exchange is not None:
-            self.exchange.close()
+        for each in (self.passes, self.exchange):
+            if each is not None:
+                each.close()

@@ -86,9 +86,11 @@ def train(job: JobName, strategy: Strategy = "serial",
           tensorboard: Annotated[bool, typer.Option("--tensorboard", help="write event files into the run's folder")] = False,
           trace: Annotated[Path | None, typer.Option(metavar="FILE", help="what every rank did when, for Perfetto")] = None,
           until: Until = None, runs: Runs = Path("runs"), data: Data = None, device: Device = "cpu", backend: Backend = "auto",
-          machine: Machine = None, loaders: Loaders = 0, batch: Batch = None, epochs: Epochs = None, seed: Seed = None,
-          set_: Set = None, sabotage: Sabotage = None, unproved: Unproved = False, unchecked: Unchecked = False,
-          as_json: Json = False) -> None:
+          machine: Machine = None, loaders: Loaders = 0,
+          batch: Annotated[str | None, typer.Option(help="global batch size, instead of the job's; fit: by --memory")] = None,
+          memory: Annotated[str | None, typer.Option(metavar="BYTES", help="that a rank may hold, with --batch fit")] = None,
+          epochs: Epochs = None, seed: Seed = None, set_: Set = None, sabotage: Sabotage = None, unproved: Unproved = False,
+          unchecked: Unchecked = False, as_json: Json = False) -> None:
     """Train JOB under one strategy. SIGTERM saves a checkpoint and ends it."""
     from paragrad.report import listing
     from paragrad.training.admission import admitted
@@ -100,7 +102,7 @@ def train(job: JobName, strategy: Strategy = "serial",
         settings: dict[str, Any] = {
             "data": data, "device": device, "backend": backend, "overlap": overlap, "loaders": loaders, "save": save,
             "resume": resume, "until": until, "tensorboard": tensorboard, "trace": trace, "sabotage": sabotage,
-            "unproved": unproved, "unchecked": unchecked, "machine": machine,
+            "unproved": unproved, "unchecked": unchecked, "machine": machine, "memory": memory,
             **({} if timeout is None else {"timeout": timeout})}
         if dry_run:
             listing.dry_run(admitted(chosen, strategy, Settings(**settings)), as_json)
@@ -170,13 +172,18 @@ OwnJob = Annotated[str | None, typer.Option("--job", metavar="JOB", help="a job 
 @app.command()
 def draw(strategy: Annotated[str, typer.Argument(help="such as 'data(4, reduce=ring)'; several separated by ;")],
          job: Annotated[str | None, typer.Option(metavar="JOB", help="with its parts, or an all-reduce of your own")] = None,
+         memory: Annotated[bool, typer.Option("--memory", help="the bytes that are alive, with --job")] = False,
          svg: Annotated[Path | None, typer.Option(metavar="FILE", help="also write a space-time diagram")] = None,
          data: Data = None, batch: Batch = None, set_: Set = None) -> None:
-    """Draw what the ranks of a strategy do and send each other, and with --job the parts of its model."""
+    """Draw what the ranks of a strategy do and send each other, and with --job the parts of its model, or what they hold."""
     from paragrad.verbs.draw import draw as drawn
+    from paragrad.verbs.memory import draw_memory
     with answering():
         with Console(stderr=True).status("drawing"):
-            text = drawn(strategy, _job(job, set_, batch, None, None) if job else None, svg, data)
+            chosen = _job(job, set_, batch, None, None) if job else None
+            if memory and chosen is None:
+                raise Refused("--memory draws what a model's activations weigh; say which with --job JOB")
+            text = draw_memory(strategy, chosen, svg, data) if memory and chosen else drawn(strategy, chosen, svg, data)
         print(text)
 
 
@@ -247,14 +254,9 @@ def strategies(job: OwnJob = None, as_json: Json = False) -> None:
         listing.strategies(as_json)
 
 
-def _job(name: str, settings: list[str] | None, batch: int | None, epochs: int | None, seed: int | None) -> Job:
-    from paragrad.jobs.finding import find
-    pairs = [setting.partition("=") for setting in settings or []]
-    for name_, sign, _ in pairs:
-        if not sign:
-            raise Refused(f"--set {name_}: write --set name=value")
-    changes = {key: value for key, value in (("batch", batch), ("epochs", epochs), ("seed", seed)) if value is not None}
-    return find(name, {name_: value for name_, _, value in pairs}).replace(**changes)
+def _job(name: str, settings: list[str] | None, batch: int | str | None, epochs: int | None, seed: int | None) -> Job:
+    from paragrad.jobs.finding import as_typed
+    return as_typed(name, settings or [], batch=batch, epochs=epochs, seed=seed)
 
 
 @contextmanager

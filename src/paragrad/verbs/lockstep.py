@@ -215,7 +215,7 @@ class Comparison:
 
 def check_replicas(trainer: Trainer) -> None:
     """All ranks that hold the same hold the same bits, or StepFailed names the first tensor that differs. Collective."""
-    if unequal := trainer.layout.unequal(trainer.local(), trainer.world):
+    if unequal := trainer.held.unequal(trainer.local(), trainer.world):
         first, other, tensor = unequal
         raise StepFailed(f"the replicas of rank {first} and rank {other} are not equal bit for bit",
                          step=trainer.steps - 1, tensor=tensor, differs=True)

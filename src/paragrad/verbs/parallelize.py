@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paragrad.datasets.loading import Collate
 from paragrad.errors import Refused
@@ -15,9 +15,11 @@ from paragrad.jobs.loss import Loss
 from paragrad.strategies.strategy import Strategy
 from paragrad.strategies.table import refuse_unbuilt
 from paragrad.strategies.table import strategy as read_strategy
+from paragrad.techniques import one_copy
 from paragrad.techniques.layout import fill
 from paragrad.training.admission import check_plans, here_for, ready, threads_of
 from paragrad.training.door import unfit
+from paragrad.training.holding import once_on_a_host
 from paragrad.training.lazy import lazy_names
 from paragrad.training.settings import Settings
 from paragrad.training.trainer import Trainer
@@ -39,7 +41,8 @@ def parallelize(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, 
     autocast: torch.bfloat16, or None;  timeout: seconds to wait for another rank. After `trainer.world.stop.set()` on any rank
     (in a signal handler, say) `result.stop` is true on all ranks at the same step. unchecked: do not compare the first step
     with one worker's. A strategy that cuts the model takes it: from the first step to the end of the context the user's own has
-    no values, `trainer.state()` has; then it is whole again, on every rank. Raises Refused before the first step.
+    no values, `trainer.state()` has; then it is whole again, on every rank, with parameters that are new objects, and so is the
+    optimizer, which holds them. Raises Refused before the first step.
     """
     settings = Settings(device=device, backend=backend)
     _check(model, loss, optimizer, scheduler, clip_norm, autocast, settings)
@@ -55,14 +58,30 @@ def parallelize(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, 
         model.to(world.device)
         for tensor in [*model.parameters(), *model.buffers()]:
             world.copy_from_first(tensor.data)
+        begun = one_copy.moved(world, model) if once_on_a_host(resolved, world) else None
         trainer = Trainer(world, model, loss, optimizer, resolved, seed=seed, scheduler=scheduler, clip_norm=clip_norm,
-                          autocast=autocast, collate=collate, unchecked=unchecked)
+                          autocast=autocast, collate=collate, unchecked=unchecked, begun=begun)
         try:
             yield trainer
             if trainer.layout.cut:
-                fill(model, trainer.layout.whole({**trainer.parameters, **dict(trainer.model.named_buffers())}))
+                _whole_again(trainer, model, optimizer)
         finally:
             trainer.close()
+
+
+def _whole_again(trainer: Trainer, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The user's model as the parts make it up, and the optimizer over it, with the state that serial's has. Collective."""
+    layout = trainer.layout
+    assert trainer.exchange is not None
+    fill(model, layout.whole({**trainer.parameters, **dict(trainer.model.named_buffers())}))
+    state, parameters = layout.world.agreed(layout.state(trainer.exchange.state())), dict(model.named_parameters())
+    for group, names in zip(optimizer.param_groups, trainer.groups, strict=True):
+        group["params"] = [parameters[name] for name in names]
+    optimizer.state = type(optimizer.state)(dict)
+    for name, values in state.items():
+        device = parameters[name].device
+        optimizer.state[parameters[name]] = {what: value.to(device) if isinstance(value, Tensor) and value.dim() else value
+                                             for what, value in values.items()}
 
 
 def _chosen(asked: str | Strategy) -> Strategy:

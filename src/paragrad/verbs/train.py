@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from paragrad.training.admission import Admitted, admitted, asking
 from paragrad.training.loop import Progress, train_rank
 from paragrad.training.saved import remove_partial
 from paragrad.training.settings import Settings, settings_of
+from paragrad.verbs.fit import fitted
 from paragrad.verbs.lockstep import difference
 from paragrad.verbs.trial import tried
 from paragrad.version import __version__
@@ -40,11 +42,12 @@ def train(job: Job, strategy: str | Strategy = "serial", *, runs: str | Path = "
     """Train a job under a strategy; returns when it is done.
 
     runs: the folder in which the run's own folder is made;  check: afterwards compare 20 steps with serial in float64
-    (`run.difference`);  settings: data, device, backend, overlap, loaders, save, resume, until, tensorboard, trace, machine,
-    sabotage, unproved, unchecked, timeout, limit, as in `paragrad.training.settings.Settings`. On SIGTERM the run saves a
-    checkpoint and ends (`run.stopped`). Raises Refused (at the door), RankFailed, or Interrupted on Ctrl-C.
+    (`run.difference`);  settings: data, device, backend, overlap, loaders, save, resume, until, tensorboard, trace, memory,
+    machine, sabotage, unproved, unchecked, timeout, limit, as in `paragrad.training.settings.Settings`. On SIGTERM the run
+    saves a checkpoint and ends (`run.stopped`). Raises Refused (at the door), RankFailed, or Interrupted on Ctrl-C.
     """
-    checked = admitted(job, strategy, settings_of(settings))
+    job, how, fits = fitted(job, strategy, settings_of(settings))
+    checked = replace(admitted(job, strategy, how), fitted=fits)
     if checked.settings.machine and not (checked.resolved.picks_all_reduce() or whole_step(checked.resolved, checked.size)):
         warnings.warn(f"nobody reads the machine file {checked.settings.machine}: {checked.resolved} has no all-reduce to pick"
                       "; leave out --machine, or give data(n, state=replicated) over gloo", stacklevel=2)
@@ -163,6 +166,8 @@ def _choices(checked: Admitted) -> Iterator[tuple[str, str, str]]:
     settings = checked.settings
     if checked.saved is not None:
         yield "checkpoint", checked.saved.folder.name, checked.saved.because
+    if checked.fitted:
+        yield "batch", str(checked.job.batch), checked.fitted
     if settings.sabotage:
         yield "sabotage", settings.sabotage, "asked for; " + ("not proved" if settings.unproved else "proved")
     if checked.facts.whole_batch:

@@ -46,10 +46,19 @@ def generators_seeded(text: str) -> Iterator[None]:
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
     """Afterwards the generators of torch, numpy and random are as they were."""
-    states = torch.default_generator.get_state(), numpy.random.get_state(), random.getstate()
+    before = states()
     try:
         yield
     finally:
-        torch.default_generator.set_state(states[0])
-        numpy.random.set_state(states[1])
-        random.setstate(states[2])
+        set_states(before)
+
+
+def states() -> tuple[Any, Any, Any]:
+    """The states of the generators of torch, numpy and random, to be set again."""
+    return torch.default_generator.get_state(), numpy.random.get_state(), random.getstate()
+
+
+def set_states(before: tuple[Any, Any, Any]) -> None:
+    torch.default_generator.set_state(before[0])
+    numpy.random.set_state(before[1])
+    random.setstate(before[2])

@@ -22,6 +22,7 @@ from paragrad.errors import RankFailed, Refused, StepFailed
 from paragrad.world.backends.shm.group import SharedMemoryGroup
 from paragrad.world.launched import TORCHRUN, Launched, address, launch_name, launched, rendezvous_file
 from paragrad.world.signals import Request
+from paragrad.world.waiting import away
 from paragrad.world.world import CPU, TIMEOUT, World
 
 LOOK_AGAIN = 0.02       # seconds after which a rank looks whether rank 0 has started anew
@@ -238,6 +239,10 @@ def _until_left(backend: str, timeout: float, device: torch.device, stop: Reques
         world.prove()
         yield world
         world.barrier()         # who leaves early appears to a peer as a closed connection
+    except Exception as error:
+        if said := away(world, error):
+            error.add_note(f"paragrad: {said}")
+        raise
     finally:
         dist.destroy_process_group()
         world.let_go()

@@ -1,17 +1,23 @@
-"""For whom a rank waits: said after some seconds, since a wait itself ends only at its bound."""
+"""For whom a rank waits: said after some seconds, since a wait itself ends only at its bound; and whom it waited for, where a
+connection was closed."""
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 
+from paragrad.errors import StepFailed
 from paragrad.world.world import World
 
 AFTER = 10.0            # seconds in one step, after which it is asked who else is in it
 LOOK = 0.5              # seconds between two looks
+HEARD = 2.0             # for the others to say that they fail too: connections to a rank that died close at once, on all
+CLOSED = re.compile("connection (closed|reset|refused)|broken pipe|timed? ?out", re.IGNORECASE)     # what gloo and stores say
 
 
 class Watch:
@@ -62,3 +68,44 @@ class Watch:
 
 def _key(rank: int) -> str:
     return f"paragrad: in a step for long: {rank}"
+
+
+def away(world: World, error: BaseException) -> str:
+    """Whom an error of a connection is about, in words; nothing for another error. Every rank that fails asks, and so says that
+    it is there: gloo knows addresses, and no ranks."""
+    if world.size == 1:
+        return ""
+    others, heard, told = [rank for rank in range(world.size) if rank != world.rank], set[int](), threading.Event()
+    lost = isinstance(error, RuntimeError) and CLOSED.search(str(error)) is not None       # not a user's own connection
+    closed = lost and not isinstance(error, StepFailed) and "says nothing" not in str(error)       # the wire names ranks itself
+
+    def ask() -> None:
+        with suppress(Exception):                       # the store went with rank 0
+            world.store.set(_failed(world.rank), "")
+            if closed:
+                with suppress(RuntimeError):            # somebody says nothing
+                    world.store.wait([_failed(rank) for rank in others], timedelta(seconds=HEARD))
+                heard.update(rank for rank in others if world.store.check([_failed(rank)]))
+            told.set()
+
+    thread = threading.Thread(target=ask, name="paragrad-away", daemon=True)        # a store may hold who asks for long
+    thread.start()
+    for found in list(world.kin) if lost else ():       # or one would fail after another, each when the one before has ended
+        if (each := found()) is not None and each.group is not None and each.backend == "gloo":
+            each.hang_up()
+    thread.join(2 * HEARD)
+    silent = ", ".join(str(rank) for rank in others if rank not in heard)
+    if not closed or not silent:
+        return ""
+    return (f"rank(s) {silent} say nothing: killed, cut off, or still busy" if told.is_set() else
+            "nor does the store answer in which the ranks met: where rank 0 ran, nobody is left")
+
+
+def failure(world: World, error: Exception, step: int) -> StepFailed:
+    """What was raised in a step, and whom it is about."""
+    failed, said = StepFailed.of(error, step), away(world, error)
+    return StepFailed(f"{failed}; {said}", step=failed.step, tensor=failed.tensor) if said else failed
+
+
+def _failed(rank: int) -> str:
+    return f"paragrad: failed: {rank}"

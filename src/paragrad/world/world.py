@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import weakref
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -20,6 +21,8 @@ from paragrad.world.signals import Request
 
 CPU = torch.device("cpu")
 TIMEOUT = 300.0         # seconds a rank waits for another before it gives up, unless told otherwise
+NOBODYS = 1 << 20       # a tag
+MEETING = 4.0           # the same where ranks that just met connect once more: of one that dies then gloo sees nothing
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,11 @@ class World:
         """Where the ranks of the group met, with keys of the group's own."""
         return dist.distributed_c10d._get_process_group_store(self.group)        # torch has no public word for it
 
+    @property
+    def launched(self) -> list[int]:
+        """Of its ranks, the numbers by which they were launched, which everybody knows them by."""
+        return [self.rank] if self.group is None else list(dist.get_process_group_ranks(self.group))
+
     def all_reduced(self, tensor: Tensor, operation: str = "SUM") -> Tensor:
         """The sum (or MAX, MIN) over all ranks, as a new tensor."""
         result = tensor.to(self.carrier, copy=True)
@@ -76,6 +84,14 @@ class World:
         results = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(results, mine, group=self.group)
         return [result.to(tensor.device) for result in results]
+
+    def gather_into(self, every: Tensor, mine: Tensor) -> None:
+        """The flat tensors of all ranks, one after another, into one of their lengths together; NCCL's on its GPU."""
+        dist.all_gather_single(every, mine, group=self.group)
+
+    def reduce_into(self, mine: Tensor, every: Tensor, operation: Any) -> None:
+        """The sum (or another of torch's) over all ranks of a flat tensor, of which each gets its part, in rank order."""
+        dist.reduce_scatter_single(mine, every, op=operation, group=self.group)
 
     def copy_from_first(self, tensor: Tensor) -> None:
         """Overwrite a tensor with rank 0's."""
@@ -142,6 +158,8 @@ class World:
         if (told := self.agreed(wanted := [list(each) for each in sets])) != wanted:
             raise StepFailed(f"rank 0 asks for worlds among {told}, rank {self.rank} among {wanted}; all must ask for the same")
         found, backend = None, backend or self.backend
+        if backend == "gloo":
+            self.barrier()                      # a new group waits for its ranks for some seconds only
         for each in sets:
             group = self._group(each, backend) if len(each) > 1 else None
             if self.rank in each:
@@ -172,11 +190,25 @@ class World:
         members, own = [whole[rank] for rank in ranks], ranks.index(self.rank) if self.rank in ranks else None
         name = f"paragrad/{hashlib.sha256(str(members).encode()).hexdigest()}/"
         name += str(sum(each.startswith(name) for each in inside._world.pg_names.values()))
+        meeting = min(self.timeout, MEETING + len(ranks) / 10) if backend == "gloo" else self.timeout
         group, _ = inside._new_process_group_helper(len(ranks), own, members, backend, self.store, name,
-                                                    timeout=timedelta(seconds=self.timeout))
+                                                    timeout=timedelta(seconds=meeting))
         if own is not None:
             inside._world.pg_group_ranks[group] = {member: rank for rank, member in enumerate(members)}
+            if meeting < self.timeout:
+                inside._set_pg_timeout(timedelta(seconds=self.timeout), group)
         return group
+
+    def hang_up(self) -> None:
+        """Close this rank's connections: whoever waits for it fails as well, and says where it stands, and does not wait on for
+        its own limit. gloo closes all of a rank's when a receive is too late; one with a tag that nobody sends: it ends the
+        process where a message that is under way is longer than what it would come into.
+        """
+        for peer in range(self.size):
+            if peer != self.rank:
+                with suppress(RuntimeError):
+                    work = dist.irecv(torch.empty(0), group=self.group, group_src=peer, tag=NOBODYS)
+                    work.wait(timedelta(milliseconds=1))
 
     def prove(self) -> None:
         """Run every kind of collective this library uses on known whole numbers; raise if one answers wrong."""

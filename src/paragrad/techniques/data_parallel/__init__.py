@@ -17,6 +17,9 @@ def exchange(strategy: Data | Serial, replica: Replica, world: World, log: Log, 
     if strategy.shared:
         from paragrad.techniques.data_parallel.shared_memory import SharedMemory
         return SharedMemory(replica, world, log)
+    if strategy.sharded:
+        from paragrad.techniques.data_parallel.fully_sharded import FullySharded
+        return FullySharded(replica, world, log)
     planted = how.sabotage == "mean_twice"
     if replica.layout.cut:
         from paragrad.techniques.data_parallel.own_buckets import OwnBuckets, OwnBucketsDividedTwice

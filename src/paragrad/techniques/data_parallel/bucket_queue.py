@@ -57,6 +57,9 @@ class BucketQueue:
     def _run(self) -> None:
         while (bucket := self.queue.get()) is not None:
             start = self.clock()
+            if self.failure is not None:                # nor could this one be, and each would take its time to say so
+                bucket.future.set_exception(self.failure)
+                continue
             try:
                 if bucket.computed is not None:
                     torch.cuda.set_device(bucket.vector.device)         # of this thread

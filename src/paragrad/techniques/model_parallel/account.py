@@ -11,8 +11,9 @@ from torch import nn
 
 from paragrad.strategies.pipeline import InParts
 from paragrad.techniques.model_parallel import split
-from paragrad.techniques.model_parallel.flow import Crossing, Flow
+from paragrad.techniques.model_parallel.flow import Flow
 from paragrad.techniques.model_parallel.part import supposed
+from paragrad.techniques.model_parallel.plan import Crossing
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Piece:
 def pieces(strategy: InParts, model: nn.Module, inputs: Any) -> list[Piece]:
     """Those of a model that is cut as a resolved strategy says. inputs: of a micro-batch. Raises StepFailed."""
     cut = split.cut(model, inputs, strategy.pipelined.stages(strategy.size), strategy.asked)
-    crossing = [*Flow(model, cut.parts).planned(inputs).crossing, []]
+    crossing = [*Flow(model, cut.watched, cut.standing).planned(inputs).crossing, []]
     uses = supposed(model, cut.uses)
     parameters = [sum(each.numel() for name, each in model.named_parameters() if part in uses[name])
                   for part in range(len(cut.parts))]

@@ -2,54 +2,50 @@
 
 Functions in which a weight meets the data run apart from the graph around them: its backward asks them for the gradient of
 their input alone, and keeps that of their output for `Deferring.weights`. Autograd computes both halves, so they are to the bit
-what one backward gives. In between, a function keeps its input and the gradient of its output.
+what one backward gives. In between, a function keeps its input and the gradient of its output, and of the output itself no
+more than an edge of the graph.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from paragrad.techniques.alive import Alive, Hold
 
 FUNCTIONS = (functional.linear, torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d,
              torch.conv_transpose3d, torch.embedding, functional.embedding, torch.addmm)
 
 
 class Deferring(TorchFunctionMode):
-    """Around a forward. moved: bytes of weights whose gradients wait."""
+    """Around a forward. moved: where it notes the weights whose gradients wait, by their ids;  alive: counts the gradients that
+    are kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, moved: set[int], alive: Alive | None = None) -> None:
         super().__init__()
-        self.waiting: list[tuple[Tensor, list[Tensor], Tensor]] = []
-        self.moved: set[int] = set()
+        self.moved, self.alive = moved, alive
+        self.waiting: list[tuple[GradientEdge, list[Tensor], Tensor, Hold | None]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in FUNCTIONS and torch.is_grad_enabled():
-            weights = [each for each in (*args, *kwargs.values()) if isinstance(each, nn.Parameter) and each.requires_grad]
+        # what is given by its name has no place in the graph of its own
+        if func in FUNCTIONS and torch.is_grad_enabled() and not any(isinstance(each, Tensor) for each in kwargs.values()):
+            weights = [each for each in args if isinstance(each, nn.Parameter) and each.requires_grad]
             if weights:
                 self.moved.update(map(id, weights))
                 return _Apart.apply(self, func, weights, kwargs, *args)
         return func(*args, **kwargs)
 
-    @contextlib.contextmanager
-    def off(self) -> Iterator[None]:
-        self.__exit__(None, None, None)
-        try:
-            yield
-        finally:
-            self.__enter__()
-
     def weights(self) -> None:
         """The other half of every backward that was made since."""
-        for out, weights, gradient in self.waiting:
+        while self.waiting:
+            out, weights, gradient, _ = self.waiting.pop(0)
             torch.autograd.backward(out, gradient, inputs=weights)
-        self.waiting.clear()
 
 
 class _Apart(torch.autograd.Function):
@@ -62,7 +58,7 @@ class _Apart(torch.autograd.Function):
                       else each for each in args]
         with torch.enable_grad():
             out = func(*ctx.inputs, **kwargs)
-        ctx.deferring, ctx.weights, ctx.out, ctx.own = deferring, weights, out, own
+        ctx.deferring, ctx.weights, ctx.out, ctx.own = deferring, weights, get_gradient_edge(out), own
         return out.detach()
 
     @staticmethod
@@ -71,6 +67,7 @@ class _Apart(torch.autograd.Function):
         wanted = [isinstance(each, Tensor) and id(each) not in ctx.own and each.requires_grad for each in ctx.inputs]
         inputs = [each for each, asked in zip(ctx.inputs, wanted, strict=True) if asked]
         found = iter(torch.autograd.grad(ctx.out, inputs, gradient, retain_graph=True) if inputs else ())
-        ctx.deferring.waiting.append((ctx.out, ctx.weights, gradient))
-        ctx.out = None
+        alive = ctx.deferring.alive
+        ctx.deferring.waiting.append((ctx.out, ctx.weights, gradient, alive and alive.hold(gradient)))
+        ctx.out = ctx.inputs = None
         return (None, None, None, None, *(next(found) if asked else None for asked in wanted))

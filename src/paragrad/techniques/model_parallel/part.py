@@ -47,10 +47,14 @@ def kept(flow: Flow, uses: Mapping[str, tuple[int, ...]], axis: World) -> dict[s
     model = flow.model
     named = [*model.named_parameters(), *model.named_buffers()]
     held: dict[str, Held] = {}
+    worlds: dict[tuple[int, ...], World | None] = {}            # of those who share tensors
     for name, tensor in named:
-        owners = sorted({part % axis.size for part in uses[name]})
-        world = axis.among([owners]) if len(owners) > 1 and isinstance(tensor, nn.Parameter) else None
+        owners = tuple(sorted({part % axis.size for part in uses[name]}))
+        shared = len(owners) > 1 and isinstance(tensor, nn.Parameter)
+        if shared and owners not in worlds:
+            worlds[owners] = axis.among([list(owners)])
         if axis.rank in owners:
+            world = worlds[owners] if shared else None
             held[name] = Held(name, tuple(tensor.shape), counts=owners[0] == axis.rank,
                               owners=() if world is None else (world,))
     ours = {id(tensor) for name, tensor in named if name in held}
@@ -65,7 +69,7 @@ def kept(flow: Flow, uses: Mapping[str, tuple[int, ...]], axis: World) -> dict[s
 
 def share_of(model: nn.Module, cut: Cut, mine: Sequence[int], axis: World) -> Share:
     """What a rank holds of a model, which loses the rest. Collective over the axis."""
-    flow, uses = Flow(model, cut.parts), supposed(model, cut.uses)
+    flow, uses = Flow(model, cut.watched, cut.standing), supposed(model, cut.uses)
     trained = min((part for name, parameter in model.named_parameters() if parameter.requires_grad for part in uses[name]),
                   default=flow.last + 1)
     held = kept(flow, uses, axis)

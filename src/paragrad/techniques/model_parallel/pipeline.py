@@ -3,38 +3,45 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from paragrad.datasets.loading import copied, tensors_of
+from paragrad.errors import StepFailed
+from paragrad.players.memory import POSTS
 from paragrad.players.wire import Play
-from paragrad.schedules.actions import Compute, Recv, Send, Slot, evenly
+from paragrad.schedules.actions import Action, Compute, Recv, Send, Slot, evenly
 from paragrad.schedules.pipeline import Pipelined, stage_of
 from paragrad.strategies.pipeline import InParts
 from paragrad.strategies.shares import Micro
 from paragrad.techniques.cut import Share
+from paragrad.techniques.draws import Calls
 from paragrad.techniques.exchange import Exchange
 from paragrad.techniques.model_parallel import split
-from paragrad.techniques.model_parallel.flow import Crossing, Flow, Plan, entered, unchanged
+from paragrad.techniques.model_parallel.entering import entered
+from paragrad.techniques.model_parallel.flow import Flow, unchanged
 from paragrad.techniques.model_parallel.halves import Deferring
+from paragrad.techniques.model_parallel.messages import Messages
 from paragrad.techniques.model_parallel.part import Part, share_of
+from paragrad.techniques.model_parallel.units import units_of
+from paragrad.techniques.model_parallel.watch import calls_watched, tensors_in
 from paragrad.techniques.passes import Passes, Sums, Within
 from paragrad.world.world import World
-
-ALIGNED = 16            # bytes at which each tensor of a message begins
 
 
 def check(strategy: InParts, model: nn.Module, example: Any) -> None:
     """Can the model be cut so? Raises StepFailed with the repair."""
     parts = strategy.pipelined.stages(strategy.size)
-    units = list(split.units_of(model, example, parts, strategy.asked))
-    found = split.divided(model, units, parts, strategy.asked) if strategy.asked else evenly(len(units), parts)
-    Flow(model, [[units[at] for at in part] for part in found]).planned(example)
+    found = units_of(model, example, parts, strategy.asked)
+    units = list(found.work)
+    cuts = split.divided(model, units, parts, strategy.asked) if strategy.asked else evenly(len(units), parts)
+    Flow(model, [[units[at] for at in part] for part in cuts], found.standing).tried(example)
 
 
 def look(strategy: InParts, model: nn.Module, example: Any) -> split.Cut:
@@ -66,13 +73,26 @@ class InStages(Passes):
         self.stages = part.flow.last + 1
         self.in_flight = strategy.pipelined.micro
         self.ending = False                         # the last backward of this rank is under way
-        for parameter in part.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._final)
+        self.moved: set[int] = set()                # parameters whose gradients have waited for the second half of a backward
+        self.told = False                           # what they are
+        self.orders: dict[tuple[int, int], Order] = {}
+        self.hooks = [parameter.register_post_accumulate_grad_hook(self._final)
+                      for parameter in part.parameters() if parameter.requires_grad]
+
+    def order(self, pipelined: Pipelined) -> Order:
+        """What this rank does, found out once."""
+        key = pipelined.micro, pipelined.trained
+        if key not in self.orders:
+            self.orders[key] = Order.of(pipelined, self.line.rank, self.line.size)
+        return self.orders[key]
 
     def _final(self, parameter: Tensor) -> None:
         if self.ending:
             self.exchange.ready(parameter)          # type: ignore[arg-type]
+
+    def close(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
 
     def gradients(self, micros: Iterable[tuple[Micro, Any, Any]], count: int) -> Sums:
         schedule = self.strategy.pipelined.schedule
@@ -84,7 +104,18 @@ class InStages(Passes):
         step.play()
         for parameter in self.part.parameters():
             self.exchange.ready(parameter)
+        if step.in_halves and not self.told:
+            self.tell_moved()
         return step.own
+
+    def tell_moved(self) -> None:
+        """Which share of this rank's part a schedule of halves could move."""
+        self.told = True
+        trained = [each for each in self.part.parameters() if each.requires_grad]
+        moved = sum(each.numel() for each in trained if id(each) in self.moved)
+        share = moved / max(1, sum(each.numel() for each in trained))
+        self.within.log.choice("weights' part", f"{share:.0%} of the parameters", "of what linear, convolution and embedding "
+                               "multiply by; the others get their gradients with those of what came in")
 
     def outputs(self, batches: list[Any]) -> list[Any]:
         schedule = self.strategy.pipelined.schedule
@@ -98,11 +129,27 @@ class InStages(Passes):
         return self.outputs([inputs])[0]
 
 
+@dataclass(frozen=True)
+class Order:
+    """What one rank does of a schedule, and what follows from it. over, again: as Pipelined says."""
+    program: list[Action]
+    backwards: int                              # and halves of them
+    in_halves: bool
+    over: Mapping[Slot, list[Slot]]
+    again: set[tuple[int, int]]
+
+    @classmethod
+    def of(cls, pipelined: Pipelined, rank: int, size: int) -> Order:
+        tasks = [what for what, *_ in pipelined.tasks(rank, size)]
+        return cls(list(pipelined.program(rank, size)), sum(what != "F" for what in tasks), "W" in tasks,
+                   pipelined.over(rank, size), pipelined.again(rank, size))
+
+
 @dataclass
 class Made:
-    """What a forward made, for its backward. ends: what goes on, where it has a gradient;  gradients: of what came in, once
-    backward has come to it;  total: the loss, of the last part."""
-    ends: list[Tensor]
+    """What a forward made, for its backward. ends: where in its graph what goes on was made, if it has a gradient: the values
+    have gone;  gradients: of what came in, once backward has come to it;  total: the loss, of the last part."""
+    ends: list[GradientEdge]
     gradients: list[Tensor | None]
     total: Tensor | None = None
 
@@ -116,25 +163,31 @@ class Step:
         self.within, self.flow, self.line = passes.within, passes.part.flow, passes.line
         with self.within.casting(), self.within.batch_norm.looking():
             self.plans = [self.flow.planned(inputs) for _, inputs, _ in given]
-        self.messages = Messages(self.plans, self.line)
+        self.alive = passes.alive
+        if self.alive is not None:
+            self.alive.beside(tensors_of([each[1:] for each in given]))
+        self.messages = Messages(self.plans, self.line, self.alive)
         self.own = Sums()
         self.outs: dict[int, Any] = {}                              # of micro-batches, in a test
-        tasks = list(pipelined.tasks(self.line.rank, self.line.size))
-        self.left = sum(what != "F" for what, *_ in tasks)
-        self.in_halves = any(what == "W" for what, *_ in tasks)
-        # a forward whose backward comes next is kept
-        at_once = {two[1:] for one, two in pairwise(tasks) if one[0] == "F" and two[0] in "BI" and one[1:] == two[1:]}
-        self.again = {task[1:] for task in tasks if task[0] in "BI"} - at_once if passes.strategy.recompute else set()
+        self.order = order = passes.order(pipelined)
+        self.left, self.in_halves = order.backwards, order.in_halves
+        self.again = order.again if passes.strategy.recompute else set()
         self.made: dict[tuple[int, int], Made] = {}                 # by stage and micro-batch
-        self.received: dict[tuple[int, int], list[Tensor]] = {}     # of those that are computed again
         self.halves: dict[tuple[int, int], Deferring] = {}
+        self.drawn: dict[tuple[int, int], Calls] = {}   # in forwards, what is drawn again where a module recomputes
+        self.walk: Play | None = None
 
     def play(self) -> None:
-        program = list(self.pipelined.program(self.line.rank, self.line.size))
-        play = Play(program, self.messages, self.line, self.compute, self.tell if self.detailed else None)
-        play.run()
+        self.walk = walk = Play(self.order.program, self.messages, self.line, self.compute,
+                                self.tell if self.detailed else None, POSTS)
+        with contextlib.ExitStack() as stack:
+            if any(plan.straight is None for plan in self.plans):
+                stack.enter_context(calls_watched(None))                # once for all micro-batches
+                stack.enter_context(self.flow.keeping())
+            walk.run()
+        self.walk = None
         self.passes.ending = False
-        self.passes.exchange.count("activations", play.sent, computed=False)
+        self.passes.exchange.count("activations", walk.sent, computed=False)
 
     @property
     def detailed(self) -> bool:
@@ -144,115 +197,102 @@ class Step:
         self.within.log.add_span(str(action), lane, self.within.log.at(start), bytes=size, seconds=seconds)
 
     def compute(self, action: Compute) -> None:
-        at = stage_of(self.line.rank, action.at)
+        at = stage, number = stage_of(self.line.rank, action.at)
+        self.let_go(f"x{stage}.{number}" if action.what == "F" else f"g{stage + 1}.{number}")
         with self.within.log.span(str(action), "compute") if self.training else contextlib.nullcontext():
             if action.what == "F":
                 self.forward(*at)
                 return
             self.left -= 1
-            self.passes.ending = self.left == 0
+            # of the weights' half, a weight that is used twice gets its gradient in two goes
+            self.passes.ending = self.left == 0 and action.what != "W"
             if action.what == "W":
-                self.halves.pop(at).weights()
+                with self.around(*at):              # what a module recomputes
+                    self.halves.pop(at).weights()
             else:
                 self.backward(*at)
 
+    def let_go(self, came: Slot) -> None:
+        """Messages of which it is known, by one that has come since, that they are gone."""
+        if self.walk is not None:
+            for sent in self.order.over.get(came, ()):
+                self.walk.close([sent])
+                self.messages.forget(sent)
+
     def forward(self, stage: int, number: int) -> None:
-        received = self.messages.taken(f"x{stage}.{number}") if stage else []
-        keep = self.training and stage >= self.pipelined.trained
-        with torch.set_grad_enabled(torch.is_grad_enabled() and (stage, number) not in self.again):
+        came, again = f"x{stage}.{number}", (stage, number) in self.again
+        received = self.messages.read(came) if stage else []
+        last, keep = stage == self.passes.stages - 1, self.training and stage >= self.pipelined.trained
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not again and (keep or last)):     # a loss may be in the model
             sends, made, weight = self.run(stage, number, received)
+        self.count(made, weight)
+        if not last:
+            self.messages.put(f"x{stage + 1}.{number}", sends)
+        if keep and not again:
+            self.made[stage, number] = made
+        if not again:
+            self.messages.forget(came)
+
+    def count(self, made: Made, weight: float) -> None:
         if made.total is not None:
             self.own = Sums(self.own.loss + float(made.total.detach()), self.own.weight + weight)
-        if stage < self.passes.stages - 1:
-            self.messages.put(f"x{stage + 1}.{number}", sends)
-        if (stage, number) in self.again:
-            self.received[stage, number] = received
-        elif keep:
-            self.made[stage, number] = made
 
     def run(self, stage: int, number: int, received: list[Tensor]) -> tuple[list[Tensor], Made, float]:
         """(what goes on, what backward wants, the weight of the loss)."""
         (micro, inputs, target), within, last = self.given[number], self.within, stage == self.passes.stages - 1
+        again = (stage, number) in self.again
+        if again or self.plans[number].changes:
+            inputs, target = copied((inputs, target))
+        if again and not torch.is_grad_enabled():       # it is read once more, and a module may change what it is given
+            received = [each.clone() for each in received]
         received, gradients = entered(received)
         total, weight, halves = None, 0.0, contextlib.nullcontext()
         if self.in_halves and torch.is_grad_enabled():
-            halves = self.halves[stage, number] = Deferring()
-        with self.around(stage, micro), within.casting():
+            halves = self.halves[stage, number] = Deferring(self.passes.moved, self.alive)
+        self.drawn[stage, number] = {}
+        with self.around(stage, number), within.casting(), self.noted():
             with halves:
                 sends, out = self.flow.run(inputs, stage, self.plans[number], received)
-            if last and self.training:
-                total, weight = within.module.pair(out, target, len(micro.positions))
+            if last and self.training and not (again and not torch.is_grad_enabled()):      # by whose graph its mean is known
+                value = within.module.loss(out, target)
+                if any(isinstance(each, FakeTensor) for each in tensors_in(value)):
+                    raise StepFailed("the loss reads parameters of the model from outside, and they are on another rank; let "
+                                     "the model return what its loss needs of it, such as (output, penalty)", tensor="loss")
+                total, weight = within.module.weighed(value, target, len(micro.positions))
         if last and not self.training:
             self.outs[number] = out
-        return sends, Made([each for each in sends if each.requires_grad], gradients, total), weight
+        return sends, Made([get_gradient_edge(each) for each in sends if each.requires_grad], gradients, total), weight
+
+    def noted(self) -> contextlib.AbstractContextManager[Any]:
+        return self.alive.noting() if self.alive else contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def around(self, stage: int, micro: Micro) -> Iterator[None]:
+    def around(self, stage: int, number: int) -> Iterator[None]:
         """A forward or backward in training: what is drawn, and batch norms, are those of these samples."""
         if not self.training:
             yield
             return
+        micro = self.given[number][0]
         self.within.batch_norm.samples = len(micro.positions)
-        with self.within.keyed(micro, self.passes.part.first[stage]), self.within.batch_norm:
+        with self.within.keyed(micro, self.passes.part.first[stage], self.drawn[stage, number]), self.within.batch_norm:
             yield
 
     def backward(self, stage: int, number: int) -> None:
+        came, back = f"x{stage}.{number}", f"g{stage + 1}.{number}"
         if (stage, number) in self.again:
             with unchanged(self.passes.part):
-                _, self.made[stage, number], _ = self.run(stage, number, self.received.pop((stage, number)))
+                _, self.made[stage, number], weight = self.run(stage, number, self.messages.read(came) if stage else [])
+            self.count(self.made[stage, number], weight)
+            self.messages.forget(came)
         made = self.made.pop((stage, number))
-        with self.around(stage, self.given[number][0]):
+        with self.around(stage, number):
             if made.total is not None:
                 made.total.backward()
             elif made.ends:
-                torch.autograd.backward(made.ends, self.messages.taken(f"g{stage + 1}.{number}"))
+                torch.autograd.backward(made.ends, self.messages.read(back))
+        self.messages.forget(back)
         if stage > self.pipelined.trained:
             crossing = self.plans[number].crossing[stage - 1]
             self.messages.put(f"g{stage}.{number}", [
                 torch.zeros(each.shape, dtype=each.dtype) if gradient is None else gradient
                 for each, gradient in zip(crossing, made.gradients or [None] * len(crossing), strict=True) if each.grad])
-
-
-class Messages(Mapping[Slot, Tensor]):
-    """What travels, as bytes: all tensors that cross between two parts in one message."""
-
-    def __init__(self, plans: list[Plan], line: World) -> None:
-        self.plans, self.line = plans, line
-        self.made: dict[Slot, Tensor] = {}
-
-    def crossing(self, slot: Slot) -> list[Crossing]:
-        what, (stage, micro) = str(slot)[0], map(int, str(slot)[1:].split("."))
-        return [each for each in self.plans[micro].crossing[stage - 1] if what == "x" or each.grad]
-
-    def __getitem__(self, slot: Slot) -> Tensor:
-        if slot not in self.made:
-            self.made[slot] = torch.empty(sum(map(_room, self.crossing(slot))), dtype=torch.uint8, device=self.line.device)
-        return self.made[slot]
-
-    def put(self, slot: Slot, tensors: list[Tensor]) -> None:
-        for place, tensor in zip(self._views(slot), tensors, strict=True):
-            place.copy_(tensor.detach())
-
-    def taken(self, slot: Slot) -> list[Tensor]:
-        """The tensors of a message, which is forgotten here."""
-        views = list(self._views(slot))
-        self.made.pop(slot, None)
-        return views
-
-    def _views(self, slot: Slot) -> Iterator[Tensor]:
-        message, start = self[slot], 0
-        for each in self.crossing(slot):
-            size = math.prod(each.shape) * each.dtype.itemsize
-            yield message[start:start + size].view(each.dtype).view(each.shape)
-            start += _room(each)
-
-    def __iter__(self) -> Iterator[Slot]:
-        return iter(self.made)
-
-    def __len__(self) -> int:
-        return len(self.made)
-
-
-def _room(crossing: Crossing) -> int:
-    """Bytes in a message."""
-    return -(-math.prod(crossing.shape) * crossing.dtype.itemsize // ALIGNED) * ALIGNED

@@ -13,7 +13,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from paragrad.techniques.model_parallel.watch import tensors_in
 
-READS = {"item", "__bool__", "__int__", "__float__", "__index__", "tolist", "numpy", "__contains__"}      # look at values
+READS = {"item", "__bool__", "__int__", "__float__", "__index__", "tolist", "numpy", "__array__", "__contains__", "equal",
+         "allclose", "is_nonzero"}              # look at values
+SHAPED = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "repeat_interleave", "bincount", "where"}
+
+
+def read(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    """What Python gets to know of values by an operation, in a form to be compared; None where that is nothing. Where values
+    decide a shape, it is the shape."""
+    name = getattr(func, "__name__", "")
+    if name in READS and tensors_in((args, kwargs)):
+        return numpy.copy(out) if isinstance(out, numpy.ndarray) else out
+    if name in SHAPED or (name == "__getitem__" and any(each.dtype == torch.bool for each in tensors_in(args[1]))):
+        return str([tuple(each.shape) for each in tensors_in(out)])
+    return None
 
 
 @dataclass(frozen=True)
@@ -31,7 +44,7 @@ class Tape:
     """
 
     def __init__(self, inputs: Any) -> None:
-        self.steps: list[tuple[Any, Any, Any, bool]] = []       # function, (args, kwargs), what was read, whether it was
+        self.steps: list[tuple[Any, Any, Any]] = []             # function, (args, kwargs), what was read
         self.read = 0                                           # steps up to the last read
         self.made: Any = WeakIdKeyDictionary()
         self._note(-1, inputs)
@@ -42,11 +55,10 @@ class Tape:
 
     def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """An operation, after it was made."""
-        reads = getattr(func, "__name__", "") in READS and bool(tensors_in((args, kwargs)))
         given = tree_map_only(Tensor, lambda each: self.made.get(each, each), (args, kwargs))
         self._note(len(self.steps), out)
-        self.steps.append((func, given, numpy.copy(out) if isinstance(out, numpy.ndarray) else out if reads else None, reads))
-        if reads:
+        self.steps.append((func, given, found := read(func, args, kwargs, out)))
+        if found is not None:
             self.read = len(self.steps)
 
     def cut(self) -> Tape:
@@ -61,13 +73,13 @@ class Tape:
             return True
         made = {-1: [each.clone() for each in tensors_in(inputs)]}
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            for number, (func, given, read, reads) in enumerate(self.steps):
+            for number, (func, given, before) in enumerate(self.steps):
                 args, kwargs = tree_map_only(Made, lambda each: made[each.step][each.number], given)
                 try:
                     out = func(*args, **kwargs)
                 except (RuntimeError, ValueError, IndexError):      # what follows a read that would be another
                     return False
-                if reads and not numpy.array_equal(out, read):
+                if before is not None and not numpy.array_equal(read(func, args, kwargs, out), before):
                     return False
                 made[number] = tensors_in(out)
         return True

@@ -9,9 +9,10 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_flatten
 from torch.utils.weak import WeakIdKeyDictionary
@@ -21,9 +22,8 @@ from paragrad.errors import StepFailed
 
 Place = tuple[int, int]                 # which operation or unit of a forward made a value, and which of its outputs it is
 Unit = tuple[str, int]                  # a call of a module: its name, and which of its calls in a forward it is, from 0
-# what is replaced around a forward, and is itself inside of a unit
-PLAIN = [(owner, name, getattr(owner, name)) for owner, name in (
-    (nn.Module, "__call__"), (checkpoint, "_checkpoint_without_reentrant_generator"), (checkpoint, "CheckpointFunction"))]
+Call = Callable[..., Any] | None        # for calls of modules: call(plain, module, *arguments)
+Applied = Callable[[Any, Any, Any], Any] | None         # for those of autograd functions: applied(apply, args, kwargs)
 
 
 class InUnits:
@@ -31,13 +31,45 @@ class InUnits:
     come."""
 
     def __init__(self, model: nn.Module, parts: Sequence[Sequence[Unit]]) -> None:
-        self.model, self.last = model, len(parts) - 1
+        self.model, self.parts, self.last = model, parts, len(parts) - 1
         self.part_of = {unit: part for part, units in enumerate(parts) for unit in units}
         self.units = {model.get_submodule(name): name for name, _ in self.part_of}
+        self.parameters: set[int] | None = None         # in a step: by their ids
+        self.names: set[str] | None = None              # and the buffers that there were when it was planned
+
+    def held(self) -> set[int]:
+        """The model's tensors now, by their ids: a forward may put other buffers in the place of some."""
+        parameters = {id(each) for each in self.model.parameters()} if self.parameters is None else self.parameters
+        return parameters | {id(each) for name, each in self.model.named_buffers() if self.names is None or name in self.names}
+
+    @contextlib.contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Meanwhile the model's parameters are those that it has now, and what is a buffer now counts as one."""
+        self.parameters = {id(each) for each in self.model.parameters()}
+        self.names = {name for name, _ in self.model.named_buffers()}
+        try:
+            yield
+        finally:
+            self.parameters = self.names = None
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):                        # as most are
+        return [tree]
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def tensors_within(tree: Any) -> list[Tensor]:
+    """Those in attributes of its objects, too."""
+    leaves = tree_flatten(tree)[0]
+    return [*tensors_in(leaves), *(tensor for leaf in leaves if not isinstance(leaf, Tensor)
+                                   for tensor in tensors_in(getattr(leaf, "__dict__", {})))]
+
+
+def noted(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    """What a module that is not run gives, to its forward hooks, which may keep it for later. What they return is in it."""
+    for number, hook in module._forward_hooks.items():
+        hook(module, args, kwargs, out) if number in module._forward_hooks_with_kwargs else hook(module, args, out)
 
 
 class Running(TorchFunctionMode):
@@ -47,8 +79,9 @@ class Running(TorchFunctionMode):
         super().__init__()
         self.flow, self.part, self.places, self.calls = flow, 0, itertools.count(), itertools.count()
         self.made: Any = WeakIdKeyDictionary()           # tensor -> (place, part)
-        self.held = {id(each) for each in itertools.chain(flow.model.parameters(), flow.model.buffers())}
+        self.held = flow.held()
         self.counted: dict[str, int] = {}
+        self.inside = 0                                  # of a unit or an operation, where nothing is watched
 
     def run(self, inputs: Any) -> Any:
         with self.watched():
@@ -60,27 +93,43 @@ class Running(TorchFunctionMode):
         def call(plain: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             name = self.flow.units.get(module)
             if name is None:
-                return plain(module, *args, **kwargs)
+                return self.around(module, functools.partial(plain, module, *args, **kwargs))
             return self.unit(name, functools.partial(plain, module), args, kwargs)
-        with calls_watched(call), uncheckpointed(), self:
+        with calls_watched(call, self.applied), checkpointing(*KEPT), self:
             yield
 
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Inside of a unit."""
-        ours = [(owner, name, getattr(owner, name)) for owner, name, _ in PLAIN]
-        self.__exit__(None, None, None)
-        for owner, name, plain in PLAIN:
-            setattr(owner, name, plain)
+        """Inside of a unit. Below another mode (`with torch.device(...)`) this one stays, and lets all pass."""
+        last = _get_current_function_mode() is self
+        if last:
+            self.__exit__(None, None, None)
+        self.inside += 1
         try:
-            yield
+            with calls_watched(None), checkpointing(*PLAIN):
+                yield
         finally:
-            for owner, name, value in ours:
-                setattr(owner, name, value)
-            self.__enter__()
+            self.inside -= 1
+            if last:
+                self.__enter__()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        if self.inside:
+            return func(*args, **(kwargs or {}))
+        self.inside += 1
+        try:
+            return self.operated(func, args, kwargs or {})
+        finally:
+            self.inside -= 1
+
+    def applied(self, apply: Any, args: Any, kwargs: Any) -> Any:
+        """An autograd function of Python's is called."""
+        if self.inside:
+            return apply(*args, **kwargs)
+        with self.unwatched():
+            return self.operated(apply, args, kwargs)
+
+    def operated(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = tensors_in((args, kwargs))
         name = getattr(func, "__name__", "")
         if not any(each in self.made or id(each) in self.held or isinstance(each, FakeTensor) for each in tensors):
@@ -112,33 +161,60 @@ class Running(TorchFunctionMode):
                              "one another in every forward")
         self.part = part
 
+    def around(self, module: nn.Module, call: Callable[[], Any]) -> Any:
+        """A call of a module that is no unit."""
+        return call()
+
     def operation(self, func: Any, args: Any, kwargs: Any) -> Any: ...
     def unit(self, name: str, call: Any, args: Any, kwargs: Any) -> Any: ...
 
 
-@contextlib.contextmanager
-def calls_watched(call: Callable[..., Any]) -> Iterator[None]:
-    """call(plain, module, *arguments) is asked for every call of a module."""
-    plain = nn.Module.__call__
-    nn.Module.__call__ = lambda module, *args, **kwargs: call(plain, module, *args, **kwargs)   # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.__call__ = plain          # type: ignore[method-assign]
+_asked: list[tuple[Call, Applied]] = []
 
 
 @contextlib.contextmanager
-def uncheckpointed() -> Iterator[None]:
-    """What a model checkpoints by itself (torch.utils.checkpoint) is kept: what is computed again comes with values alone."""
-    names = "_checkpoint_without_reentrant_generator", "CheckpointFunction"
-    before = {name: getattr(checkpoint, name) for name in names}
-    checkpoint._checkpoint_without_reentrant_generator = _kept                      # type: ignore[assignment]
-    checkpoint.CheckpointFunction = _Kept                                           # type: ignore[misc]
+def calls_watched(call: Call, applied: Applied = None) -> Iterator[None]:
+    """call(plain, module, *arguments) is asked for every call of a module; with None nobody is.
+
+    applied(apply, args, kwargs): in the place of every Function.apply, which no TorchFunctionMode sees: autograd would go back
+    to what the function was called with, which may stand for something else.
+
+    Where one is in another, the innermost is asked, and the outermost alone changes nn.Module and Function: whenever these are
+    changed, Python looks up every method of every module and function anew.
+    """
+    call_module, apply_function = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
+
+    def ask(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call, _ = _asked[-1]
+        return call_module(module, *args, **kwargs) if call is None else call(call_module, module, *args, **kwargs)
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        _, applied = _asked[-1]
+        plain = functools.partial(apply_function.__func__, cls)
+        return plain(*args, **kwargs) if applied is None else applied(plain, args, kwargs)
+
+    _asked.append((call, applied))
+    if len(_asked) == 1:
+        nn.Module.__call__ = ask                                    # type: ignore[method-assign]
+        torch.autograd.Function.apply = classmethod(apply)          # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(checkpoint, name, value)
+        _asked.pop()
+        if not _asked:
+            nn.Module.__call__ = call_module                        # type: ignore[method-assign]
+            torch.autograd.Function.apply = apply_function          # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def checkpointing(generator: Any, function: Any) -> Iterator[None]:
+    """torch.utils.checkpoint with other functions."""
+    before = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction
+    checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction = generator, function
+    try:
+        yield
+    finally:
+        checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction = before
 
 
 def _kept(*_: Any, **__: Any) -> Iterator[None]:
@@ -149,3 +225,8 @@ class _Kept:
     @staticmethod
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         return function(*args)
+
+
+# what a model checkpoints by itself (torch.utils.checkpoint) is kept: what is computed again comes with values alone
+PLAIN = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction
+KEPT = _kept, _Kept

@@ -1,11 +1,14 @@
-"""One worker's step, beside the strategy's own: the whole global batch on rank 0, and on rank 1 its rounding twin."""
+"""One worker's step, beside the strategy's own: the whole global batch on rank 0, and on rank 1 its rounding twin; where the
+model is cut, both on rank 0, one after the other, and no other rank holds all of it."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
 import operator
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -18,12 +21,13 @@ from paragrad.jobs.precision import move
 from paragrad.strategies.shares import micro_batches
 from paragrad.techniques.batch_norm import BatchNorm
 from paragrad.techniques.draws import Draws
+from paragrad.techniques.one_copy import give_back
 from paragrad.techniques.table import cuts
 from paragrad.techniques.untouched import Before, set_values, untouched
 from paragrad.training.additive import Excerpt
 from paragrad.training.batches import Batch
 from paragrad.training.first_step.made import Made
-from paragrad.training.first_step.proof import ORDERS, Order, Proof, made_alone, precise, spread
+from paragrad.training.first_step.proof import ORDERS, Order, Proof, in_numbers, made_alone, precise, spread
 from paragrad.world.launched import memory_left
 
 if TYPE_CHECKING:
@@ -63,8 +67,8 @@ class Beside:
             each.put_back()
 
     def another(self, number: int) -> Made:
-        """Of the samples in one of several orders; the last time in the first order, and the parameters moved."""
-        return self.made(ORDERS[number]) if number < len(ORDERS) else self.made(moved=True)
+        """Of the samples in one of several orders; before these the same once more, after them with the parameters moved."""
+        return self.made(ORDERS[number] if 0 <= number < len(ORDERS) else list, moved=number == len(ORDERS))
 
     def precise(self) -> Made:
         """In float64. Raises what the model raises there."""
@@ -79,33 +83,38 @@ class Beside:
 
 def proof(trainer: Trainer, batch: Batch, inputs: Any, target: Any, as_loaded: bool,
           loss_alone: bool = False) -> tuple[Proof | None, str]:
-    """Make one worker's step on rank 0 and its rounding twin on rank 1; or None, and why that cannot be.
+    """Make one worker's step on rank 0, and its rounding twin on rank 1 or after it; or None, and why that cannot be.
 
     as_loaded: `step` got, on every rank, what `batches` gave. Collective.
     """
-    world = trainer.world
+    world, alone = trainer.world, cuts(trainer.strategy)
     serial, twin, beside = None, None, None
     room, told = _room(trainer, batch)
     because = told if room < len(batch.indices) else None
     given = None if as_loaded else world.agreed(world.collected((batch, inputs, target) if trainer.leads else None))
     like = Made(0.0, 0.0, {} if loss_alone else {name: each.detach() for name, each in trainer.parameters.items()},
                 {} if loss_alone else {name: each.detach() for name, each in trainer.model.named_buffers()})
-    if not because and world.rank < 2:
+    if not because and world.rank < (1 if alone else 2):
         try:
             parts = functools.partial(_loaded, trainer, batch) if given is None else functools.partial(_joined, trainer, given)
             beside = Beside(trainer, trainer.module, trainer.draws, parts, loss_alone,
                             {name: buffer.clone() for name, buffer in trainer.model.named_buffers()}, [])
+            begun = time.monotonic()
             made = beside.made(list if world.rank == 0 else ORDERS[0])
             beside.kept.append(Before(trainer.module, made.moved))
             serial, twin = (made, None) if world.rank == 0 else (None, made)
+            if alone and world.size > 1 and time.monotonic() - begun < world.timeout / 3:       # all others wait for both
+                with contextlib.suppress(Exception):            # then there is no twin
+                    twin = beside.made(ORDERS[0])
+                give_back()
         except Exception as error:              # on rank 1: then there is no twin
             because = f"one worker's step ended with {type(error).__name__}: {error}"
-    everywhere, because = spread(world, serial, like, because=because)
+    everywhere, because = in_numbers(world, serial, because) if alone else spread(world, serial, like, because=because)
     if everywhere is None:
         return None, because or "not one worker's step was made"
     eps = trainer.coarsest if trainer.precision == torch.float64 else 0.0       # what a model in float64 computes in less
     return Proof(world, everywhere, twin, beside.another if beside else None, beside.precise if beside else None, eps,
-                 trainer.precision == torch.float64, loss_alone), ""
+                 trainer.precision == torch.float64, alone, loss_alone), ""
 
 
 def _groups(trainer: Trainer, samples: int) -> list[list[int]]:
@@ -160,14 +169,15 @@ def _together(values: list[Any]) -> Any:
 
 
 def _room(trainer: Trainer, batch: Batch) -> tuple[int, str]:
-    """For how many samples of the batch one worker's step has room here, where rank 0 and rank 1 make one each; in words."""
-    samples, left = len(batch.indices), memory_left()
-    if left is None or trainer.world.rank > 1:
+    """For how many samples of the batch one worker's step has room here; in words."""
+    samples, left, alone = len(batch.indices), memory_left(), cuts(trainer.strategy)
+    if left is None or trainer.world.rank > (0 if alone else 1):
         return samples, ""
-    divides = cuts(trainer.strategy)                # then every rank has a copy to cut, and gathers what is compared
-    left //= trainer.world.size if divides else min(2, trainer.world.size)
+    divides = trainer.strategy.sharded          # every rank divides a copy, and gathers what is compared
+    left //= 1 if alone else trainer.world.size if divides else min(2, trainer.world.size)
     each = max(1, trainer.activations // max(1, len(batch.micros[0].positions)))
-    model = (4 if divides else 2) * sum(parameter.nbytes for parameter in trainer.parameters.values())
+    # cut: a copy to put back, gradients of step, twin and all parts together; the parts, and their gradients
+    model = (6 if alone else 4 if divides else 2) * sum(parameter.nbytes for parameter in trainer.parameters.values())
     return (max(0, min(samples, (left - model) // each)),
             f"{samples} samples want about {(model + samples * each) >> 20} MiB on one rank, and {left >> 20} MiB are left")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
+from paragrad.strategies.shares import Division
 from paragrad.strategies.strategy import factors_of
 from paragrad.techniques.table import ours
 from paragrad.training.first_step.proof import Miss
@@ -11,6 +13,8 @@ from paragrad.training.first_step.proof import Miss
 if TYPE_CHECKING:
     from paragrad.training.trainer import Trainer
 
+WHAT = {"buffer": "a buffer", "parameter": "a parameter that the forward changes", "state": "what the forward keeps in Python",
+        "repetition": "one worker's own step, made once more,"}
 GO_ON = "--unchecked (unchecked=True) trains it all the same"
 
 
@@ -23,14 +27,16 @@ def by_layout(what: str) -> str:
 def not_the_same(trainer: Trainer, misses: list[Miss]) -> str:
     """Of the first step that is not one worker's."""
     first = min(misses, key=lambda miss: miss.kind not in ("parameter", "state"))           # of which the others follow
-    what = {"buffer": "a buffer", "parameter": "a parameter that the forward changes",
-            "state": "what the forward keeps in Python"}.get(first.kind, f"the {first.kind}")
+    what = WHAT.get(first.kind, f"the {first.kind}")
     scale = f" (the largest {first.kind} is {first.gap.largest:.3g})" if first.kind in ("gradient", "buffer") else (
         f" (one worker's is {first.gap.largest:.6g})")
+    off = f"off by {first.gap.value:.3g}{scale}, where rounding explains {first.rounding:.1g}"
+    if math.isinf(first.gap.value):
+        off = "another, where it must be the same to the bit" if first.kind in ("buffer", "parameter", "state") else (
+            "missing, or not finite, on one side")
     when, updated = ("the first update", "nothing was updated") if not trainer.taken else (
         "this update", f"it was not made ({trainer.taken} were)")
-    return (f"not one worker's training: before {when} {what} is off by {first.gap.value:.3g}{scale}, where rounding "
-            f"explains {first.rounding:.1g}; {updated}. {likely(trainer, misses)}; {GO_ON}")
+    return f"not one worker's training: before {when} {what} is {off}; {updated}. {likely(trainer, misses)}; {GO_ON}"
 
 
 def likely(trainer: Trainer, misses: list[Miss]) -> str:
@@ -38,6 +44,8 @@ def likely(trainer: Trainer, misses: list[Miss]) -> str:
     kinds = {miss.kind for miss in misses}
     if trainer.how.sabotage:
         return f"Cause: the planted bug {trainer.how.sabotage}"
+    if "repetition" in kinds:
+        return OUTSIDE
     own = [factor.name for factor in factors_of(trainer.strategy) if not ours(factor)]
     if own and kinds != {"buffer"}:
         return OWN.format("cut" if trainer.layout.cut else "exchange", " and ".join(own))
@@ -49,10 +57,14 @@ def likely(trainer: Trainer, misses: list[Miss]) -> str:
         return UNTRACED
     if hooked := [name for name, each in trainer.parameters.items() if each._backward_hooks]:
         return HOOK.format(", ".join(hooked[:3]))
+    if kinds == {"gradient"} and not trainer.module.linear:
+        return NOT_LINEAR
     if "loss" in kinds or kinds == {"gradient"}:
+        if trainer.layout.cut and trainer.division == Division():
+            return UNSEEN                           # no rank has a share of the batch
         drawn = ", ".join(dict.fromkeys(call.name for call in trainer.draws.calls))
         return MIXES + (f"; or what {drawn} draws is not each sample's own" if drawn else "")
-    return BUFFER
+    return CHECKPOINTED if trainer.layout.cut and trainer.batch_norm.computed else BUFFER
 
 
 def of_difference(tensor: str, is_buffer: bool, sabotage: str | None) -> str:
@@ -75,8 +87,17 @@ STATE = ("Likely cause: what it keeps (a counter, a running mean) counts its sha
          "the step, or keep it in the loop")
 SHARED = ("the forward changes a parameter, which every rank would do, and here they share it; train with state=replicated, or "
           "change it in the optimizer's step")
+OUTSIDE = ("Likely cause: model or loss keep a state or a random generator outside of themselves; draw by torch's functions "
+           "without generator=, and count in attributes or buffers of the model")
 PARAMETER = "Likely cause: every rank changes it by what its share has; change it in the optimizer's step"
 HOOK = ("Likely cause: a hook on the gradient of {} does something with it that is another thing for a share's gradient (clips "
         "it, divides by its norm); do it in the optimizer")
+CHECKPOINTED = ("Likely cause: a batch norm that the model computes again in backward (torch.utils.checkpoint) counts twice on "
+                "one worker, and once where the model is cut across it, which keeps what it made; leave its checkpoints out "
+                "(recompute=true of pipeline does the same)")
+NOT_LINEAR = ("Likely cause: what a hook or an autograd function of the model does with a gradient does not grow as that does "
+              "(it clips, or divides by a norm), and is another thing for a share's; do it in the optimizer")
+UNSEEN = ("Likely cause: a tensor goes from part to part by a way that is not seen, or the model keeps something from one call "
+          "to the next; cut it elsewhere (cut=[...]), or train it with data(n) and nothing else")
 BUFFER = ("Likely cause: the buffer counts what a share has, not what the batch has; make what it holds a function of the "
           "step, or go without (register_buffer is for what is equal on all workers)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from paragrad.datasets.loading import brought, cut, parted, tensors_of
 from paragrad.errors import Refused, StepFailed
 from paragrad.techniques.draws import Draws
+from paragrad.techniques.one_copy import give_back
 from paragrad.techniques.probe import Probe, probed
 from paragrad.techniques.untouched import untouched
 from paragrad.training.additive import Excerpt, wrong_with
@@ -30,23 +32,50 @@ def seen_at_the_door(trainer: Trainer) -> Probe | None:
 
 
 def looked_at(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> tuple[Probe, bool]:
-    """What one forward and backward of this rank's first micro-batch shows, and whether step got what batches gave; agreed by
-    all ranks. Collective."""
+    """What one forward and backward of a first micro-batch shows, and whether step got what batches gave; agreed by all ranks.
+    Collective."""
     world, as_loaded = trainer.world, given_as_loaded(trainer, inputs, target)
     micro, inputs, target = next(batch.parts(inputs, target))
-    trainer.batch_norm.samples = samples = len(micro.positions)
+    trainer.batch_norm.samples = len(micro.positions)
+    found, failed = None, None
+    for mine in _turns(trainer):
+        if mine:
+            try:
+                found = _look(trainer, batch, inputs, target, len(micro.positions), as_loaded)
+            except Exception as error:
+                if trainer.hosts is None:
+                    raise
+                failed = error                      # which those that do not look would meet too
+            if trainer.hosts is not None:
+                give_back()                         # before the next one looks
+    told = world.collected((found, as_loaded, trainer.batch_norm.inside, failed and StepFailed.of(failed)))
+    if wrong := world.agreed(next((each for *_, each in told if each), None)):
+        raise failed or wrong
+    probe, as_loaded, inside = world.agreed(told and (
+        functools.reduce(operator.or_, (each for each, *_ in told if each)), all(loaded for _, loaded, *_ in told),
+        set().union(*(inside for _, _, inside, _ in told))))
+    trainer.batch_norm.agree(inside)
+    return probe, as_loaded
+
+
+def _turns(trainer: Trainer) -> Iterator[bool]:
+    """All ranks look at once; where those of a host have the model's values in one place, one of each replica, and one after
+    another: a look takes gradients, and a copy to put back. Collective."""
+    if trainer.hosts is None:
+        yield True
+        return
+    leads = trainer.world.gathered(torch.tensor([trainer.leads]))
+    yield from trainer.hosts.turns(trainer.world, [rank for rank, each in enumerate(leads) if each])
+
+
+def _look(trainer: Trainer, batch: Batch, inputs: Any, target: Any, samples: int, as_loaded: bool) -> Probe:
     with untouched(trainer.module), trainer.batch_norm.looking():
         with trainer.casting():
             found = probed(trainer.module, inputs, target, samples, trainer.batch_norm, lambda count: _repeated(
                 trainer, batch, inputs, target, max(samples, 1), count, as_loaded))
         if not trainer.examined and not found.draws.by_layout:
             _examine(trainer, inputs, target, samples, found.draws)
-    told = world.collected((found, as_loaded, trainer.batch_norm.inside))
-    probe, as_loaded, inside = world.agreed(told and (
-        functools.reduce(operator.or_, (each for each, *_ in told)), all(loaded for _, loaded, _ in told),
-        set().union(*(inside for *_, inside in told))))
-    trainer.batch_norm.agree(inside)
-    return probe, as_loaded
+    return found
 
 
 def given_as_loaded(trainer: Trainer, inputs: Any, target: Any) -> bool:

@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from paragrad.techniques.untouched import same
+from paragrad.techniques.untouched import differentiable, same
 
 FLOOR = 8               # eps of the largest: equal
 BELIEVED = 1000         # eps up to which a twin is believed
@@ -62,7 +62,7 @@ def gaps(ours: Made, theirs: Made, eps: float = 0.0) -> dict[Key, Gap]:
     found = {("loss", ""): Gap(abs(ours.loss - theirs.loss), "loss", abs(theirs.loss), eps),
              ("weight", ""): Gap(abs(ours.weight - theirs.weight), "weight", abs(theirs.weight), eps),
              ("buffer", ""): Gap(), ("parameter", ""): Gap(), ("state", ""): Gap()}           # the same keys on every rank
-    real = {name: theirs.buffers[name] for name in sorted(theirs.changed) if _real(theirs.buffers[name])}
+    real = {name: theirs.buffers[name] for name in sorted(theirs.changed) if differentiable(theirs.buffers[name])}
     for kind, mine, other in (("gradient", ours.gradients, theirs.gradients), ("buffer", ours.buffers, real),
                               ("parameter", ours.moved, theirs.moved)):
         for module, names in itertools.groupby(other, key=lambda name: name.rpartition(".")[0]):
@@ -94,15 +94,11 @@ def pooled(found: dict[Key, Gap]) -> dict[Key, Gap]:
 
 def _still(ours: Made, theirs: Made) -> str | None:
     for name, buffer in theirs.buffers.items():
-        exact = name not in theirs.changed or not _real(buffer)
+        exact = name not in theirs.changed or not differentiable(buffer)
         mine = ours.buffers.get(name)
         if exact and (mine is None or mine.shape != buffer.shape or not same(mine, buffer.to(mine.dtype))):
             return name
     return None
-
-
-def _real(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _largest(ours: dict[str, Tensor | None], theirs: Mapping[str, Tensor | None], eps: float) -> Gap:
@@ -141,7 +137,7 @@ def _state_apart(ours: Any, theirs: Any) -> tuple[float, float]:
         return 0.0, 0.0
     elif isinstance(ours, float | Tensor | numpy.ndarray) and isinstance(theirs, float | Tensor | numpy.ndarray):
         mine, other = torch.as_tensor(ours), torch.as_tensor(theirs)
-        return (_apart(mine, other), _most(other)) if _real(other) else (math.inf, 0.0)
+        return (_apart(mine, other), _most(other)) if differentiable(other) else (math.inf, 0.0)
     else:
         return math.inf, 0.0
     return max((value for value, _ in pairs), default=0.0), max((largest for _, largest in pairs), default=0.0)

@@ -104,9 +104,10 @@ class Miss:
 class Proof:
     """What one worker made, on every rank, and on rank 1 its twin; `missed` compares. Collective.
 
-    again: on rank 0, what one worker makes of the batch in one of several orders, or with its parameters moved;  reference:
-    there, in float64;  eps: of what a model in float64 computes in less;  precise: it is in float64;  double: the misses of the
-    strategy's own step in float64, on every rank, or None where that cannot be.
+    alone: on rank 0, both of them; the others have its numbers, without tensors;
+    again: on rank 0, what one worker makes of the batch once more (-1), in one of several orders, or with its parameters moved;
+    reference: there, in float64;  eps: of what a model in float64 computes in less;  precise: it is in float64;  double: the
+    misses of the strategy's own step in float64, on every rank, or None where that cannot be.
     """
     world: World
     serial: Made
@@ -115,6 +116,7 @@ class Proof:
     reference: Callable[[], Made] | None
     eps: float
     precise: bool
+    alone: bool = False
     loss_alone: bool = False
     double: Callable[[], list[Miss] | None] | None = None
     eps_of_loss: float = 0.0
@@ -122,13 +124,17 @@ class Proof:
     def missed(self, ours: Made, loss: torch.dtype) -> list[Miss]:
         """The kinds that are not one worker's; on every rank. loss: the loss's type."""
         self.eps_of_loss = max(self.eps, torch.finfo(loss).eps, 0.0 if self.precise else torch.finfo(torch.float32).eps)
+        if self.alone:                          # who has no loss does not know its type
+            self.eps_of_loss = float(self.world.all_reduced(torch.tensor(self.eps_of_loss, dtype=torch.float64), "MAX"))
         mine, twin = self._gaps(ours), None if self.twin is None else self._gaps(self.twin)
         keys = list(mine)
         rounding = {key: twin[key].value if twin and key in twin and twin[key].believed else 0.0 for key in keys}
         told = torch.tensor([[mine[key].value, rounding[key], mine[key].floor] for key in keys], dtype=torch.float64)
-        # the largest floor: who has no loss does not know its type
-        worst = self.world.all_reduced(told.nan_to_num(nan=math.inf), "MAX").tolist()
-        doubtful = [key for key, (value, twins, floor) in zip(keys, worst, strict=True) if value > max(floor, 1.5 * twins)]
+        told = told.nan_to_num(nan=math.inf)
+        worst = told if self.alone else self.world.all_reduced(told, "MAX")
+        doubtful = [key for key, (value, twins, floor) in zip(keys, worst.tolist(), strict=True)
+                    if value > max(floor, 1.5 * twins)]
+        doubtful = self.world.agreed(doubtful) if self.alone else doubtful
         return self._judged(ours, doubtful) if doubtful else []
 
     def _twins(self, numbers: Iterable[int], better: Made | None = None) -> Iterator[dict[Key, Gap]]:
@@ -144,6 +150,12 @@ class Proof:
         return {key: replace(gap, eps=max(gap.eps, self.eps_of_loss)) if key[0] in ("loss", "weight") else gap
                 for key, gap in found.items()}
 
+    def _unsteady(self) -> Miss | None:
+        """One worker's step is another one when it is made once more: then all twins agree with everything."""
+        assert self.again is not None
+        unlike = [gap for gap in self._gaps(self.again(-1)).values() if not gap.believed]
+        return Miss("repetition", 0, max(unlike, key=lambda gap: gap.value / (gap.largest or 1.0)), 0.0) if unlike else None
+
     def _judged(self, ours: Made, doubtful: list[Key]) -> list[Miss]:
         """Against a reference one precision higher, or more twins, all on rank 0; then by the strategy's own step there."""
         better: Made | None = None
@@ -152,11 +164,17 @@ class Proof:
                 better = self.reference()
             except Exception:               # it cannot run in float64
                 better = None
-        better, _ = spread(self.world, better, self.serial, torch.float64)
-        told = self.world.collected(self._gaps(ours, better))
-        misses = []
+        if self.alone:
+            better, _ = in_numbers(self.world, better)
+            told = [self._gaps(ours, better)]
+        else:
+            better, _ = spread(self.world, better, self.serial, torch.float64)
+            told = self.world.collected(self._gaps(ours, better))
+        misses: list[Miss] = []
         if self.world.rank == 0:
-            if better is not None:
+            if unsteady := self._unsteady():
+                doubtful, rounding, misses = [], [], [unsteady]
+            elif better is not None:
                 rounding = [self._gaps(self.serial, better), *self._twins([0], better)]
             else:
                 rounding = [pooled(each) for each in self._twins(range(len(ORDERS) + 1))]
@@ -201,6 +219,12 @@ def spread(world: World, made: Made | None, like: Made, dtype: torch.dtype | Non
     moved, state = world.agreed((mine.moved, mine.state)) if more else ({}, {})
     return Made(loss, weight, {name: values.get(name) for name in like.gradients},
                 {name: values[name] for name in like.buffers if name in values}, changed, moved, state), None
+
+
+def in_numbers(world: World, made: Made | None, because: str | None = None) -> tuple[Made | None, str | None]:
+    """What rank 0 made, there, and on the other ranks the same without gradients and buffers; or None, and why."""
+    told = world.agreed((None if made is None else replace(made, gradients={}, buffers={}, changed=frozenset()), because))
+    return (told[0] if made is None else made), (told[1] if told[0] is None else None)
 
 
 def _bytes(tensor: Tensor, device: torch.device) -> Tensor:

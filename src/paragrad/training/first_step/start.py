@@ -10,14 +10,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
-from paragrad.datasets.loading import brought
+from paragrad.datasets.loading import brought, copied
 from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed, loss_in
 from paragrad.jobs.precision import in_precision
 from paragrad.strategies.strategy import Strategy
 from paragrad.techniques.exchange import Exchange, Replica
-from paragrad.techniques.layout import vacate
+from paragrad.techniques.layout import Layout, vacate
 from paragrad.techniques.table import cuts, exchange_of, passes_of
 from paragrad.techniques.untouched import Before, untouched
 from paragrad.training.batches import Batch
@@ -25,8 +26,8 @@ from paragrad.training.first_step.beside import fetched, fewer, proof
 from paragrad.training.first_step.causes import SHARED, by_layout, not_the_same
 from paragrad.training.first_step.look import all_given_as_loaded, given_as_loaded, looked_at, seen_at_the_door
 from paragrad.training.first_step.made import Made
-from paragrad.training.first_step.proof import Miss
-from paragrad.training.holding import divided
+from paragrad.training.first_step.proof import Miss, Proof
+from paragrad.training.holding import Holding, divided
 from paragrad.world.world import World
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 DISMISSED = "paragrad: dismissed {}"         # in the store of a world with servers: how often the workers let that rank go
 WHERE_CUT = "the model is cut: no rank holds all of it any more"
+WHERE_SHARDED = "the parameters are sharded: no rank can run the model alone any more"
 
 
 def before(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> None:
@@ -43,9 +45,9 @@ def before(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> None:
     come late. Collective.
     """
     if trainer.exchange is not None:
-        if trainer.layout.cut and trainer.splits and trainer.taken == 1:
-            trainer.log.choice("loss again", "not checked", WHERE_CUT)
-        elif trainer.splits and not trainer.layout.cut and (trainer.taken + 1).bit_count() == 1:        # the 2nd, 4th, 8th, ...
+        if trainer.splits and trainer.taken == 1 and apart(trainer):
+            trainer.log.choice("loss again", "not checked", apart(trainer))
+        elif trainer.splits and not apart(trainer) and (trainer.taken + 1).bit_count() == 1:            # the 2nd, 4th, 8th, ...
             _prepare(trainer, batch, inputs, target, all_given_as_loaded(trainer, inputs, target), loss_alone=True)
         return
     seen = seen_at_the_door(trainer)
@@ -57,13 +59,28 @@ def before(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> None:
         trainer.log.choice("random", "by layout", found.draws.by_layout)
         if trainer.splits:
             raise StepFailed(by_layout(found.draws.by_layout))
+    forward = functools.partial(_forward, trainer, batch, inputs, target)
+    wiring = functools.partial(wire, trainer, found.some_unused, next(batch.parts(inputs, target))[1], forward)
     if trainer.splits:
-        _prepare(trainer, batch, inputs, target, as_loaded, wiring=lambda: wire(trainer, found.some_unused, inputs))
+        _prepare(trainer, batch, inputs, target, as_loaded, wiring=wiring)
         return
     if trainer.unchecked:
         trainer.log.choice("first step", "not checked", "asked for")
-    wire(trainer, found.some_unused, inputs)
+    wiring()
     vacate_given(trainer)
+
+
+def apart(trainer: Trainer) -> str:
+    """Why no rank can run the whole model, from here on; or nothing."""
+    sharded = trainer.exchange is not None and trainer.exchange.shards is not None
+    return WHERE_CUT if trainer.layout.cut else WHERE_SHARDED if sharded else ""
+
+
+def _forward(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> None:
+    """Of model and loss, on this rank's first micro-batch; it leaves nothing behind."""
+    micro, inputs, target = next(batch.parts(inputs, target))
+    with untouched(trainer.module), trainer.batch_norm.looking(), trainer.casting():
+        trainer.module(*copied((inputs, target)), len(micro.positions))
 
 
 def _prepare(trainer: Trainer, batch: Batch, inputs: Any, target: Any, as_loaded: bool, loss_alone: bool = False,
@@ -104,7 +121,7 @@ def _in_double(trainer: Trainer, module: Summed, kept: Before, batch: Batch, inp
                 trainer.world, model, loss_in(module.loss, trainer.world.device, torch.float64),
                 torch.optim.SGD(model.parameters(), lr=0.0), trainer.strategy, seed=trainer.seed, collate=trainer.collate,
                 dtype=torch.float64, how=trainer.how, examined=True)
-            twin.steps, twin.feed.samples = trainer.steps, trainer.feed.samples
+            twin.steps, twin.feed.samples, twin.looks = trainer.steps, trainer.feed.samples, trainer.looks      # cut alike
             pair = brought((inputs, target), trainer.world.device, torch.float64)
             loaded = given_as_loaded(trainer, inputs, target)
             twin.feed.fetched = pair if loaded else None
@@ -117,7 +134,7 @@ def _in_double(trainer: Trainer, module: Summed, kept: Before, batch: Batch, inp
             twin.close()
 
 
-def wire(trainer: Trainer, some_unused: bool, example: Any) -> Exchange:
+def wire(trainer: Trainer, some_unused: bool, example: Any, forward: Callable[[], Any] | None = None) -> Exchange:
     """Cut the model, where the trainer's strategy does; make its exchange, and its passes. Collective."""
     check_alike(trainer.world, trainer.strategy)
     if cuts(trainer.strategy):
@@ -126,13 +143,19 @@ def wire(trainer: Trainer, some_unused: bool, example: Any) -> Exchange:
                              f"call, and in parts calls have others; train it without {trainer.strategy}")
         with trainer.batch_norm.looking():
             part = divided(trainer.strategy, trainer.module, trainer.optimizer, trainer.draws, trainer.world, example,
-                           whole_too=trainer.proof is not None or trainer.given is not None)    # who may ask one worker again
+                           trainer.looks,           # and whoever may ask one worker again has the whole model too
+                           whole_too=trainer.proof is not None or trainer.given is not None)
         trainer.hold(part)
         for choice in part.chose if trainer.world.rank == 0 else ():
             trainer.log.choice(*choice)
-    replica = Replica(trainer.module, trainer.optimizer, trainer.clip_norm, some_unused, trainer.layout)
+    replica = Replica(trainer.module, trainer.optimizer, trainer.clip_norm, some_unused, trainer.layout, forward,
+                      kept=trainer.proof is not None)
     world = trainer.everyone if trainer.strategy.servers else trainer.world
     trainer.exchange = exchange_of(trainer.strategy, replica, world, trainer.log, trainer.how)
+    if (shards := trainer.exchange.shards) is not None:
+        exchange = trainer.exchange
+        trainer.hold(Holding(exchange.summed, trainer.layout, exchange.hollow, trainer.draws, (), trainer.groups))
+        trainer.held, trainer.parameters, trainer.everything = shards, dict(exchange.parts), exchange.every
     trainer.passes = passes_of(trainer.strategy, trainer, trainer.exchange)
     return trainer.exchange
 
@@ -194,7 +217,7 @@ def rehearse(trainer: Trainer, batch: Batch, inputs: Any, target: Any, of: str) 
 def _averaged(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> tuple[float, float]:
     """(mean loss, weight) of a step that is made up to its update."""
     assert trainer.exchange is not None
-    own = trainer.gradients_of(batch, inputs, target)
+    own = trainer.gradients_of(batch, *copied((inputs, target)))            # which a model may change in place
     own, (weight, loss, _, doubt) = trainer.counted(own)
     weight = certain(trainer, batch, inputs, target, weight, doubt)
     if not weight:
@@ -208,8 +231,8 @@ def certain(trainer: Trainer, batch: Batch, inputs: Any, target: Any, weight: fl
     whether they count. Collective."""
     if not doubt or not trainer.splits:
         return weight
-    found, because = trainer.proof, WHERE_CUT if trainer.layout.cut else ""
-    if found is None and not trainer.layout.cut:
+    found, because = trainer.proof, apart(trainer)
+    if found is None and not because:
         as_loaded = all_given_as_loaded(trainer, inputs, target)
         found, because = proof(trainer, batch, inputs, target, as_loaded, loss_alone=True)
     if found is not None:
@@ -230,10 +253,15 @@ def prove(trainer: Trainer, loss: float, weight: float, of: str = "this step") -
     vacate_given(trainer)
     if misses:
         raise StepFailed(not_the_same(trainer, misses), tensor=misses[0].gap.tensor, differs=True)
+    if proof.alone and trainer.world.rank:          # rank 0 has seen it
+        return
     made = proof.serial
     what = "the loss" if proof.loss_alone else f"loss, weight, {len(made.gradients)} gradients, {len(made.buffers)} buffers"
     what += f" of {of} " + ("is" if proof.loss_alone else "are")
-    trainer.log.event("checked", f"{what} one worker's", step=trainer.steps)
+    zero = [name for name, each in made.gradients.items() if each is not None and not each.count_nonzero()]
+    what += " one worker's" + (f"; {len(zero)} gradient(s) were zero, which shows little of them: "
+                               f"{', '.join(zero[:3])}{', ...' if len(zero) > 3 else ''}" if zero else "")
+    trainer.log.event("checked", what, step=trainer.steps)
 
 
 def compared(trainer: Trainer, loss: float, weight: float) -> list[Miss]:
@@ -245,18 +273,38 @@ def compared(trainer: Trainer, loss: float, weight: float) -> list[Miss]:
     assert trainer.exchange is not None
     if proof.loss_alone:
         return proof.missed(Made(loss, weight, {}, {}), trainer.module.dtype)
-    if proof.serial.moved and trainer.exchange.sharing > 1:
+    if proof.serial.moved and (trainer.exchange.sharing > 1 or trainer.exchange.shards is not None):
         raise StepFailed(SHARED, tensor=", ".join(list(proof.serial.moved)[:3]))
     moved, state = kept.changed()
-    if trainer.layout.cut:                  # names of a part are not those of the whole
-        if carried := [*proof.serial.moved, *proof.serial.state]:
-            raise StepFailed("a forward changes it, besides gradients and buffers, and a cut model does not carry that from "
-                             "part to part; train it with data(n)", tensor=", ".join(carried[:3]))
-        moved, state = {}, {}
-    layout, gradients = trainer.layout, trainer.exchange.averaged()
+    gradients = trainer.exchange.averaged()
     buffers = {name: buffer.detach() for name, buffer in trainer.model.named_buffers()}
-    if layout.cut and (unequal := layout.unequal({**gradients, **buffers})):
+    if trainer.layout.cut:                  # names of a part are not those of the whole
+        return _compared_in_parts(trainer, proof, loss, weight, gradients, buffers)
+    if trainer.held.cut:                    # parameters alone are divided
+        _refuse_unequal(trainer.held, gradients, trainer.held.world)
+        gradients = trainer.held.whole(gradients)
+    return proof.missed(Made(loss, weight, gradients, buffers, frozenset(), moved, state), trainer.module.dtype)
+
+
+def _compared_in_parts(trainer: Trainer, proof: Proof, loss: float, weight: float, gradients: dict[str, Tensor | None],
+                       buffers: dict[str, Tensor]) -> list[Miss]:
+    """The first replica is put together on rank 0, where one worker's step is; the other ones are its copies. Collective."""
+    if carried := [*proof.serial.moved, *proof.serial.state]:
+        raise StepFailed("a forward changes it, besides gradients and buffers, and a cut model does not carry that from part "
+                         "to part; train it with data(n)", tensor=", ".join(carried[:3]))
+    layout, parts, first = trainer.layout, {**gradients, **buffers}, not trainer.replicated.rank
+    _refuse_unequal(layout, parts, layout.world)
+    whole: Any = [layout.whole(each, everywhere=False) if first else {} for each in (gradients, buffers)]
+    made = Made(loss, weight, *whole)
+    misses = proof.missed(made, trainer.module.dtype)
+    if not misses and trainer.replicated.size > 1:
+        _refuse_unequal(layout, parts, trainer.world)
+    return misses
+
+
+def _refuse_unequal(layout: Layout, parts: dict[str, Tensor | None], world: World) -> None:
+    """Copies of one tensor are the same to the bit. Collective."""
+    if unequal := layout.unequal(parts, world):
         raise StepFailed("before the first update ranks {} and {} hold copies of it with other gradients, or another buffer; "
-                         "nothing was updated".format(*unequal), tensor=unequal[2], differs=True)
-    made = Made(loss, weight, layout.whole(gradients), layout.whole(buffers), frozenset(), moved, state)
-    return proof.missed(made, trainer.module.dtype)
+                         "nothing was updated; cut the model elsewhere, or train it with data(n) and nothing else".format(
+                             *unequal), tensor=unequal[2], differs=True)

@@ -75,7 +75,7 @@ def _names(call: bytes, module: str) -> bool:
 
 def _pickled(value: Any) -> bytes:
     with io.BytesIO() as out:
-        _Pickler(out).dump(value)
+        Pickler(out).dump(value)
         return out.getvalue()
 
 
@@ -139,7 +139,7 @@ class _Finder(MetaPathFinder, Loader):
             running.pop()
 
 
-class _Pickler(cloudpickle.Pickler):        # type: ignore[misc]
+class Pickler(cloudpickle.Pickler):        # type: ignore[misc]
     """As cloudpickle, which sends functions without a name in a module by value; those of job files keep the file's globals."""
 
     def reducer_override(self, value: Any) -> Any:

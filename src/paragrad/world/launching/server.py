@@ -72,10 +72,9 @@ def leave(folder: str) -> NoReturn:
 @contextlib.contextmanager
 def ended_with(launcher: socket.socket, end: Callable[[], None]) -> Iterator[None]:
     """While this process imports, call `end` when the launcher's socket closes: the system tells by SIGIO."""
-    ends = select.poll()
-    ends.register(launcher, 0)                          # POLLHUP is always told
-
     def look(*_: object) -> None:
+        ends = select.poll()                            # of each look its own: one signal may come amid the look for another
+        ends.register(launcher, 0)                      # POLLHUP is always told
         if ends.poll(0):
             end()
 

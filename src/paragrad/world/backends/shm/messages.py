@@ -133,6 +133,10 @@ class Messages(Lane):
     def make_way(self) -> None:
         self.bells.post(self.rank)
 
+    def too_late(self, work: Work) -> None:
+        assert isinstance(work, Message)
+        self.peers.give_up(f"rank {self.rank} gave up waiting for {self.peers.away(work.peer)} in {work}")
+
     def advance(self, work: Work, deadline: float, patient: bool) -> None:
         assert isinstance(work, Message)
         try:

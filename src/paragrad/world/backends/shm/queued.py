@@ -37,6 +37,10 @@ class Collectives(Lane):
             else:
                 each.finish()
 
+    def too_late(self, work: Work) -> None:
+        port = self.port
+        port.peers.give_up(f"rank {port.rank} gave up waiting for {port.peers.away(None)} in {port.late()}")
+
     def perform(self, title: Title, perform: Callable[[Port], None], deadline: float, patient: bool = False) -> None:
         """Carry out one collective; the lock is held, and nothing is before it."""
         try:

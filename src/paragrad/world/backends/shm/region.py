@@ -26,25 +26,32 @@ LINE = 64               # bytes of a cache line: what two ranks write lies on di
 
 
 class Region:
-    """`size` bytes, mapped into this process; `bytes` is all of them as a uint8 tensor (the token included)."""
+    """`size` bytes, mapped into this process; `bytes` is all of them as a uint8 tensor (the token included).
 
-    def __init__(self, descriptor: int, size: int) -> None:
+    private: what this process writes nobody else sees, and takes memory of its own; otherwise all share all.
+    """
+
+    def __init__(self, descriptor: int, size: int, private: bool = False) -> None:
         self.size = size
-        self.map = mmap.mmap(descriptor, size)                      # shared, readable and writable
+        self.map = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY if private else mmap.ACCESS_WRITE)
         self.bytes: Tensor = torch.frombuffer(self.map, dtype=torch.uint8)
         self.start = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
 
 
 class OwnRegion(Region):
-    """A region that this process made; `address` tells others where it is, until it is `opened_by_all`."""
+    """A region that this process made; `address` tells others where it is, until it is `opened_by_all`.
 
-    def __init__(self, size: int) -> None:
+    reserved: so many of its bytes; all, unless said otherwise.
+    """
+
+    def __init__(self, size: int, reserved: int | None = None) -> None:
         reason = unavailable()
         if reason:
             raise RuntimeError(reason)
         self.descriptor = os.memfd_create("paragrad", os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(self.descriptor, 0, size)
+            os.ftruncate(self.descriptor, size)
+            self.reserve(0, size if reserved is None else reserved)
             super().__init__(self.descriptor, size)
         except OSError as error:
             os.close(self.descriptor)
@@ -53,7 +60,12 @@ class OwnRegion(Region):
             raise RuntimeError(told) from error
         token = secrets.token_bytes(TOKEN)
         self.map[:TOKEN] = token
-        self.address = f"{_host()} {os.getpid()} {self.descriptor} {size} {token.hex()}"
+        self.address = f"{host_name()} {os.getpid()} {self.descriptor} {size} {token.hex()}"
+
+    def reserve(self, start: int, count: int) -> None:
+        """Pages for some bytes, before anybody writes to them. Raises OSError."""
+        if count:
+            os.posix_fallocate(self.descriptor, start, count)
 
     def opened_by_all(self) -> None:
         """Everybody has opened it."""
@@ -67,18 +79,19 @@ def no_address(error: RuntimeError) -> str:
     return f"{NONE} {error}"
 
 
-def opened(address: str) -> Region:
-    """The region that another process of this host made. Raises RuntimeError where it cannot be reached from here."""
+def opened(address: str, private: bool = False) -> Region:
+    """The region that another process of this host made. private: as in Region. Raises RuntimeError where it cannot be reached
+    from here."""
     if address.startswith(NONE):
         raise RuntimeError(f"rank 0 could not make shared memory: {address.removeprefix(NONE).strip()}")
     host, pid, descriptor, size, token = address.split()
     path = f"/proc/{pid}/fd/{descriptor}"
     try:
-        if host != _host():
+        if host != host_name():
             raise OSError("its maker is on another host")
         own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            region = Region(own, int(size))
+            region = Region(own, int(size), private)
         finally:
             os.close(own)
         if region.map[:TOKEN].hex() != token:
@@ -104,6 +117,6 @@ def aligned(size: int) -> int:
     return -(-size // LINE) * LINE
 
 
-def _host() -> str:
+def host_name() -> str:
     """One name per boot of a host."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -13,6 +13,7 @@ are queued in a lane (one for collectives, one for messages: neither may hold th
 from __future__ import annotations
 
 import abc
+import math
 import threading
 import time
 from collections import deque
@@ -155,6 +156,9 @@ class Lane(abc.ABC):
     def make_way(self) -> None:                     # noqa: B027        # a lane that never waits long need not
         """Tell who is at the lane, if it is patient, that somebody else is not."""
 
+    def too_late(self, work: Work) -> None:         # noqa: B027        # nor to end what another thread does
+        """Give the group up, for who waits for `work`: whoever is at the lane sees it, and ends the work."""
+
     def carry_out(self, work: Work, deadline: float, patient: bool = False) -> None:
         """Until `work` is done, here or by the thread that is at it; who is patient makes way for who is not."""
         if not patient:
@@ -171,6 +175,9 @@ class Lane(abc.ABC):
                             self.advance(work, deadline, patient)
                     finally:
                         self.lock.release()
+                elif not patient and time.monotonic() > deadline:       # the daemon, which is at the lane, has more time
+                    self.too_late(work)
+                    deadline = math.inf
         finally:
             if not patient:
                 self.impatient.remove(work)

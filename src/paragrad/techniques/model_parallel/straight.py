@@ -1,0 +1,46 @@
+"""Modules one after another: the Python of a Sequential is known, and a part of one is its modules in turn, unwatched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from paragrad.errors import StepFailed
+from paragrad.techniques.model_parallel.watch import Unit
+
+Straight = list[list[nn.Module]]            # the modules of each part
+
+
+def straight(model: nn.Module, parts: Sequence[Sequence[Unit]], outputs: Sequence[Any]) -> Straight | None:
+    """Where a Sequential, nested ones too, calls nothing but the units of the parts, each giving one tensor, and no hook looks
+    on; otherwise None. outputs: of each unit."""
+    units = [unit for part in parts for unit in part]
+    if list(_called(model, "")) != units or not all(isinstance(each, FakeTensor) for each in outputs):
+        return None
+    if any(each._forward_hooks or each._forward_pre_hooks or each._backward_hooks or each._backward_pre_hooks
+           for each in model.modules()):
+        return None
+    return [[model.get_submodule(name) for name, _ in part] for part in parts]
+
+
+def _called(module: nn.Module, name: str) -> Iterator[Unit]:
+    """What a Sequential calls, nested ones opened; another module is called as it is."""
+    if type(module).forward is not nn.Sequential.forward or "forward" in vars(module):
+        yield name, 0
+        return
+    for child, each in module._modules.items():
+        assert each is not None
+        yield from _called(each, f"{name}.{child}" if name else child)
+
+
+def through(modules: Sequence[nn.Module], given: Tensor, shape: tuple[int, ...] | None) -> Tensor:
+    """What modules make of a tensor, one after another. shape: that it must have then, where it goes on to another part."""
+    for module in modules:
+        given = module(given)
+    if shape is not None and given.shape != shape:
+        raise StepFailed(f"a part of the model gave a tensor of the shape {tuple(given.shape)}, and without values of {shape}; "
+                         "let modules look at no values that decide a shape, or train it without cutting it")
+    return given

@@ -1,0 +1,106 @@
+"""What a micro-batch weighs, on a whole model and on each part of one: they are run here, as their ranks would."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from paragrad.datasets.loading import tensors_of
+from paragrad.jobs.loss import Summed
+from paragrad.players.memory import Weight
+from paragrad.record.log import Log
+from paragrad.schedules.pipeline import Pipelined
+from paragrad.strategies.pipeline import InParts
+from paragrad.strategies.shares import Micro
+from paragrad.techniques.alive import Alive
+from paragrad.techniques.batch_norm import BatchNorm
+from paragrad.techniques.draws import Calls, Draws, keyed
+from paragrad.techniques.exchange import Alone, Replica
+from paragrad.techniques.model_parallel.messages import Messages
+from paragrad.techniques.model_parallel.part import share_of
+from paragrad.techniques.model_parallel.pipeline import InStages, Step
+from paragrad.techniques.model_parallel.split import Cut
+from paragrad.techniques.model_parallel.watch import calls_watched
+from paragrad.world.world import World
+
+Given = tuple[Micro, Any, Any]              # a micro-batch, its inputs and its target
+
+
+@dataclass
+class AllHere:
+    """What passes are offered by a trainer, of one worker that has all parts."""
+    world: World
+    module: Summed
+    batch_norm: BatchNorm
+    draws: Draws
+    autocast: torch.dtype | None
+    log: Log = field(default_factory=lambda: Log(None))
+
+    def casting(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast("cpu", self.autocast, enabled=self.autocast is not None)
+
+    def keyed(self, micro: Micro, first: int = 0, calls: Calls | None = None) -> contextlib.AbstractContextManager[Any]:
+        return keyed(self.draws, 0, 0, micro.places, first=first, calls=calls)
+
+
+def whole(module: Summed, draws: Draws, autocast: torch.dtype | None, given: Given) -> Weight:
+    """Of a micro-batch, on a model that is not cut; nothing where nobody can look (torch.func takes no hooks)."""
+    micro, inputs, target = given
+    alive = Alive([*module.parameters(), *module.buffers(), *tensors_of([inputs, target])])
+    within = AllHere(World(), module, BatchNorm(World(), module.model, lambda _: None), draws, autocast)
+    within.batch_norm.samples = len(micro.positions)
+    with contextlib.suppress(RuntimeError), within.keyed(micro), within.batch_norm, within.casting(), alive.noting():
+        total = module(inputs, target, len(micro.positions))
+        kept = alive.now
+        del total                   # whose graph holds it
+        return Weight(0, 0, kept)
+    return Weight(0, 0, 0)
+
+
+def passes_here(strategy: InParts, cut: Cut, module: Summed, draws: Draws, autocast: torch.dtype | None) -> InStages:
+    """The passes of one worker that has all parts of a model, which is no longer what it was."""
+    alone = World().with_axes((strategy.name, 1))
+    share = share_of(module.model, cut, range(len(cut.parts)), alone)
+    within = AllHere(alone, module.around(share.model), BatchNorm(alone, share.model, lambda _: None),
+                     replace(draws, serial=share.draws), autocast)
+    exchange = Alone(Replica(within.module, torch.optim.SGD(module.model.parameters(), lr=0.0)))
+    return InStages(strategy, within, exchange)
+
+
+def messages(passes: InStages, inputs: Any) -> Iterator[int]:
+    """Bytes that come into each part."""
+    found = Messages([passes.part.flow.planned(inputs)], passes.line)
+    yield from (found[f"x{stage}.0"].nbytes if stage else 0 for stage in range(passes.stages))
+
+
+def weighed(passes: InStages, given: Given) -> Iterator[Weight]:
+    """Of a micro-batch, on each part."""
+    schedule = passes.strategy.pipelined.schedule
+    step = Step(passes, [given], Pipelined(schedule, 1, passes.part.trained))
+    step.again, stages = set(), passes.stages
+    step.in_halves = any(what == "W" for what, *_ in Pipelined(schedule, 1).tasks(0, 1))
+    alives = []
+    beside = [*passes.part.parameters(), *passes.part.buffers(), *tensors_of([given[1:]])]
+    came, back, shared, kept, halving, halved = ([0] * stages for _ in range(6))
+    with calls_watched(None):
+        for stage in range(stages):
+            step.alive = alive = Alive(beside)
+            alives.append(alive)
+            message = step.messages.made.get(f"x{stage}.0")
+            step.forward(stage, 0)
+            kept[stage] = alive.now
+            if message is not None:
+                came[stage], shared[stage] = message.nbytes, message.nbytes if alive.holds(message) else 0
+        for stage in range(stages - 1, passes.part.trained - 1, -1):
+            alives[stage].most = 0
+            step.backward(stage, 0)
+            if f"g{stage}.0" in step.messages.made:
+                back[stage] = step.messages[f"g{stage}.0"].nbytes
+            halving[stage], halved[stage] = max(alives[stage].most, kept[stage]), alives[stage].now
+            if step.in_halves:
+                step.halves.pop((stage, 0)).weights()
+    yield from (Weight(*each) for each in zip(came, back, kept, shared, halved, halving, strict=True))

@@ -1,0 +1,116 @@
+"""The account of activations: what the ranks of a replica will hold, task by task, before any of them starts."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from paragrad.datasets.loading import brought, parted
+from paragrad.errors import Refused, StepFailed
+from paragrad.jobs.job import CPU, Job, opened
+from paragrad.jobs.loss import Summed
+from paragrad.players.memory import Moment, Weight, moments
+from paragrad.schedules.pipeline import OneFOneB, Pipelined
+from paragrad.strategies.pipeline import InParts
+from paragrad.strategies.strategy import Strategy, factors_of
+from paragrad.techniques import weighing
+from paragrad.techniques.model_parallel import split
+from paragrad.techniques.table import cuts, ours
+from paragrad.training.batches import batch_of
+from paragrad.training.door import Findings
+from paragrad.training.evaluation import BATCH, evaluating
+from paragrad.world.generators import generators_kept
+
+
+@dataclass(frozen=True)
+class Account:
+    """What the ranks of one replica hold of activations and messages in a step of a full batch.
+
+    strategy: the same, cut where the model was cut here;  sizes: samples of each micro-batch;  weights: by samples, of each
+    part;  tested: messages between parts in a test, None without a test set;  first: of the replica's ranks, among all.
+    """
+    strategy: Strategy
+    first: int
+    pipelined: Pipelined
+    ranks: int
+    recompute: bool
+    sizes: list[int]
+    weights: Mapping[int, list[Weight]]
+    tested: tuple[Pipelined, list[Weight]] | None
+
+    def moments(self, rank: int) -> list[Moment]:
+        """Task by task."""
+        return moments(self.pipelined, rank, self.ranks, self._weigh, self.recompute)
+
+    def _weigh(self, stage: int, micro: int) -> Weight:
+        return self.weights[self.sizes[min(micro, len(self.sizes) - 1)]][stage]         # the last stands in for those of none
+
+    def peak(self, rank: int) -> int:
+        return max(each.bytes for each in self.moments(rank))
+
+    def in_test(self, rank: int) -> int | None:
+        """At most, in a test."""
+        if self.tested is None:
+            return None
+        schedule, each = self.tested
+        return max(moment.bytes for moment in moments(schedule, rank, self.ranks, lambda stage, _: each[stage]))
+
+
+def account(job: Job, resolved: Strategy, facts: Findings, data: Path | None = None) -> Account:
+    """Of an admitted job, and of the replica with the largest share. Runs one micro-batch of each size here, part by part.
+    Raises Refused."""
+    if strange := next((each for each in factors_of(resolved) if not ours(each)), None):
+        raise Refused(f"{resolved}: what {strange} does in a step is known to it alone; train with it, and the record says "
+                      "what its ranks held")
+    whole = facts.order.at(0)
+    parts = next((each for each in factors_of(resolved) if isinstance(each, InParts)), None)
+    if cuts(resolved) and parts is None:
+        raise Refused(f"{resolved} cuts the model otherwise than in consecutive parts; the record of a training says what its "
+                      "ranks held")
+    with generators_kept():
+        shares = [batch_of(facts.order, 0, whole, resolved.division, [each]) for each in range(len(resolved.division.shares))]
+        replica = max(range(len(shares)), key=lambda each: sum(len(micro.positions) for micro in shares[each].micros))
+        batch = shares[replica]
+        samples = job.samples(opened(job.train, data))
+        inputs, target = parted(brought(samples[0, batch.indices, batch.places], CPU, job.parameter_dtype))
+        micros = {len(each[0].positions): each for each in batch.parts(inputs, target) if each[0].positions}
+        sizes = [len(each.positions) for each in batch.micros if each.positions]
+        module = Summed(job.built_model(), job.built_loss())
+        try:
+            if parts is None:
+                weights = {size: [weighing.whole(module, facts.probe.draws, job.autocast, each)]
+                           for size, each in micros.items()}
+                tested = None if job.test is None else (Pipelined(OneFOneB(), 1, trained=1), [Weight(0, 0, 0)])
+                return Account(resolved, replica, Pipelined(OneFOneB(), len(sizes)), 1, False, sizes, weights, tested)
+            return _in_parts(job, resolved, replica, parts, facts, module, micros, sizes, data)
+        except StepFailed as error:
+            raise Refused(f"job {job.name}, {resolved}: {error}") from error
+
+
+def _in_parts(job: Job, resolved: Strategy, replica: int, parts: InParts, facts: Findings, module: Summed,
+              micros: Mapping[int, weighing.Given], sizes: list[int], data: Path | None) -> Account:
+    stages, schedule = parts.pipelined.stages(parts.size), parts.pipelined.schedule
+    example = next(iter(micros.values()))[1]
+    with torch.autocast("cpu", job.autocast, enabled=job.autocast is not None):
+        cut = split.cut(module.model, example, stages, parts.asked)
+    settled = replace(parts, cut=tuple(map(len, cut.parts)))                # type: ignore[call-arg]
+    passes = weighing.passes_here(settled, cut, module, facts.probe.draws, job.autocast)
+    weights = {size: list(weighing.weighed(passes, each)) for size, each in micros.items()}
+    pipelined = Pipelined(schedule, schedule.filled(len(sizes), parts.size), passes.part.trained)
+    tested = None
+    if job.test is not None:
+        tests = job.samples(opened(job.test, data))
+        mine = -(-facts.test_samples // len(resolved.division.shares))
+        count = min(BATCH, mine)
+        given, _ = parted(brought(tests[0, list(range(count))], CPU, job.parameter_dtype))
+        with evaluating(module.model), torch.no_grad():
+            came = list(weighing.messages(passes, given))
+        under_way = schedule.filled(min(parts.pipelined.micro, -(-mine // BATCH)), parts.size)
+        tested = Pipelined(schedule, under_way, trained=stages), [Weight(each, 0, 0) for each in came]
+    cut_here = functools.reduce(operator.mul, [settled if each is parts else each for each in factors_of(resolved)])
+    return Account(cut_here, replica * parts.size, pipelined, parts.size, settled.recompute, sizes, weights, tested)

@@ -1,0 +1,54 @@
+"""Does loss or model read parameters in a way that a part of the model, or a shard, does not follow?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from paragrad.datasets.loading import called
+from paragrad.errors import StepFailed
+from paragrad.jobs.loss import Summed
+from paragrad.techniques.untouched import untouched
+
+OWN = {"_parameters", "_buffers", "_modules"}
+
+
+def refuse_views(model: nn.Module) -> None:
+    """Raises StepFailed where a module keeps a parameter's values in an attribute that is none: on a rank the parameter moves
+    elsewhere, and the attribute stays what it was."""
+    places = {each.untyped_storage()._cdata: name for name, each in model.named_parameters() if each.layout == torch.strided}
+    known = {id(each) for each in (*model.parameters(), *model.buffers())}
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            for each in tree_leaves(value) if key not in OWN else ():
+                if isinstance(each, Tensor) and id(each) not in known and each.layout == torch.strided and (
+                        each.untyped_storage()._cdata in places):
+                    parameter = places[each.untyped_storage()._cdata]
+                    raise StepFailed(f"the attribute {key} of {name or 'the model'} is a view of the parameter {parameter}, "
+                                     "and would not follow it; take the view in forward, or train it with data(n)")
+
+
+def refuse_reading(module: Summed, inputs: Any, target: Any) -> None:
+    """Raises StepFailed where the loss itself reads parameters of the model, which would be another rank's, or a copy's."""
+    names = {id(each): name for name, each in module.model.named_parameters()}
+    with untouched(module):
+        try:
+            with torch.no_grad():
+                output = called(module.model, inputs)
+            value = module.loss(output, target)
+        except Exception:               # of anything else the step will tell
+            return
+    nodes = [each.grad_fn for each in tree_leaves(value) if isinstance(each, Tensor)]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+        if (name := names.get(id(getattr(node, "variable", None)))) is not None:
+            raise StepFailed(f"the loss reads the parameter {name} of the model from outside, and it is on another rank, or a "
+                             "copy; let the model return what its loss needs of it, such as (output, penalty)")

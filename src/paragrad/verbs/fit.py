@@ -1,0 +1,99 @@
+"""batch="fit": the largest global batch of which no rank holds more than a budget, found by what ranks held in single steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from paragrad.errors import Refused
+from paragrad.jobs.job import Job
+from paragrad.report.table import held, sized
+from paragrad.strategies.strategy import Strategy
+from paragrad.strategies.table import refuse_unbuilt, strategy
+from paragrad.training.admission import admitted, here_for, ready
+from paragrad.training.door import Findings, examined
+from paragrad.training.settings import Settings
+from paragrad.verbs.memory import one_step
+from paragrad.world.joining import launched_size
+from paragrad.world.launching import Ranks
+
+FEW, MORE = 2, 4            # samples of each micro-batch in the steps from which it is foretold
+TRIES = 5                   # steps of a batch that was foretold to fit
+
+
+def fitted(job: Job, asked: str | Strategy, settings: Settings) -> tuple[Job, Settings, str | None]:
+    """(the job with its batch, settings without the budget, why it is as large as that); as they are where the batch is given.
+
+    Trains two small batches for a step each, extrapolates what every rank held, and makes a step of the batch that was found.
+    Raises Refused.
+    """
+    if not isinstance(job, Job) or job.batch != "fit":
+        return job, settings, None
+    if settings.budget is None:
+        raise Refused(f"job {job.name}: batch='fit' wants to know how much a rank may hold; add memory='2GB' (--memory 2GB), "
+                      "or give a whole number")
+    if launched_size() is not None:
+        raise Refused("batch='fit' starts ranks of its own, and cannot under a launcher; find it with plain python, and give "
+                      "the number here")
+    chosen, plain = strategy(asked), replace(settings, memory=None)
+    refuse_unbuilt(chosen)
+    resolved = ready(chosen, here_for(plain))
+    division = resolved.division
+    grain = sum(division.shares) * division.micro
+    facts = examined(job.replace(batch=MORE * grain), plain.folder)
+    with Ranks(resolved.size) as ranks:
+        found = Fitting(ranks, job, chosen, plain, facts, grain, settings.budget)
+        batch, because = found.largest()
+    return job.replace(batch=batch), plain, because
+
+
+class Fitting:
+    """The search. grain: all micro-batches are as large as each other where the batch is a multiple of it."""
+
+    def __init__(self, ranks: Ranks, job: Job, chosen: Strategy, settings: Settings, facts: Findings, grain: int,
+                 budget: int) -> None:
+        self.ranks, self.job, self.chosen, self.settings, self.facts = ranks, job, chosen, settings, facts
+        self.grain, self.budget = grain, budget
+
+    def largest(self) -> tuple[int, str]:
+        """(the batch, why)."""
+        few, more = (min(count * self.grain, self.facts.samples) for count in (FEW, MORE))
+        less, most = self.totals(few), self.totals(more) if more > few else self.totals(few)
+        slopes = [(b - a) / max(1, more - few) for a, b in zip(less, most, strict=True)]
+        fits = min(few + (self.budget - each) / slope if slope > 0 else math.inf if each <= self.budget else 0
+                   for each, slope in zip(less, slopes, strict=True))
+        batch = self.rounded(min(fits, self.facts.samples))
+        for _ in range(TRIES):
+            if batch < 1:
+                break
+            held_by = self.step(batch)
+            fullest = max(held_by, key=lambda each: sum(each.values()))
+            if (over := sum(fullest.values()) - self.budget) <= 0:
+                return batch, self.because(batch, fullest)
+            batch = self.rounded(batch - max(self.grain, over / max(slopes)) if max(slopes) > 0 else 0)
+        if few % self.grain == 0 and max(less) <= self.budget:          # what came of the line did not fit, and this did
+            return few, self.because(few, max(self.step(few), key=lambda each: sum(each.values())))
+        least = max(a - slope * (few - self.grain) for a, slope in zip(less, slopes, strict=True))
+        raise Refused(f"job {self.job.name}, {self.chosen}: memory {sized(self.budget)} does not hold a step of {self.grain} "
+                      f"sample{'s' if self.grain > 1 else ''}, the smallest batch of equal micro-batches: the fullest rank "
+                      f"holds about {sized(least)}; give more, or more workers that share the model")
+
+    def rounded(self, batch: float) -> int:
+        """Down to equal micro-batches; all samples where they are fewer than that."""
+        whole = math.floor(batch) // self.grain * self.grain
+        return whole or (self.facts.samples if batch >= self.facts.samples else 0)
+
+    def because(self, batch: int, fullest: dict[str, int]) -> str:
+        limit = "all samples of the dataset" if batch + self.grain > self.facts.samples else (
+            f"the largest multiple of {self.grain}, which makes micro-batches equal, of which no rank is to hold more than "
+            f"{sized(self.budget)}, by a straight line through two smaller steps")
+        return f"{limit}; in a step of it the fullest rank held {sized(sum(fullest.values()))}: {held(fullest)}"
+
+    def totals(self, batch: int) -> list[int]:
+        return [sum(each.values()) for each in self.step(batch)]
+
+    def step(self, batch: int) -> list[dict[str, int]]:
+        """What each rank held in a step of so many samples, by kind; its process left out."""
+        job = self.job.replace(batch=batch)
+        checked = admitted(job, self.chosen, self.settings, replace(self.facts, order=job.order(self.facts.samples)))
+        return [{kind: size for kind, size in each.items() if kind != "resident"} for each in one_step(self.ranks, checked)]

@@ -1,0 +1,146 @@
+"""What ranks hold: counted in a step, against what the schedule foretells, against the allocator, and against a budget."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from equality import job as make_job
+from equality import numbers, whole
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+from typer.testing import CliRunner
+
+import paragrad as pg
+from paragrad.record.record import Record
+from paragrad.techniques.alive import Alive
+from paragrad.training.account import account
+from paragrad.training.admission import admitted
+from paragrad.verbs.cli import app
+from paragrad.verbs.memory import one_step
+from paragrad.world.launching import Ranks
+
+pytestmark = pytest.mark.usefixtures("warm")
+
+DATA = TensorDataset(numbers(96, 40, seed=1), whole(4, 96, seed=2))
+
+
+class Blocks(nn.Module):
+    """Eight equal blocks, a skip over all of them, dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(40, 40), nn.GELU(), nn.Dropout(0.1)) for _ in range(8))
+        self.out = nn.Linear(40, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.out(hidden + x.tanh())
+
+
+def adam(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-3)                # type: ignore[arg-type]
+
+
+BLOCKS = make_job("blocks", Blocks, DATA, batch=48, epochs=1, optimizer=adam, test=DATA)
+ROWS = ["serial", "serial(micro=3)", "data(2, shares=[3, 1], reduce=ring)", "place(3)",
+        *(f"pipeline(3, micro=6, schedule={schedule}{again})" for schedule in ("gpipe", "one_f_one_b")
+          for again in ("", ", recompute=true")),
+        "pipeline(2, micro=5)", "pipeline(2, micro=4, schedule=zero_bubble)", "pipeline(2, micro=4, schedule=interleaved)",
+        "data(2) * pipeline(2, micro=4)"]
+QUICK = ("serial(micro=3)", "pipeline(3, micro=6, schedule=one_f_one_b)", "pipeline(2, micro=4, schedule=zero_bubble)",
+         "pipeline(3, micro=6, schedule=gpipe, recompute=true)")
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, marks=() if row in QUICK else pytest.mark.table) for row in ROWS])
+def test_the_peak_is_foretold(pool: Ranks, row: str) -> None:
+    """Within 5 % of what is counted on every rank, saved tensors and messages."""
+    checked = admitted(BLOCKS, row)
+    found = account(checked.job, checked.resolved, checked.facts)
+    counted = one_step(pool, admitted(BLOCKS, found.strategy, facts=checked.facts))
+    for rank in range(found.ranks):
+        assert found.peak(rank) == pytest.approx(counted[found.first + rank]["activations"], rel=0.05), rank
+
+
+def test_what_is_counted_is_what_the_allocator_gave() -> None:
+    """Of a forward of which nothing else is left."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)) for _ in range(4)))
+    inputs = torch.ones(32, 64)
+    alive = Alive([*model.parameters(), inputs])
+    gc.collect()
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile, alive.noting():
+        total = model(inputs).sum()
+    given = sum(event.self_cpu_memory_usage for event in profile.events())
+    assert alive.now == given - total.element_size()
+    most = alive.most
+    total.backward()
+    assert (alive.now, alive.most) == (0, most), "let go by its backward"
+
+
+@pytest.mark.parametrize("strategy", ["place(4, cut=[2, 2, 2, 2])", "pipeline(4, micro=4, cut=[2, 2, 2, 2])"])
+def test_a_part_of_four_holds_a_quarter_at_rest(pool: Ranks, strategy: str) -> None:
+    """Eight equal layers: at most 0.30 of serial's parameters and optimizer state on the fullest rank."""
+    job = make_job("equal", lambda: nn.Sequential(*(nn.Linear(40, 40) for _ in range(8))), DATA, optimizer=adam)
+    (alone,), parts = (one_step(pool, admitted(job, each)) for each in ("serial", strategy))
+    assert len(parts) == 4
+    for kind in ("parameters", "optimizer", "gradients"):
+        assert 0.25 <= max(each[kind] for each in parts) / alone[kind] <= 0.30, kind
+
+
+@pytest.mark.parametrize("strategy", ["serial", pytest.param("pipeline(2, micro=2, cut=[12, 13])", marks=pytest.mark.table),
+                                      pytest.param("data(2, shares=[2, 1])", marks=pytest.mark.table)])
+def test_the_largest_batch_that_fits(pool: Ranks, strategy: str, tmp_path: Path) -> None:
+    """It fits, and a larger one does not."""
+    chosen = pg.strategy(strategy)
+    budget = max(sum(size for kind, size in each.items() if kind != "resident")
+                 for each in one_step(pool, admitted(BLOCKS.replace(batch=61), chosen)))
+    run = pg.train(BLOCKS.replace(batch="fit"), chosen, memory=budget, runs=tmp_path, limit=2)
+    grain = {"serial": 1, "data(2, shares=[2, 1])": 3}.get(strategy, 2)
+    assert run.header["job"]["batch"] == 61 // grain * grain
+    assert sum(run.fullest.values()) <= budget
+    (told,) = [line for line in run.choices if line["what"] == "batch"]
+    assert told["picked"] == str(61 // grain * grain)
+    assert "in a step of it the fullest rank held" in told["because"]
+
+
+def test_a_batch_that_cannot_be_found(tmp_path: Path) -> None:
+    job = BLOCKS.replace(batch="fit")
+    with pytest.raises(pg.Refused, match=r"memory 20 KB does not hold a step of 1 sample.*fullest rank holds about"):
+        pg.train(job, "serial", memory="20KB", runs=tmp_path)
+    with pytest.raises(pg.Refused, match="batch='fit' wants to know how much a rank may hold; add memory='2GB'"):
+        pg.train(job, "serial", runs=tmp_path)
+    with pytest.raises(pg.Refused, match="batch='fit' is found by train alone, for one strategy"):
+        pg.compare(job, "serial; data(2)", runs=tmp_path)
+    with pytest.raises(pg.Refused, match="memory 2GB says what a rank may hold where the batch is to be found"):
+        pg.train(BLOCKS, "serial", memory="2GB", runs=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_batch_of_all_samples(tmp_path: Path) -> None:
+    run = pg.train(BLOCKS.replace(batch="fit"), "serial", memory="1GB", runs=tmp_path)
+    assert run.header["job"]["batch"] == 96
+    assert next(line["because"] for line in run.choices if line["what"] == "batch").startswith("all samples of the dataset")
+
+
+def test_draw_memory(tmp_path: Path) -> None:
+    words = ["draw", "--memory", "--job", "digits", "pipeline(2, micro=2, cut=[2, 1])"]
+    result = CliRunner().invoke(app, [*words, "--svg", str(tmp_path / "memory.svg")])
+    assert result.exit_code == 0, result.output
+    assert "0 | F0 F1 B0 B1\n  | " in result.stdout
+    assert "█" in result.stdout
+    assert "activations, foretold" in result.stdout
+    assert (tmp_path / "memory.svg").read_text().startswith("<svg")
+
+
+def test_the_record_of_a_cut_model_says_what_was_kept(tmp_path: Path) -> None:
+    """It left activations out."""
+    run = pg.train(BLOCKS, "pipeline(2, micro=2, cut=[12, 13])", runs=tmp_path)
+    record = Record(run.folder)
+    held = [record.of("memory", rank)[0]["activations"] for rank in range(2)]
+    assert min(held) > 0
+    assert record.fullest["activations"] in held

@@ -1,0 +1,38 @@
+"""Models of other hands, cut in two at every place there is: where a cut falls is measured, and differs from run to run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from alarms import assert_proved
+from rows import IN_PARTS, Row
+from test_no_false_alarm import STEPS, job
+from test_zoo import ROWS, pytestmark
+
+from paragrad.datasets.loading import brought, called, copied, parted
+from paragrad.jobs.job import CPU, opened
+from paragrad.techniques.model_parallel.units import units_of
+
+__all__ = ["pytestmark"]
+
+
+@pytest.mark.table
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.name) for row in ROWS if set(IN_PARTS) & set(row.equal)])
+def test_every_cut(row: Row, tmp_path: Path) -> None:
+    made = job(row)
+    model = made.built_model()
+    inputs, _ = parted(brought(made.samples(opened(made.train, None))[0, list(range(12))], CPU, made.parameter_dtype))
+    with torch.autocast("cpu", made.autocast, enabled=made.autocast is not None):
+        called(model, copied(inputs))                       # lazy modules get their parameters
+        units = units_of(model, inputs, parts=2).work
+    wrong = {}
+    for first, (unit, _) in enumerate(list(units)[1:], start=1):
+        strategy = f"place(2, cut=[{first}, {len(units) - first}])"
+        try:
+            assert_proved(made, strategy, made.seed, made.dtype, tmp_path / str(first), limit=STEPS)
+        except Exception as error:
+            wrong[unit] = str(error)
+    assert not wrong, "\n".join(f"before {unit}: {told}" for unit, told in wrong.items())
