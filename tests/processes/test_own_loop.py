@@ -189,6 +189,48 @@ def test_a_model_that_is_cut_is_whole_again_after_the_loop(pool: Ranks, strategy
             assert torch.allclose(state[name], tensor, rtol=1e-9, atol=1e-12), name
 
 
+CHANGES = {
+    "frozen": (lambda model, optimizer: model.middle.requires_grad_(False),
+               "middle.weight.requires_grad is False, other than when the model was cut"),
+    "eval": (lambda model, optimizer: model.eval(), "the model is in eval mode, other than when"),
+    "group": (lambda model, optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]}),
+              "group 1 of the optimizer has other parameters"),
+    "replaced": (lambda model, optimizer: setattr(model, "out", nn.Linear(6, 4)), "the parameter out.weight is another tensor"),
+    "loaded": (lambda model, optimizer: model.load_state_dict(Tied().state_dict(), assign=True), "is another tensor"),
+    "removed": (lambda model, optimizer: setattr(model, "out", nn.Identity()), "the parameter out.weight is gone")}
+
+
+def changing_loop(world: World, change: str) -> str:
+    """One step, then the user does something to the model whose parts are trained; taken back, training goes on."""
+    torch.manual_seed(3)
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pg.parallelize(model, functional.cross_entropy, optimizer, "place(2)") as trainer:
+        batches = trainer.batches(VECTORS, batch=8, epoch=0)
+        trainer.step(*next(batches))
+        optimizer.param_groups[0]["lr"] = 0.05              # which is heard
+        model.eval()
+        trainer.evaluate(VECTORS)
+        model.train()
+        trainer.step(*next(batches))
+        CHANGES[change][0](model, optimizer)
+        with pytest.raises(StepFailed) as failed:
+            trainer.step(*next(batches))
+        trained = trainer.state()
+    assert len(optimizer.param_groups) == 1 + (change == "group")       # what was trained comes back all the same
+    assert torch.equal(model.middle.weight, trained["middle.weight"]) != (change == "loaded")
+    assert not any(each.is_meta for each in model.parameters())
+    return str(failed.value)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_done_to_a_model_while_it_is_cut_is_not_ignored(pool: Ranks, change: str) -> None:
+    """Freezing, eval() and new groups were for the user's own object alone, and its parts went on as they were."""
+    for told in pool.run(changing_loop, change, size=2):
+        assert CHANGES[change][1] in told
+        assert "or train it with data(n)" in told
+
+
 def a_trainer(**changes: object):                   # type: ignore[no-untyped-def]
     model = nn.Linear(10, 4)
     given = {"model": model, "loss": functional.cross_entropy, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),

@@ -256,16 +256,19 @@ def vacate(model: nn.Module) -> None:
     _exchange(model, _empty(model))
 
 
-def fill(model: nn.Module, tensors: Mapping[str, Tensor | None]) -> None:
-    """Give a vacated model values, by a tensor's first name."""
+def fill(model: nn.Module, tensors: Mapping[str, Tensor | None]) -> dict[str, nn.Parameter]:
+    """Give a vacated model values, by a tensor's first name, but for what others put in the place of one since; its parameters
+    that have some now."""
     values: dict[int, Tensor] = {}
+    found: dict[str, nn.Parameter] = {}
     for name, each in model.named_buffers():
-        if (value := tensors.get(name)) is not None:
+        if (value := tensors.get(name)) is not None and each.is_meta:
             values[id(each)] = value
     for name, parameter in model.named_parameters():
-        if (value := tensors.get(name)) is not None:
-            values[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        if (value := tensors.get(name)) is not None and parameter.is_meta:
+            values[id(parameter)] = found[name] = nn.Parameter(value, requires_grad=parameter.requires_grad)
     _exchange(model, values)
+    return found
 
 
 def _empty(model: nn.Module) -> dict[int, Tensor]:

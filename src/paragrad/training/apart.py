@@ -1,4 +1,4 @@
-"""Does loss or model read parameters in a way that a part of the model, or a shard, does not follow?"""
+"""What a part of the model, or a shard, would not follow: how loss or model read parameters, and what a user changes later."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from paragrad.datasets.loading import called
 from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed
+from paragrad.techniques.layout import vacate
 from paragrad.techniques.untouched import untouched
 
 OWN = {"_parameters", "_buffers", "_modules"}
@@ -52,3 +53,42 @@ def refuse_reading(module: Summed, inputs: Any, target: Any) -> None:
         if (name := names.get(id(getattr(node, "variable", None)))) is not None:
             raise StepFailed(f"the loss reads the parameter {name} of the model from outside, and it is on another rank, or a "
                              "copy; let the model return what its loss needs of it, such as (output, penalty)")
+
+
+class Given:
+    """The model and optimizer of a loop of one's own, of which ranks train parts: these do not hear of what is done to it."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.were: dict[str, tuple[str, object]] | None = None      # modules, parameters and groups, once it is cut
+        self.parameters: list[Tensor] = []                          # kept, that their ids stay theirs
+
+    def vacate(self) -> None:
+        """It has no values from here on: what they were would be taken for what they are."""
+        vacate(self.model)
+        self.parameters, self.were = list(self.model.parameters()), self._are()
+
+    def refuse_changes(self) -> None:
+        """Raises StepFailed where since then something was frozen, set to eval, replaced, or given to the optimizer."""
+        if self.were is None:
+            return
+        are = self._are()
+        for what in (*self.were, *are):
+            if self.were.get(what) != are.get(what):
+                now, _ = are.get(what, ("is gone", None))
+                raise StepFailed(f"{what} {now}, other than when the model was cut, and its parts on the ranks would not "
+                                 "follow; change it before the first step, or between one parallelize and the next, or train "
+                                 "it with data(n)")
+
+    def _are(self) -> dict[str, tuple[str, object]]:
+        """Of each what to say of it, and what it is compared by."""
+        found: dict[str, tuple[str, object]] = {}
+        for name, module in self.model.named_modules():
+            found[f"the module {name}" if name else "the model"] = (
+                "is in training mode" if module.training else "is in eval mode", module.training)
+        for name, parameter in self.model.named_parameters():
+            found[f"the parameter {name}"] = "is another tensor", id(parameter)
+            found[f"{name}.requires_grad"] = f"is {parameter.requires_grad}", parameter.requires_grad
+        for number, group in enumerate(self.optimizer.param_groups):
+            found[f"group {number} of the optimizer"] = "has other parameters", [id(each) for each in group["params"]]
+        return found

@@ -34,12 +34,12 @@ from paragrad.techniques.batch_norm import BatchNorm
 from paragrad.techniques.draws import Calls, Draws, keyed
 from paragrad.techniques.exchange import Exchange, How, counted
 from paragrad.techniques.layout import Layout, filled
-from paragrad.techniques.one_copy import Start
 from paragrad.techniques.passes import COUNTED, Passes, Sums, counting, sums_of
 from paragrad.techniques.probe import Probe
 from paragrad.techniques.untouched import Before
 from paragrad.techniques.updating import Alike, in_eval_mode
 from paragrad.training import checkpoint
+from paragrad.training.apart import Given
 from paragrad.training.batches import Batch, batch_of
 from paragrad.training.checkpoint import Snapshot
 from paragrad.training.evaluation import Metric, evaluated, evaluating
@@ -81,7 +81,7 @@ class Trainer:
                  seed: int = 0, scheduler: Any = None, clip_norm: float | None = None, autocast: torch.dtype | None = None,
                  collate: Collate | None = None, dtype: torch.dtype | None = None, record: Recorder | None = None,
                  how: How | None = None, like: Strategy | None = None, reverse: bool = False, examined: bool = False,
-                 unchecked: bool = False, seen: Probe | None = None, begun: Start | None = None) -> None:
+                 unchecked: bool = False, seen: Probe | None = None, begun: one_copy.Start | None = None) -> None:
         self.everyone, self.world, self.serves = world, placed(strategy, world), strategy.serves(world.rank)    # without steps
         self.model, self.optimizer, self.strategy = model, optimizer, strategy
         self.seed, self.scheduler, self.clip_norm, self.autocast, self.collate = seed, scheduler, clip_norm, autocast, collate
@@ -101,7 +101,7 @@ class Trainer:
         self.everything = list(self.module.parameters())
         self.layout = self.held = Layout()          # what of the model this rank holds, from the cut on; held: or its shards
         self.groups: list[list[str]] = []           # then, serial names of the parameters in each group of the optimizer
-        self.hollow, self.given = model, None if examined else model        # without values once it is cut; the user's own
+        self.hollow, self.given = model, None if examined else Given(model, optimizer)     # without values once it is cut
         self.exchange: Exchange | None = None
         self.passes: Passes | None = None
         self.looks: dict[str, Any] = {}             # where techniques cut, by their names

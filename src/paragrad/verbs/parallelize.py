@@ -73,15 +73,16 @@ def _whole_again(trainer: Trainer, model: nn.Module, optimizer: torch.optim.Opti
     """The user's model as the parts make it up, and the optimizer over it, with the state that serial's has. Collective."""
     layout = trainer.layout
     assert trainer.exchange is not None
-    fill(model, layout.whole({**trainer.parameters, **dict(trainer.model.named_buffers())}))
-    state, parameters = layout.world.agreed(layout.state(trainer.exchange.state())), dict(model.named_parameters())
-    for group, names in zip(optimizer.param_groups, trainer.groups, strict=True):
-        group["params"] = [parameters[name] for name in names]
+    parameters = fill(model, layout.whole({**trainer.parameters, **dict(trainer.model.named_buffers())}))
+    state = layout.world.agreed(layout.state(trainer.exchange.state()))
+    for group, names in zip(optimizer.param_groups, trainer.groups, strict=False):      # more, where the user added one
+        group["params"] = [parameters[name] for name in names if name in parameters]
     optimizer.state = type(optimizer.state)(dict)
     for name, values in state.items():
-        device = parameters[name].device
-        optimizer.state[parameters[name]] = {what: value.to(device) if isinstance(value, Tensor) and value.dim() else value
-                                             for what, value in values.items()}
+        if name in parameters:
+            device = parameters[name].device
+            optimizer.state[parameters[name]] = {what: value.to(device) if isinstance(value, Tensor) and value.dim() else value
+                                                 for what, value in values.items()}
 
 
 def _chosen(asked: str | Strategy) -> Strategy:

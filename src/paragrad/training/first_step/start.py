@@ -18,7 +18,7 @@ from paragrad.jobs.loss import Summed, loss_in
 from paragrad.jobs.precision import in_precision
 from paragrad.strategies.strategy import Strategy
 from paragrad.techniques.exchange import Exchange, Replica
-from paragrad.techniques.layout import Layout, vacate
+from paragrad.techniques.layout import Layout
 from paragrad.techniques.table import cuts, exchange_of, passes_of
 from paragrad.techniques.untouched import Before, untouched
 from paragrad.training.batches import Batch
@@ -45,6 +45,8 @@ def before(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> None:
     come late. Collective.
     """
     if trainer.exchange is not None:
+        if trainer.given is not None:
+            trainer.given.refuse_changes()
         if trainer.splits and trainer.taken == 1 and apart(trainer):
             trainer.log.choice("loss again", "not checked", apart(trainer))
         elif trainer.splits and not apart(trainer) and (trainer.taken + 1).bit_count() == 1:            # the 2nd, 4th, 8th, ...
@@ -161,9 +163,9 @@ def wire(trainer: Trainer, some_unused: bool, example: Any, forward: Callable[[]
 
 
 def vacate_given(trainer: Trainer) -> None:
-    """The user's own model, which is cut, has no values from here on: what they were would be taken for what they are."""
+    """The user's own model, which is cut, has no values from here on."""
     if trainer.layout.cut and trainer.given is not None:
-        vacate(trainer.given)
+        trainer.given.vacate()
 
 
 def serve(trainer: Trainer) -> None:
