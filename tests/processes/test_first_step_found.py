@@ -25,7 +25,7 @@ from paragrad.errors import StepFailed
 from paragrad.techniques.model_parallel import split
 from paragrad.training.first_step import made
 from paragrad.training.first_step.causes import likely
-from paragrad.training.first_step.proof import Miss
+from paragrad.training.first_step.proof import Miss, Proof
 from paragrad.training.trainer import Trainer
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
@@ -127,6 +127,28 @@ def test_doubt_about_large_parameters(strategy: str, dtype: torch.dtype, tmp_pat
     plain = job("plain", lambda: Halved(4096, False), VECTORS, dtype=dtype)
     losses = [torch.tensor(pg.train(plain, each, runs=tmp_path).losses) for each in (strategy, "serial")]
     torch.testing.assert_close(*losses)
+
+
+class InPlace(Halved):
+    """Doubles its inputs where they are."""
+
+    def __init__(self) -> None:
+        super().__init__(256, False)
+        if dist.is_initialized():           # in ranks: as if nothing but the step in float64 could tell
+            judged = Proof._judged
+            mock.patch.object(made, "FLOOR", 0).start()
+            mock.patch.object(Proof, "_judged", lambda proof, ours, doubtful: proof.double() if proof.double else judged(
+                proof, ours, doubtful)).start()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(2.0))
+
+
+@pytest.mark.parametrize("strategy", ["data(2, reduce=ring)", "place(2)"])
+def test_doubt_where_a_forward_changes_its_inputs(strategy: str, tmp_path: Path) -> None:
+    """The step that was made again had the inputs as the first one left them, and one worker's beside it had not."""
+    run = pg.train(job("in place", InPlace, VECTORS, dtype=torch.float32), strategy, runs=tmp_path)
+    assert "are one worker's" in (run.first_step or "")
 
 
 class Clipping(torch.autograd.Function):

@@ -96,9 +96,9 @@ class Keyed(Drawing):
         self.calls: Calls = {} if calls is None else calls
 
     def numbers(self, name: str, tensor: Tensor, distribution: Distribution) -> Tensor:
+        call = self._serial(self.calls.setdefault(drawn(), self.first + len(self.calls)), name)
         if not tensor.numel():
             return tensor
-        call = self._serial(self.calls.setdefault(drawn(), self.first + len(self.calls)), name)
         key = int.from_bytes(hashlib.blake2b(f"{self.seed} {self.step} {call}".encode(), digest_size=4).digest()) >> 1
         shape = tuple(tensor.shape)
         known = name, shape, len(self.positions), call

@@ -18,7 +18,7 @@ from paragrad.record.log import Log
 from paragrad.strategies.shares import Micro
 from paragrad.techniques.alive import Alive
 from paragrad.techniques.batch_norm import BatchNorm
-from paragrad.techniques.draws import Calls
+from paragrad.techniques.draws import Calls, Draws
 from paragrad.techniques.exchange import Exchange
 from paragrad.techniques.probe import first_not_finite
 from paragrad.world.world import World
@@ -35,10 +35,11 @@ class Sums(NamedTuple):
 
 class Within(Protocol):
     """What a trainer offers to its passes. casting: autocast, if any;  keyed: draws by a sample's place in the global batch
-    (first, calls: as draws.Keyed has them)."""
+    (first, calls: as draws.Keyed has them);  draws: all of them."""
     world: World
     module: Summed
     batch_norm: BatchNorm
+    draws: Draws
     log: Log
 
     def casting(self) -> AbstractContextManager[Any]: ...

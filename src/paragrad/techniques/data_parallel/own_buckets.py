@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paragrad.errors import StepFailed
 from paragrad.record.log import Log
 from paragrad.techniques.data_parallel.all_reduce import DividedTwice, Queued
 from paragrad.techniques.data_parallel.bucket_queue import Bucket, waiting_bucket
@@ -33,6 +34,7 @@ class OwnBuckets(Queued):
                    if how.overlap else "asked for: exchange after backward")
         self.trained = [parameter for parameter in self.every if parameter.requires_grad]
         self.buckets = list(_buckets(self.trained[::-1]))
+        self.bucket_of = {parameter: number for number, bucket in enumerate(self.buckets) for parameter in bucket}
         self.final: set[nn.Parameter] = set()           # whose gradient is, in this step
         self.sending: list[Bucket] = []
 
@@ -41,6 +43,10 @@ class OwnBuckets(Queued):
         self.final, self.sending = set(), []
 
     def ready(self, parameter: nn.Parameter) -> None:
+        if self.bucket_of[parameter] < len(self.sending):
+            names = {each: name for name, each in self.summed.model.named_parameters()}
+            raise StepFailed("backward adds to its gradient again after it was sent: it is in two checkpoints; call them with "
+                             "use_reentrant=False, or train with --no-overlap", tensor=names[parameter])
         self.final.add(parameter)
         while self.overlap and len(self.sending) < len(self.buckets) and self.final.issuperset(self.buckets[len(self.sending)]):
             self._send(self._flat(self.buckets[len(self.sending)]))

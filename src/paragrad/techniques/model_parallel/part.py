@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 from torch import nn
@@ -26,15 +27,15 @@ class Part(nn.Module):
     """Some parts of a model: its parameters and buffers are those of the whole one, by the same names, that they use.
 
     Everything else of the model is there without values. trained: the first part of all with a parameter to train;
-    first: which of this rank's random calls the first one of each part is.
+    draws: which of this rank's random calls are those of each part.
     """
     flow: Flow
     trained: int
-    first: Mapping[int, int]
+    draws: Mapping[int, range]
 
-    def __init__(self, flow: Flow, trained: int, first: Mapping[int, int]) -> None:
+    def __init__(self, flow: Flow, trained: int, draws: Mapping[int, range]) -> None:
         super().__init__()
-        self.__dict__.update(flow=flow, trained=trained, first=first, training=flow.model.training,
+        self.__dict__.update(flow=flow, trained=trained, draws=draws, training=flow.model.training,
                              _modules=flow.model._modules, _parameters=flow.model._parameters, _buffers=flow.model._buffers)
 
     def train(self, mode: bool = True) -> Part:
@@ -73,6 +74,7 @@ def share_of(model: nn.Module, cut: Cut, mine: Sequence[int], axis: World) -> Sh
     trained = min((part for name, parameter in model.named_parameters() if parameter.requires_grad for part in uses[name]),
                   default=flow.last + 1)
     held = kept(flow, uses, axis)
-    calls = [call for part in mine for call in cut.draws[part]]
-    first = {part: sum(len(cut.draws[other]) for other in mine if other < part) for part in mine}
-    return Share(Part(flow, trained, first), held, gives=flow.last in mine, draws=tuple(calls))
+    starts = itertools.accumulate((len(cut.draws[part]) for part in mine), initial=0)
+    draws = {part: range(start, start + len(cut.draws[part])) for part, start in zip(mine, starts, strict=False)}
+    return Share(Part(flow, trained, draws), held, gives=flow.last in mine,
+                 draws=tuple(call for part in mine for call in cut.draws[part]))

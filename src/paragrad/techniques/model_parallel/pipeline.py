@@ -102,8 +102,6 @@ class InStages(Passes):
         given += [(replace(last, positions=[]), *rest)] * (pipelined.micro - count)     # of no samples
         step = Step(self, given, pipelined)
         step.play()
-        for parameter in self.part.parameters():
-            self.exchange.ready(parameter)
         if step.in_halves and not self.told:
             self.tell_moved()
         return step.own
@@ -253,6 +251,7 @@ class Step:
         with self.around(stage, number), within.casting(), self.noted():
             with halves:
                 sends, out = self.flow.run(inputs, stage, self.plans[number], received)
+            self.refuse_other_draws(stage, number)
             if last and self.training and not (again and not torch.is_grad_enabled()):      # by whose graph its mean is known
                 value = within.module.loss(out, target)
                 if any(isinstance(each, FakeTensor) for each in tensors_in(value)):
@@ -262,6 +261,14 @@ class Step:
         if last and not self.training:
             self.outs[number] = out
         return sends, Made([get_gradient_edge(each) for each in sends if each.requires_grad], gradients, total), weight
+
+    def refuse_other_draws(self, stage: int, number: int) -> None:
+        """Later draws of the model are known by how many come before them."""
+        drawn, seen = len(self.drawn[stage, number]), len(self.passes.part.draws[stage])
+        if drawn != seen and self.training and self.within.draws:
+            raise StepFailed(f"part {stage} of the model draws random numbers {drawn} time(s), and when it was cut {seen}: "
+                             "which of the whole model's draws each is, is not known; draw as often in every forward, or train "
+                             "it with data(n)")
 
     def noted(self) -> contextlib.AbstractContextManager[Any]:
         return self.alive.noting() if self.alive else contextlib.nullcontext()
@@ -274,7 +281,7 @@ class Step:
             return
         micro = self.given[number][0]
         self.within.batch_norm.samples = len(micro.positions)
-        with self.within.keyed(micro, self.passes.part.first[stage], self.drawn[stage, number]), self.within.batch_norm:
+        with self.within.keyed(micro, self.passes.part.draws[stage].start, self.drawn[stage, number]), self.within.batch_norm:
             yield
 
     def backward(self, stage: int, number: int) -> None:

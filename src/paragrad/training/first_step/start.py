@@ -104,14 +104,16 @@ def _prepare(trainer: Trainer, batch: Batch, inputs: Any, target: Any, as_loaded
             warnings.warn(f"step {trainer.steps} is not compared with one worker's: {because}", stacklevel=2)
         return
     if trainer.precision != torch.float64 and not trainer.strategy.servers:         # which have no step to make again
-        trainer.proof.double = functools.partial(_in_double, trainer, module, trainer.kept, *proved)
+        loaded = given_as_loaded(trainer, *proved[1:])
+        trainer.proof.double = functools.partial(_in_double, trainer, module, trainer.kept, proved[0], copied(proved[1:]),
+                                                 loaded)
     if trainer.autocast is not None or proved[0] is not batch:
         rehearse(trainer, *proved, of)
 
 
-def _in_double(trainer: Trainer, module: Summed, kept: Before, batch: Batch, inputs: Any, target: Any) -> list[Miss] | None:
+def _in_double(trainer: Trainer, module: Summed, kept: Before, batch: Batch, given: Any, loaded: bool) -> list[Miss] | None:
     """The misses of the same step in float64, by the strategy's own code on a copy of the whole module; None where that cannot
-    be. Collective."""
+    be. given: (inputs, target) as they were before the step;  loaded: they are what `batches` gave. Collective."""
     twin: Trainer | None = None
     try:
         with untouched(module):
@@ -124,8 +126,7 @@ def _in_double(trainer: Trainer, module: Summed, kept: Before, batch: Batch, inp
                 torch.optim.SGD(model.parameters(), lr=0.0), trainer.strategy, seed=trainer.seed, collate=trainer.collate,
                 dtype=torch.float64, how=trainer.how, examined=True)
             twin.steps, twin.feed.samples, twin.looks = trainer.steps, trainer.feed.samples, trainer.looks      # cut alike
-            pair = brought((inputs, target), trainer.world.device, torch.float64)
-            loaded = given_as_loaded(trainer, inputs, target)
+            pair = brought(given, trainer.world.device, torch.float64)
             twin.feed.fetched = pair if loaded else None
             before(twin, batch, *pair)
             return compared(twin, *_averaged(twin, batch, *pair)) if twin.proof else None
