@@ -22,7 +22,7 @@ class Weight:
 
     came: the message of activations into it;  back: that of gradients out of it, to the stage before;  kept: what a forward
     keeps for its backward;  shared: of that, what is the message itself;  halved: what is kept between the two halves of a
-    backward;  halving: at most, in the first half.
+    backward;  halving: at most, in the first half;  batch: what of the batch is kept, where a forward is made on a copy of it.
     """
     came: int
     back: int
@@ -30,6 +30,7 @@ class Weight:
     shared: int = 0
     halved: int = 0
     halving: int = 0
+    batch: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,13 +104,14 @@ class Holding:
         came, back, kept = f"x{stage}.{micro}", f"g{stage + 1}.{micro}", f"kept {stage}.{micro}"
         weight = self.weigh(stage, micro)
         self.forget(*self.over.get(back, ()))
+        more = weight.batch if (stage, micro) in self.again else 0
         if (stage, micro) in self.again:
-            self.put(kept, weight.kept - weight.shared)
+            self.put(kept, weight.kept - weight.shared + more)
             self.forget(came)
-            self.put(kept, weight.kept)
+            self.put(kept, weight.kept + more)
         if what == "I":
-            self.put(kept, weight.halving)
-            self.put(kept, weight.halved)
+            self.put(kept, weight.halving + more)
+            self.put(kept, weight.halved + more)
         else:
             self.forget(kept)
         self.forget(back)

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from paragrad.datasets.loading import tensors_of
+from paragrad.datasets.loading import copied, tensors_of
 from paragrad.jobs.loss import Summed
 from paragrad.players.memory import Weight
 from paragrad.record.log import Log
 from paragrad.schedules.pipeline import Pipelined
 from paragrad.strategies.pipeline import InParts
 from paragrad.strategies.shares import Micro
-from paragrad.techniques.alive import Alive
+from paragrad.techniques.alive import Alive, storage
 from paragrad.techniques.batch_norm import BatchNorm
 from paragrad.techniques.draws import Calls, Draws, keyed
 from paragrad.techniques.exchange import Alone, Replica
@@ -83,20 +83,22 @@ def messages(passes: InStages, inputs: Any) -> Iterator[int]:
 
 def weighed(passes: InStages, given: Given) -> Iterator[Weight]:
     """Of a micro-batch, on each part."""
-    schedule = passes.strategy.pipelined.schedule
+    schedule, given = passes.strategy.pipelined.schedule, (given[0], *copied(given[1:]))
     step = Step(passes, [given], Pipelined(schedule, 1, passes.part.trained))
     step.again, stages = set(), passes.stages
     step.in_halves = any(what == "W" for what, *_ in Pipelined(schedule, 1).tasks(0, 1))
     alives = []
-    beside = [*passes.part.parameters(), *passes.part.buffers(), *tensors_of([given[1:]])]
-    came, back, shared, kept, halving, halved = ([0] * stages for _ in range(6))
+    beside = [*passes.part.parameters(), *passes.part.buffers()]
+    places = dict(filter(None, map(storage, tensors_of([given[1:]]))))
+    came, back, shared, kept, halving, halved, batch = ([0] * stages for _ in range(7))
     with calls_watched(None):
         for stage in range(stages):
             step.alive = alive = Alive(beside)
             alives.append(alive)
             message = step.messages.made.get(f"x{stage}.0")
             step.forward(stage, 0)
-            kept[stage] = alive.now
+            batch[stage] = sum(size for address, size in places.items() if address in alive.holders)
+            kept[stage] = alive.now - batch[stage]
             if message is not None:
                 came[stage], shared[stage] = message.nbytes, message.nbytes if alive.holds(message) else 0
         for stage in range(stages - 1, passes.part.trained - 1, -1):
@@ -104,7 +106,8 @@ def weighed(passes: InStages, given: Given) -> Iterator[Weight]:
             step.backward(stage, 0)
             if f"g{stage}.0" in step.messages.made:
                 back[stage] = step.messages[f"g{stage}.0"].nbytes
-            halving[stage], halved[stage] = max(alives[stage].most, kept[stage]), alives[stage].now
+            still = sum(size for address, size in places.items() if address in alives[stage].holders)
+            halving[stage], halved[stage] = max(alives[stage].most - still, kept[stage]), alives[stage].now - still
             if step.in_halves:
                 step.halves.pop((stage, 0)).weights()
-    yield from (Weight(*each) for each in zip(came, back, kept, shared, halved, halving, strict=True))
+    yield from (Weight(*each) for each in zip(came, back, kept, shared, halved, halving, batch, strict=True))
