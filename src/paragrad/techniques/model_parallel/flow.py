@@ -91,7 +91,7 @@ class Flow(InUnits):
         self.plans: dict[Any, list[Plan]] = {}
         self.whole = True                   # the model has all its values
 
-    def hollow(self, tensor: Tensor) -> Tensor:
+    def emptied(self, tensor: Tensor) -> Tensor:
         """The same without values; whole numbers, which Python may look at, keep those that they have now."""
         if not differentiable(tensor):
             return tensor.clone()

@@ -64,7 +64,7 @@ def kept(flow: Flow, uses: Mapping[str, tuple[int, ...]], axis: World) -> dict[s
             for name, tensor in list(tensors.items()):
                 if tensor is not None and id(tensor) not in ours:
                     del tensors[name]
-                    setattr(module, name, flow.hollow(tensor))
+                    setattr(module, name, flow.emptied(tensor))
     return held
 
 

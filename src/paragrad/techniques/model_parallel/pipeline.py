@@ -144,7 +144,7 @@ class Order:
 
 
 @dataclass
-class Made:
+class Pending:
     """What a forward made, for its backward. ends: where in its graph what goes on was made, if it has a gradient: the values
     have gone;  gradients: of what came in, once backward has come to it;  total: the loss, of the last part."""
     ends: list[GradientEdge]
@@ -170,7 +170,7 @@ class Step:
         self.order = order = passes.order(pipelined)
         self.left, self.in_halves = order.backwards, order.in_halves
         self.again = order.again if passes.strategy.recompute else set()
-        self.made: dict[tuple[int, int], Made] = {}                 # by stage and micro-batch
+        self.made: dict[tuple[int, int], Pending] = {}                 # by stage and micro-batch
         self.halves: dict[tuple[int, int], Deferring] = {}
         self.drawn: dict[tuple[int, int], Calls] = {}   # in forwards, what is drawn again where a module recomputes
         self.walk: Play | None = None
@@ -231,11 +231,11 @@ class Step:
         if not again:
             self.messages.forget(came)
 
-    def count(self, made: Made, weight: float) -> None:
+    def count(self, made: Pending, weight: float) -> None:
         if made.total is not None:
             self.own = Sums(self.own.loss + float(made.total.detach()), self.own.weight + weight)
 
-    def run(self, stage: int, number: int, received: list[Tensor]) -> tuple[list[Tensor], Made, float]:
+    def run(self, stage: int, number: int, received: list[Tensor]) -> tuple[list[Tensor], Pending, float]:
         """(what goes on, what backward wants, the weight of the loss)."""
         (micro, inputs, target), within, last = self.given[number], self.within, stage == self.passes.stages - 1
         again = (stage, number) in self.again
@@ -260,7 +260,7 @@ class Step:
                 total, weight = within.module.weighed(value, target, len(micro.positions))
         if last and not self.training:
             self.outs[number] = out
-        return sends, Made([get_gradient_edge(each) for each in sends if each.requires_grad], gradients, total), weight
+        return sends, Pending([get_gradient_edge(each) for each in sends if each.requires_grad], gradients, total), weight
 
     def refuse_other_draws(self, stage: int, number: int) -> None:
         """Later draws of the model are known by how many come before them."""

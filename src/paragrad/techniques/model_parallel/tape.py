@@ -30,7 +30,7 @@ def read(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Made:
+class Output:
     """Stands for a tensor: which output of which step; of step -1: which tensor of the inputs."""
     step: int
     number: int
@@ -51,7 +51,7 @@ class Tape:
 
     def _note(self, step: int, out: Any) -> None:
         for number, tensor in enumerate(tensors_in(out)):
-            self.made[tensor] = Made(step, number)
+            self.made[tensor] = Output(step, number)
 
     def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """An operation, after it was made."""
@@ -74,7 +74,7 @@ class Tape:
         made = {-1: [each.clone() for each in tensors_in(inputs)]}
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             for number, (func, given, before) in enumerate(self.steps):
-                args, kwargs = tree_map_only(Made, lambda each: made[each.step][each.number], given)
+                args, kwargs = tree_map_only(Output, lambda each: made[each.step][each.number], given)
                 try:
                     out = func(*args, **kwargs)
                 except (RuntimeError, ValueError, IndexError):      # what follows a read that would be another
