@@ -270,3 +270,23 @@ def test_refused_at_the_door() -> None:
             model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1),
             strategy="data(1, state=fully_sharded)"):
         pass
+
+
+class Renormed(nn.Module):
+    """An embedding of bounded norms: the forward makes rows shorter, once training has made them long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(11, 8, max_norm=1.0), nn.Linear(8, 4)
+        nn.init.normal_(self.table.weight, std=0.01)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.table(x).mean(1))
+
+
+@pytest.mark.parametrize("state", ["fully_sharded", "shared_memory"])
+def test_a_parameter_that_a_forward_changes_later(state: str, tmp_path: Path) -> None:
+    """No row was too long in step 0, so nobody looked again: what was written was let go, or made by every rank at once."""
+    renormed = job("renormed", Renormed, TensorDataset(whole(11, 29, 7, seed=5), whole(4, 29, seed=2)))
+    with pytest.raises(RankFailed, match=r"table\.weight: the forward changes a parameter.*change it in the optimizer's step"):
+        train(renormed, f"data(2, state={state})", runs=tmp_path)

@@ -575,6 +575,82 @@ def test_a_gradient_that_comes_in_two_goes(tmp_path: Path) -> None:
     assert "are one worker's" in (pg.train(job, strategy, runs=tmp_path, overlap=False).first_step or "")
 
 
+class OwnMode(nn.Module):
+    """Its own forward asks whether it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(10, 10), nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = nn.functional.dropout(torch.tanh(self.first(x)), 0.3, self.training)
+        return self.second(hidden) * (2.0 if self.training else 1.0)
+
+
+@pytest.mark.parametrize("strategy", ["place(2)", pytest.param("pipeline(2, micro=3)", marks=pytest.mark.table)])
+def test_a_test_leaves_the_model_itself_in_training(strategy: str, tmp_path: Path) -> None:
+    """After the first test the outermost module stayed in eval mode: no dropout any more, in silence where it draws none."""
+    job = make_job("own mode", OwnMode, VECTORS, test=VECTORS, epochs=3, dtype=torch.float64)
+    reference, run = pg.train(job, runs=tmp_path), pg.train(job, strategy, runs=tmp_path)
+    assert [run.test, *run.losses] == pytest.approx([reference.test, *reference.losses], rel=1e-10)
+
+
+class Detached(nn.Module):
+    """What an early layer gives is used without its gradient: always, or in short batches alone."""
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.first, self.aside, self.second, self.always = nn.Linear(10, 10), nn.Linear(10, 4), nn.Linear(10, 4), always
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        aside = self.aside(x)
+        return self.second(hidden) + (aside.detach() if self.always or len(x) == 5 else aside)
+
+
+def decaying(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.3)         # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_what_has_no_gradient_in_serial_has_none_in_parts(pool: Ranks, always: bool) -> None:
+    """It came as zeros from the part after it, and the optimizer made them smaller."""
+    job = make_job("detached", lambda: Detached(always), VECTORS, optimizer=decaying)
+    assert found(pool, "place(2, cut=[second])", job).value <= 1e-10
+
+
+class Mapped(nn.Module):
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(10))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.vmap(lambda each: torch.tanh(nn.functional.linear(each, self.weight)))(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.Linear(10, 10), self.Inner(), nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.second(torch.tanh(self.first(x))))
+
+
+def test_halves_of_a_backward_and_torch_func(pool: Ranks) -> None:
+    """torch takes no autograd function like ours under vmap, and said so in its own words in step 0."""
+    job = make_job("mapped", Mapped, VECTORS)
+    assert found(pool, "pipeline(2, micro=2, schedule=zero_bubble)", job).value <= 1e-10
+
+
+def spectral() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 10), nn.Tanh(), torch.nn.utils.spectral_norm(nn.Linear(10, 10)), nn.Linear(10, 4))
+
+
+def test_a_weight_that_a_hook_makes_anew(pool: Ranks) -> None:
+    """torch's own view of a weight, which each forward replaces, was refused."""
+    assert found(pool, "place(2)", make_job("spectral", spectral, VECTORS)).value <= 1e-10
+
+
 class Failing(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import paragrad as pg
-from paragrad.datasets.loading import Samples, loaded
+from paragrad.datasets.ahead import loaded
+from paragrad.datasets.loading import Samples
 from paragrad.errors import Interrupted, RankFailed, StepFailed
 from paragrad.record.log import Log
 from paragrad.record.record import Record, Recorder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from paragrad.training.account import account
 from paragrad.training.admission import admitted
 from paragrad.verbs.cli import app
 from paragrad.verbs.memory import one_step
+from paragrad.verbs.trial import tried
 from paragrad.world.launching import Ranks
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -133,7 +135,7 @@ def test_draw_memory(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [*words, "--svg", str(tmp_path / "memory.svg")])
     assert result.exit_code == 0, result.output
     assert "0 | F0 F1 B0 B1\n  | " in result.stdout
-    assert "█" in result.stdout
+    assert any("█" in line for line in result.stdout.splitlines() if line.startswith("  | "))
     assert "activations, foretold" in result.stdout
     assert (tmp_path / "memory.svg").read_text().startswith("<svg")
 
@@ -145,3 +147,10 @@ def test_the_record_of_a_cut_model_says_what_was_kept(tmp_path: Path) -> None:
     held = [record.of("memory", rank)[0]["activations"] for rank in range(2)]
     assert min(held) > 0
     assert record.fullest["activations"] in held
+
+
+def test_a_batch_that_was_fitted_is_trained_as_it_was() -> None:
+    """data(auto) was fitted, and then replaced by one worker with all threads, who holds twice as much."""
+    checked = replace(admitted(BLOCKS, "data(auto)"), fitted="as large as that")
+    with Ranks(1) as ranks:
+        assert tried(ranks, checked) is checked

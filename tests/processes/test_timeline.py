@@ -101,7 +101,8 @@ def test_of_every_strategy_a_step_is_told(pool: Ranks, tmp_path: Path, text: str
 
 
 # ---- the trace --------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("text", ["pipeline(2, micro=2)", "data(2, reduce=ring)", "data(2)", "serial"])
+@pytest.mark.parametrize("text", ["pipeline(2, micro=2)", "data(2, reduce=ring)", "data(2)", "serial",
+                                  pytest.param("data(2, reduce=ring) * pipeline(2, micro=2)", marks=pytest.mark.table)])
 def test_the_trace_is_what_perfetto_reads(pool: Ranks, tmp_path: Path, text: str) -> None:
     """A name for every process and thread; slices of a thread one after the other, or one within another; every arrow leaves
     from within a slice, and comes to one."""
@@ -126,7 +127,7 @@ def test_the_trace_is_what_perfetto_reads(pool: Ranks, tmp_path: Path, text: str
             open_.append(event["ts"] + event["dur"])
     ends = {kind: {event["id"]: event for event in found if event["ph"] == kind} for kind in "sf"}
     assert ends["s"].keys() == ends["f"].keys()
-    assert len(ends["s"]) == (20 * 2 * 2 if "pipeline" in text else 0)
+    assert len(ends["s"]) == (20 * 2 * record.header["workers"] if "pipeline" in text else 0)       # in each replica
     for number, begin in ends["s"].items():
         assert begin["pid"] != ends["f"][number]["pid"]
         assert begin["ts"] <= ends["f"][number]["ts"] + 1

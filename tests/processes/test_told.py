@@ -184,13 +184,23 @@ def in_spaces(kinds: str, shell: str, *words: str, folder: Path) -> subprocess.C
 
 @pytest.mark.story
 def test_a_full_dev_shm_behind_loaders(tmp_path: Path) -> None:
-    """It said that no space was left on some device. Ranks themselves do without /dev/shm."""
+    """It said that no space was left on some device. Ranks do without /dev/shm, and batches go by no way through it: semaphores
+    alone are there."""
     full = "mount -t tmpfs -o size=4k tmpfs /dev/shm && head -c 4096 /dev/zero > /dev/shm/full"
     ran = in_spaces("-m", full, *SHORT, "--strategy", "data(2)", "--loaders", "1", folder=tmp_path)
     assert ran.returncode == 1
     message = ran.stderr.strip().splitlines()[-1]
-    assert ": /dev/shm, through which 1 loader(s) hand over samples, is full; make room there, mount it larger" in message
+    assert ": /dev/shm, in which loaders have their semaphores, is full; make room there, or load without loaders" in message
     ran = in_spaces("-m", full, *SHORT, "--strategy", "data(2)", folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    large = tmp_path / "large.py"                           # batches of 4 MB, and room for a fourth of one
+    large.write_text("import paragrad as pg, torch\n"
+                     "samples = torch.utils.data.TensorDataset(torch.ones(64, 65536), torch.zeros(64, 4))\n"
+                     "job = pg.Job(name='large', model=lambda: torch.nn.Linear(65536, 4), loss=torch.nn.functional.mse_loss,\n"
+                     "             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-6), batch=16, epochs=1,\n"
+                     "             train=lambda folder: samples, collate=torch.utils.data.default_collate)\n")
+    ran = in_spaces("-m", "mount -t tmpfs -o size=1m tmpfs /dev/shm", "train", str(large), "--strategy", "data(2)", "--loaders",
+                    "1", folder=tmp_path)
     assert ran.returncode == 0, ran.stderr
 
 

@@ -126,6 +126,8 @@ def test_times_are_told_apart_by_their_turns() -> None:
     assert not told_apart([1.02 * each if place % 2 else 0.98 * each for place, each in enumerate(turns)], turns)
     assert told_apart([1.2], [1.0])                                 # few turns: by how much
     assert not told_apart([1.02], [1.0])
+    # work beside that comes and goes hits one or the other of a pair: half as slow again, and the ratios of turns lie around 1
+    assert told_apart([2.9, 2.9, 1.0, 2.9, 1.0, 2.9, 1.0], [1.0, 1.9, 2.9, 1.9, 1.9, 2.9, 2.9])
 
 
 def test_bytes_and_slow_ranks_are_read() -> None:

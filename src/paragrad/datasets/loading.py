@@ -1,4 +1,4 @@
-"""From indices to tensors: samples of any shape, drawn by (seed, epoch, index), loaded here or by other processes.
+"""From indices to tensors: samples of any shape, drawn by (seed, epoch, index), loaded here or by other processes (`ahead.py`).
 
 A sample is a pair (input, target) or a dict; inputs and targets may be nested (tuples, lists, dicts of tensors). A batch that
 is a dict is its own target: the model gets its entries by name, the loss the whole of it. A named tuple (a PackedSequence too)
@@ -7,8 +7,7 @@ is one argument of the model.
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,14 +20,10 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 from paragrad.errors import Refused, StepFailed, told
 from paragrad.world.bound import bounded
 from paragrad.world.generators import generator_states, generators_kept, seed_generators
-from paragrad.world.launching.folders import clear_after_kill
-from paragrad.world.signals import ending_with_this
 from paragrad.world.world import TIMEOUT
 
 Dataset = Any           # map-style: __len__ and __getitem__(index) -> (input, target) or {name: value}
 Collate = Callable[[list[Any]], Any]
-FULL = "unable to allocate shared memory(shm)"                    # in what torch says where /dev/shm is full
-BUS = "Bus error"
 FEW = 5                 # samples by which a collate is looked at
 OF_A_SHARE = ("; if it drops samples, let it keep them with targets that do not count, or leave them out of the dataset; if it "
               "wants the whole batch, give it that: collate=paragrad.WholeBatch(collate)")
@@ -154,54 +149,6 @@ def refuse_loader(dataset: Any, what: str) -> None:
         raise Refused(f"{what} is a stream ({type(dataset).__name__}): no rank can take its share of a batch from the middle "
                       "of it; give a map-style dataset, with __len__ and __getitem__(index). Where the samples fit into "
                       "memory, list(stream) is one; otherwise let __getitem__ read sample `index` from where the stream reads")
-
-
-def loaded(samples: Samples, keys: Iterable[Any], loaders: int = 0) -> Iterator[Any]:
-    """samples[key] for every key in order; loaders: so many processes load ahead, 0 loads here."""
-    if loaders == 0:
-        return (samples[key] for key in keys)
-    clear_after_kill()
-    return _loaded_ahead(samples, keys, loaders)
-
-
-def _loaded_ahead(samples: Samples, keys: Iterable[Any], loaders: int) -> Iterator[Any]:
-    own = torch.Generator()         # DataLoader draws a seed; not from the generator that the model may use
-    try:
-        for batch in DataLoader(Sent(samples), batch_size=None, sampler=keys, num_workers=loaders,    # type: ignore
-                                collate_fn=_as_it_is, generator=own, worker_init_fn=ending_with_this()):
-            if isinstance(batch, StepFailed):
-                raise batch
-            yield batch
-    except StepFailed:
-        raise
-    except (OSError, RuntimeError) as error:
-        full = error.errno == errno.ENOSPC if isinstance(error, OSError) else FULL in str(error)
-        if not full and BUS not in str(error):
-            raise
-        what = (f"/dev/shm, through which {loaders} loader(s) hand over samples, is full" if full else
-                f"a bus error ended a loader: /dev/shm, through which {loaders} loader(s) hand over samples, is full, or a "
-                "file that the dataset maps into memory was cut short")
-        raise StepFailed(f"{what}; make room there, mount it larger (a container's --shm-size), or load without loaders (leave "
-                         "out --loaders)") from error
-
-
-@dataclass(frozen=True)
-class Sent:
-    """Samples for a process that loads: what fails there is sent as it is, which DataLoader would wrap in two tracebacks."""
-    samples: Samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, key: Any) -> Any:
-        try:
-            return self.samples[key]
-        except StepFailed as error:
-            return error
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def parted(batch: Any) -> tuple[Any, Any]:

@@ -89,9 +89,10 @@ def slower(pairs: list[float]) -> bool:
 
 
 def told_apart(ours: list[float], best: list[float]) -> bool:
-    """Is the one slower than the best of all, by their times in the same turns?"""
+    """Is the one slower than the best of all, by their times in the same turns, or by all of each? What comes and goes in less
+    than a turn is in either of a pair."""
     pairs = [our / other for our, other in zip(ours, best, strict=True)]
-    return statistics.median(pairs) > APART or slower(pairs)
+    return max(statistics.median(pairs), statistics.median(ours) / statistics.median(best)) > APART or slower(pairs)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,9 @@ from paragrad.jobs.loss import Summed
 from paragrad.players.machine import Machine
 from paragrad.techniques.layout import Layout, State
 from paragrad.techniques.updating import in_eval_mode, set_mode
+
+SHARED = ("the forward changes a parameter, which every rank would do, and here they share it; train with state=replicated, or "
+          "change it in the optimizer's step")
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,16 @@ class Exchange(ABC):
 
     def close(self) -> None:        # noqa: B027         # most hold nothing
         """Let go of what the exchange holds; the model is a plain one again."""
+
+
+@contextlib.contextmanager
+def unmoved(exchange: Exchange, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    """Around the passes of a step. Raises StepFailed where replicas share parameters and a forward changes one, which it may do
+    for the first time long after the first step (an embedding with max_norm)."""
+    before = [(name, each, each._version) for name, each in parameters.items()] if exchange.sharing > 1 else []
+    yield
+    if moved := [name for name, each, version in before if each._version != version]:
+        raise StepFailed(SHARED, tensor=", ".join(moved[:3]))
 
 
 def counted(exchange: Exchange) -> list[float]:

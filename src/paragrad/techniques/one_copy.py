@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.storage import UntypedStorage
 
-from paragrad.errors import told
+from paragrad.errors import StepFailed, told
 from paragrad.record.log import Log
-from paragrad.techniques.pickles import pickled, unpickled
-from paragrad.world.backends.shm.region import TOKEN, OwnRegion, Region, aligned, host_name, opened, unavailable
+from paragrad.world.backends.shm.region import TOKEN, OwnRegion, Region, aligned, begins, host_name, opened, unavailable
 from paragrad.world.generators import set_states, states
+from paragrad.world.pickles import pickled, unpickled
 from paragrad.world.world import World
 
 BEGINS = aligned(TOKEN)         # where the pickle is in the memory; the storages follow
@@ -94,7 +94,12 @@ def built(world: World, build: Callable[[], nn.Module]) -> Start:
     if not hosts.shared:
         return Start(build(), hosts)
     if hosts.firsts[world.rank] != world.rank:
-        model, offer = None, _offers(world, Offer())[hosts.firsts[world.rank]]
+        model = None
+        try:
+            offer = _offers(world, Offer())[hosts.firsts[world.rank]]
+        except Exception as error:
+            raise StepFailed(f"{told(error)}; meanwhile the first rank of this host builds the model, once for all of them: "
+                             "where that takes longer than ranks wait for each other, give a longer --timeout") from error
         try:
             model, because = _taken(offer), ""
         except Exception as error:
@@ -170,19 +175,19 @@ def _offered(model: nn.Module, whole: bool) -> tuple[OwnRegion | None, Offer]:
         except Exception as error:
             because = told(error)
     sizes = tuple(storage.nbytes() for storage in storages)
-    begins = _begins(len(text), sizes)
+    places = begins(BEGINS + len(text), sizes)
     users: dict[int, list[Tensor]] = {}
     for tensor in _tensors(model):
         users.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
     region = None
     try:
-        region = OwnRegion(begins[-1], reserved=0)
+        region = OwnRegion(places[-1], reserved=0)
         mapped = Region(region.descriptor, region.size, private=True)
-        region.reserve(0, begins[0])
+        region.reserve(0, places[0])
         region.map[BEGINS:BEGINS + len(text)] = text
-        for begin, size in zip(begins, sizes, strict=False):            # one after another: what was moved is let go
+        for begin, size in zip(places, sizes, strict=False):            # one after another: what was moved is let go
             region.reserve(begin, size)
-            _move(storages.pop(0), region.bytes[begin:begin + size], _mapped(mapped, begin, size), users)
+            _move(storages.pop(0), region.bytes[begin:begin + size], mapped.storage(begin, size), users)
     except (RuntimeError, OSError) as error:
         if region is not None:
             region.opened_by_all()              # by nobody: it is let go
@@ -203,7 +208,7 @@ def _taken(offer: Offer) -> nn.Module:
     if not offer.pickled:
         raise RuntimeError(offer.because)
     region = opened(offer.address, private=True)
-    storages = [_mapped(region, *each) for each in zip(_begins(offer.pickled, offer.sizes), offer.sizes, strict=False)]
+    storages = [region.storage(*each) for each in zip(begins(BEGINS + offer.pickled, offer.sizes), offer.sizes, strict=False)]
     model, generators = unpickled(region.map[BEGINS:BEGINS + offer.pickled], storages)
     set_states(generators)
     _enrolled(model)
@@ -233,29 +238,15 @@ def _adopted(model: nn.Module, offer: Offer) -> bool:
     if not offer.address or [storage.nbytes() for storage in storages] != list(offer.sizes[:len(storages)]):
         return False
     try:
-        region, begins = opened(offer.address, private=True), _begins(offer.pickled, offer.sizes)
+        region, starts = opened(offer.address, private=True), begins(BEGINS + offer.pickled, offer.sizes)
     except RuntimeError:
         return False
-    places = {each._cdata: _mapped(region, begin, each.nbytes()) for each, begin in zip(storages, begins, strict=False)}
+    places = {each._cdata: region.storage(begin, each.nbytes()) for each, begin in zip(storages, starts, strict=False)}
     for tensor in _tensors(model):
         _rebind(tensor, places[tensor.untyped_storage()._cdata])
     del storages
     give_back()
     return True
-
-
-def _begins(pickled: int, sizes: Sequence[int]) -> list[int]:
-    """Where the storages begin in the memory, and where the last one ends."""
-    begins = [aligned(BEGINS + pickled)]
-    for size in sizes:
-        begins.append(aligned(begins[-1] + size))
-    return begins
-
-
-def _mapped(region: Region, begin: int, size: int) -> UntypedStorage:
-    if not size:
-        return UntypedStorage(0)
-    return torch.frombuffer(region.map, dtype=torch.uint8, count=size, offset=begin).untyped_storage()
 
 
 # ---- the values of a model ---------------------------------------------------------------------------------------------------

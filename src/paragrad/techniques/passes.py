@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import nn
 
 from paragrad.datasets.loading import called, tensors_of
 from paragrad.errors import StepFailed
@@ -78,12 +78,12 @@ class Passes(ABC):
 
 
 @contextlib.contextmanager
-def counting(passes: Passes, beside: Iterable[Tensor] | None) -> Iterator[None]:
-    """Around a step in which what is kept is counted, but for some tensors; None: in this one it is not."""
-    if beside is None:
+def counting(passes: Passes, model: nn.Module | None) -> Iterator[None]:
+    """Around a step in which what is kept is counted, the tensors of the model left out; None: in this one it is not."""
+    if model is None:
         yield
         return
-    passes.alive = alive = Alive(beside)
+    passes.alive = alive = Alive([*model.parameters(), *model.buffers()])
     try:
         yield
     finally:

@@ -90,6 +90,11 @@ def account(job: Job, resolved: Strategy, facts: Findings, data: Path | None = N
             return _in_parts(job, resolved, replica, parts, facts, module, micros, sizes, data)
         except StepFailed as error:
             raise Refused(f"job {job.name}, {resolved}: {error}") from error
+        except RuntimeError as error:
+            if not weighing.unseen(error):
+                raise
+            raise Refused(f"job {job.name}, {resolved}: what its backward keeps cannot be seen, for torch.func takes no "
+                          "hooks; train it, and look at resident in the record") from error
 
 
 def _in_parts(job: Job, resolved: Strategy, replica: int, parts: InParts, facts: Findings, module: Summed,

@@ -23,8 +23,9 @@ def refuse_views(model: nn.Module) -> None:
     places = {each.untyped_storage()._cdata: name for name, each in model.named_parameters() if each.layout == torch.strided}
     known = {id(each) for each in (*model.parameters(), *model.buffers())}
     for name, module in model.named_modules():
+        anew = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}         # as spectral_norm makes it
         for key, value in vars(module).items():
-            for each in tree_leaves(value) if key not in OWN else ():
+            for each in tree_leaves(value) if key not in OWN | anew else ():
                 if isinstance(each, Tensor) and id(each) not in known and each.layout == torch.strided and (
                         each.untyped_storage()._cdata in places):
                     parameter = places[each.untyped_storage()._cdata]

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from paragrad.datasets.loading import Samples, brought, called, copied, loaded, parted
+from paragrad.datasets.ahead import loaded
+from paragrad.datasets.loading import Samples, brought, called, copied, parted
 from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed
 from paragrad.schedules.actions import evenly
@@ -41,7 +42,7 @@ def evaluated(world: World, module: Summed, passes: Passes | None, layout: Layou
     batches = [mine[start:start + BATCH] for start in range(0, len(mine), BATCH)]
     fetched = loaded(samples, ((0, list(indices)) for indices in batches), loaders)
     scored = functools.partial(_scored, module, outputs, metric)
-    at_once = passes.in_flight if passes else 1
+    at_once = passes.in_flight if passes and not gradients else 1           # each with its graph
     for start in range(0, len(batches), at_once):
         counts = [len(indices) for indices in batches[start:start + at_once]]
         given = [parted(brought(each, world.device, dtype)) for each in itertools.islice(fetched, at_once)]

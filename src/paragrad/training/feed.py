@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from paragrad.datasets.loading import Samples, brought, loaded, tensors_of
+from paragrad.datasets.ahead import loaded
+from paragrad.datasets.loading import Samples, brought, tensors_of
 from paragrad.errors import StepFailed
 from paragrad.record.log import Log
 from paragrad.training.batches import Batch

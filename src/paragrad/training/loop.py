@@ -14,6 +14,7 @@ from paragrad.jobs.job import opened
 from paragrad.record.cpu import Cpu
 from paragrad.record.record import Recorder
 from paragrad.record.tensorboard import events
+from paragrad.techniques.updating import in_eval_mode
 from paragrad.training import checkpoint
 from paragrad.training.admission import Admitted
 from paragrad.training.first_step.start import dismiss, serve
@@ -49,7 +50,9 @@ def train_rank(world: World, checked: Admitted, folder: Path, origin: float, rep
 
 def save_trained(trainer: Trainer, path: Path) -> None:
     """The model as it is to be used: by rank 0, in the eval mode of an optimizer that has one. Collective."""
-    with trainer.for_evaluation():
+    # what is sharded is put together on rank 0 alone, and not on every rank, as for a test
+    sharded = trainer.exchange is not None and trainer.exchange.shards is not None
+    with in_eval_mode(trainer.optimizer, trainer.everything) if sharded else trainer.for_evaluation():
         model = trainer.whole()
         if trainer.world.rank == 0:
             partial = path.with_name(path.name + ".partial")

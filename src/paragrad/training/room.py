@@ -54,7 +54,8 @@ def refuse_crowded(job: Job, asked: Strategy, resolved: Strategy, facts: Finding
             f"{_sized(PROCESS + gradients(here) // here)} with gradients, {_sized(model)} of parameters, "
             f"{_sized(kept * of_sample)} that backward keeps of {kept} sample{'s' if kept > 1 else ''}; "
             f"{_sized(left)} are left: ")
-    if here > 1 and (fit := (left - model - full * of_sample) // (PROCESS + gradients(here) // here)) > 0:
+    if here > 1 and (fit := (left - model - full * of_sample - (gradients(here) if cuts(resolved) else 0)) // (
+            PROCESS + (0 if cuts(resolved) else model))) > 0:
         raise Refused(f"{told}at most {fit} rank{'s fit' if fit > 1 else ' fits'}")
     if wanted(here, 0) > left:
         raise Refused(f"{told}the model does not fit; train a smaller one, or on a host with more memory")

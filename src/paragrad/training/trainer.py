@@ -32,7 +32,7 @@ from paragrad.strategies.strategy import Strategy
 from paragrad.techniques import one_copy
 from paragrad.techniques.batch_norm import BatchNorm
 from paragrad.techniques.draws import Calls, Draws, keyed
-from paragrad.techniques.exchange import Exchange, How, counted
+from paragrad.techniques.exchange import Exchange, How, counted, unmoved
 from paragrad.techniques.layout import Layout, filled
 from paragrad.techniques.passes import COUNTED, Passes, Sums, counting, sums_of
 from paragrad.techniques.probe import Probe
@@ -186,7 +186,7 @@ class Trainer:
         self.exchange.stop = self.world.stop.is_set()
         self.module.doubts, self.cast = 0.0, False
         looks = not self.rehearsing and self.taken < COUNTED and self.coarsest > 0 and self.exchange.shards is None
-        with counting(self.passes, [*self.model.parameters(), *self.model.buffers()] if looks else None):
+        with counting(self.passes, self.model if looks else None), unmoved(self.exchange, self.parameters):
             own = sums_of(self.passes, batch.parts(inputs, target), len(batch.micros))
         if self.autocast is not None and not self.rehearsing and not self.cast:
             raise StepFailed(f"the passes of {self.strategy} leave autocast out; make every forward within.casting()")

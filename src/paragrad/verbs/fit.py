@@ -72,7 +72,8 @@ class Fitting:
                 return batch, self.because(batch, fullest)
             batch = self.rounded(batch - max(self.grain, over / max(slopes)) if max(slopes) > 0 else 0)
         if few % self.grain == 0 and max(less) <= self.budget:          # what came of the line did not fit, and this did
-            return few, self.because(few, max(self.step(few), key=lambda each: sum(each.values())))
+            return few, self.because(few, max(self.step(few), key=lambda each: sum(each.values())),
+                                     f"the largest that was seen to fit, for {TRIES} larger ones held more than was foretold")
         least = max(a - slope * (few - self.grain) for a, slope in zip(less, slopes, strict=True))
         raise Refused(f"job {self.job.name}, {self.chosen}: memory {sized(self.budget)} does not hold a step of {self.grain} "
                       f"sample{'s' if self.grain > 1 else ''}, the smallest batch of equal micro-batches: the fullest rank "
@@ -83,8 +84,8 @@ class Fitting:
         whole = math.floor(batch) // self.grain * self.grain
         return whole or (self.facts.samples if batch >= self.facts.samples else 0)
 
-    def because(self, batch: int, fullest: dict[str, int]) -> str:
-        limit = "all samples of the dataset" if batch + self.grain > self.facts.samples else (
+    def because(self, batch: int, fullest: dict[str, int], limit: str = "") -> str:
+        limit = limit or "all samples of the dataset" if batch + self.grain > self.facts.samples else (
             f"the largest multiple of {self.grain}, which makes micro-batches equal, of which no rank is to hold more than "
             f"{sized(self.budget)}, by a straight line through two smaller steps")
         return f"{limit}; in a step of it the fullest rank held {sized(sum(fullest.values()))}: {held(fullest)}"

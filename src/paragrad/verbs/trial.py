@@ -28,10 +28,11 @@ CLOSE = 1.15            # ... and as many again if the two are not further apart
 
 
 def tried(ranks: Ranks, checked: Admitted) -> Admitted:
-    """The same admission with data(auto) replaced by what was faster here, and why. Raises RankFailed."""
+    """The same admission with data(auto) replaced by what was faster here, and why; as it is where its batch was fitted to what
+    its ranks hold. Raises RankFailed."""
     with asking(checked.asked):
         others = checked.asked.alternatives(checked.here)
-    if not others or launched_size() is not None or (
+    if not others or checked.fitted or launched_size() is not None or (
             checked.settings.device != "cpu" or checked.settings.sabotage or cores() == 1):
         return checked
     seen: dict[Strategy, list[float]] = {each: [] for each in (checked.resolved, *others)}

@@ -34,7 +34,7 @@ from paragrad.errors import StepFailed
 from paragrad.planner.price import computed_bytes
 from paragrad.record.log import Log
 from paragrad.techniques.data_parallel.groups import common, groups, shardable
-from paragrad.techniques.exchange import Exchange, Replica
+from paragrad.techniques.exchange import SHARED, Exchange, Replica
 from paragrad.techniques.layout import Held, Layout, State, hand_over, hollow
 from paragrad.techniques.slices import FOREACH
 from paragrad.techniques.updating import ELEMENT, KINDS, in_eval_mode, updates_by
@@ -65,6 +65,7 @@ class FullySharded(Exchange):
         self.sending: list[str] | None = None   # messages so far, of a micro-batch under way
         self.script: list[str] = []             # those of the first one
         self.used: set[str] = set()             # parameters that had a gradient on this rank in this step
+        self.whole: dict[str, tuple[Tensor, int]] = {}      # what is gathered, and its version as it was the first time
         self._shard(before)
         self.parts: dict[str, nn.Parameter] = {}
         self._hold(before)
@@ -95,7 +96,7 @@ class FullySharded(Exchange):
         homes = {name: model.get_submodule(name.rpartition(".")[0]) for name in own}
         self.units: dict[str, Any] = {**{name: model.get_submodule(name) for name in self.names}, REST: self.summed}
         for name, unit in self.units.items():
-            mine = [each for each, group in self.sharded.items() if group == name and self.trained[each]]
+            mine = [each for each, group in self.sharded.items() if group == name]
             fully_shard(unit, mesh=mesh, reshard_after_forward=name != REST, ignored_params=ignored)
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
@@ -106,12 +107,15 @@ class FullySharded(Exchange):
             self._watch_gradients(unit, {each: homes[each] for each in mine})
 
     def _watch_gradients(self, unit: nn.Module, homes: dict[str, nn.Module]) -> None:
-        """From the first call on, in which FSDP2 makes the whole parameters, say which get a gradient."""
+        """From the first call on, in which FSDP2 makes the whole parameters, say which get a gradient; and know their versions,
+        which gathering does not move."""
         def watch(module: nn.Module, inputs: Any) -> None:
             handle.remove()
             for name, home in homes.items():
                 whole: Any = home._parameters[name.rpartition(".")[2]]
-                whole.register_post_accumulate_grad_hook(lambda parameter, name=name: self.used.add(name))
+                self.whole[name] = whole, whole._version
+                if self.trained[name]:
+                    whole.register_post_accumulate_grad_hook(lambda parameter, name=name: self.used.add(name))
         handle = unit.register_forward_pre_hook(watch)
 
     # ---- what a rank holds ---------------------------------------------------------------------------------------------
@@ -134,7 +138,10 @@ class FullySharded(Exchange):
         sizes = Counter(dict.fromkeys(self.units, 0))
         for name, group in self.sharded.items():
             sizes[group] += before[name].numel() * before[name].element_size()
-        self.largest = sizes.pop(REST) + max(sizes.values(), default=0)             # bytes, whole at once
+        # bytes that are whole at once: of a group parameters, gradients, and these as one vector, which are summed while
+        # backward goes on; of the rest parameters and gradients, which are summed when all groups are done
+        rest, largest = sizes.pop(REST), max(sizes.values(), default=0)
+        self.largest = max(2 * rest + 3 * largest, 3 * rest)
 
     # ---- in a step -----------------------------------------------------------------------------------------------------
     def begin(self) -> None:
@@ -171,6 +178,8 @@ class FullySharded(Exchange):
                           f"alone; use it for all, {WITHOUT}", tensor=wanted.partition(" ")[2] or message.partition(" ")[2])
 
     def finish(self, weight: float, loss: float) -> None:
+        if moved := [name for name, (whole, version) in self.whole.items() if whole._version != version]:
+            raise StepFailed(SHARED, tensor=", ".join(moved[:3]))
         own = dict(self.summed.model.named_parameters())
         trained = [name for name, trains in self.trained.items() if trains]
         there = [float(name in self.used or (name not in self.sharded and own[name].grad is not None)) for name in trained]

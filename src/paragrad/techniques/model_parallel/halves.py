@@ -33,8 +33,9 @@ class Deferring(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # what is given by its name has no place in the graph of its own
-        if func in FUNCTIONS and torch.is_grad_enabled() and not any(isinstance(each, Tensor) for each in kwargs.values()):
+        # what is given by its name has no place in the graph of its own; and torch.func takes no functions such as ours
+        if func in FUNCTIONS and torch.is_grad_enabled() and not any(
+                isinstance(each, Tensor) for each in kwargs.values()) and not torch._C._are_functorch_transforms_active():
             weights = [each for each in args if isinstance(each, nn.Parameter) and each.requires_grad]
             if weights:
                 self.moved.update(map(id, weights))

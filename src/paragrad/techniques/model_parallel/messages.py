@@ -1,9 +1,10 @@
-"""Messages between the parts of a model: all tensors that cross from one to the next, in one vector of bytes."""
+"""Messages between the parts of a model: all tensors that cross from one to the next, in one vector of bytes; after gradients
+stands which of them are there: what has none in serial has none here, which to an optimizer is not the same as zeros."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,23 +27,38 @@ class Messages(Mapping[Slot, Tensor]):
         self.held: dict[Slot, Hold] = {}
 
     def crossing(self, slot: Slot) -> list[Crossing]:
-        what, (stage, micro) = str(slot)[0], map(int, str(slot)[1:].split("."))
-        return [each for each in self.plans[micro].crossing[stage - 1] if what == "x" or each.grad]
+        stage, micro = map(int, str(slot)[1:].split("."))
+        return [each for each in self.plans[micro].crossing[stage - 1] if each.grad or not back(slot)]
 
     def __getitem__(self, slot: Slot) -> Tensor:
         if slot not in self.made:
-            self.made[slot] = torch.empty(sum(map(_room, self.crossing(slot))), dtype=torch.uint8, device=self.line.device)
+            crossing = self.crossing(slot)
+            size = sum(map(_room, crossing)) + (_flags(len(crossing)) if back(slot) else 0)
+            self.made[slot] = torch.empty(size, dtype=torch.uint8, device=self.line.device)
             if self.alive is not None:
                 self.held[slot] = self.alive.hold(self.made[slot])
         return self.made[slot]
 
-    def put(self, slot: Slot, tensors: list[Tensor]) -> None:
+    def put(self, slot: Slot, tensors: Sequence[Tensor | None]) -> None:
+        """None: of gradients, there is none."""
         for place, tensor in zip(self._views(slot), tensors, strict=True):
-            place.copy_(tensor.detach())
+            if tensor is not None:
+                place.copy_(tensor.detach())
+        if back(slot):
+            self._there(slot).copy_(torch.tensor([tensor is not None for tensor in tensors]))
 
     def read(self, slot: Slot) -> list[Tensor]:
         """The tensors of a message."""
         return list(self._views(slot))
+
+    def gradients(self, slot: Slot) -> list[Tensor | None]:
+        """Those of a message that goes back; None where there is none."""
+        return [tensor if there else None for tensor, there in zip(self._views(slot), self._there(slot).tolist(), strict=False)]
+
+    def _there(self, slot: Slot) -> Tensor:
+        """Of each tensor, is it there? At the end of the message."""
+        count = len(self.crossing(slot))
+        return self[slot][self[slot].numel() - _flags(count):][:count]
 
     def forget(self, slot: Slot) -> None:
         self.made.pop(slot, None)
@@ -62,6 +78,16 @@ class Messages(Mapping[Slot, Tensor]):
         return len(self.made)
 
 
+def back(slot: Slot) -> bool:
+    """Is it a message of gradients, g{stage}.{micro}, and not of activations, x{stage}.{micro}?"""
+    return str(slot)[0] == "g"
+
+
 def _room(crossing: Crossing) -> int:
     """Bytes in a message."""
     return -(-math.prod(crossing.shape) * crossing.dtype.itemsize // ALIGNED) * ALIGNED
+
+
+def _flags(count: int) -> int:
+    """Bytes that say of so many tensors whether they are there."""
+    return -(-count // ALIGNED) * ALIGNED

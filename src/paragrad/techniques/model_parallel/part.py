@@ -35,12 +35,22 @@ class Part(nn.Module):
 
     def __init__(self, flow: Flow, trained: int, draws: Mapping[int, range]) -> None:
         super().__init__()
-        self.__dict__.update(flow=flow, trained=trained, draws=draws, training=flow.model.training,
-                             _modules=flow.model._modules, _parameters=flow.model._parameters, _buffers=flow.model._buffers)
+        self.__dict__.update(flow=flow, trained=trained, draws=draws, _modules=flow.model._modules,
+                             _parameters=flow.model._parameters, _buffers=flow.model._buffers)
+
+    @property
+    def training(self) -> bool:                         # type: ignore[override]
+        """The mode of the model itself, which is none of these modules, and whose forward is run."""
+        return self.flow.model.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "flow" in self.__dict__:                     # not yet where nn.Module begins
+            self.flow.model.training = mode
 
     def train(self, mode: bool = True) -> Part:
         self.flow.model.train(mode)
-        return super().train(mode)
+        return self
 
 
 def kept(flow: Flow, uses: Mapping[str, tuple[int, ...]], axis: World) -> dict[str, Held]:

@@ -192,7 +192,8 @@ class Step:
         return self.training and self.within.log.detailed
 
     def tell(self, action: Send | Recv, lane: str, start: float, seconds: float, size: int) -> None:
-        self.within.log.add_span(str(action), lane, self.within.log.at(start), bytes=size, seconds=seconds)
+        assert self.walk is not None
+        self.within.log.add_span(str(self.walk.named(action)), lane, self.within.log.at(start), bytes=size, seconds=seconds)
 
     def compute(self, action: Compute) -> None:
         at = stage, number = stage_of(self.line.rank, action.at)
@@ -295,11 +296,12 @@ class Step:
         with self.around(stage, number):
             if made.total is not None:
                 made.total.backward()
-            elif made.ends:
-                torch.autograd.backward(made.ends, self.messages.read(back))
+            else:
+                came_back = zip(made.ends, self.messages.gradients(back) if made.ends else (), strict=True)
+                if there := [(end, gradient) for end, gradient in came_back if gradient is not None]:
+                    torch.autograd.backward(*zip(*there, strict=True))
         self.messages.forget(back)
         if stage > self.pipelined.trained:
             crossing = self.plans[number].crossing[stage - 1]
-            self.messages.put(f"g{stage}.{number}", [
-                torch.zeros(each.shape, dtype=each.dtype) if gradient is None else gradient
-                for each, gradient in zip(crossing, made.gradients or [None] * len(crossing), strict=True) if each.grad])
+            self.messages.put(f"g{stage}.{number}", [gradient for each, gradient in zip(
+                crossing, made.gradients or [None] * len(crossing), strict=True) if each.grad])

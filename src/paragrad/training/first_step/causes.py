@@ -85,8 +85,6 @@ MIXES = ("Likely cause: the model or the loss mixes samples (a mean over the bat
          "gives another result than its part of the batch")
 STATE = ("Likely cause: what it keeps (a counter, a running mean) counts its share or its micro-batches; make it a function of "
          "the step, or keep it in the loop")
-SHARED = ("the forward changes a parameter, which every rank would do, and here they share it; train with state=replicated, or "
-          "change it in the optimizer's step")
 OUTSIDE = ("Likely cause: model or loss keep a state or a random generator outside of themselves; draw by torch's functions "
            "without generator=, and count in attributes or buffers of the model")
 PARAMETER = "Likely cause: every rank changes it by what its share has; change it in the optimizer's step"

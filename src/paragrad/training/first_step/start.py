@@ -17,13 +17,13 @@ from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed, loss_in
 from paragrad.jobs.precision import in_precision
 from paragrad.strategies.strategy import Strategy
-from paragrad.techniques.exchange import Exchange, Replica
+from paragrad.techniques.exchange import SHARED, Exchange, Replica
 from paragrad.techniques.layout import Layout
 from paragrad.techniques.table import cuts, exchange_of, passes_of
 from paragrad.techniques.untouched import Before, untouched
 from paragrad.training.batches import Batch
 from paragrad.training.first_step.beside import fetched, fewer, proof
-from paragrad.training.first_step.causes import SHARED, by_layout, not_the_same
+from paragrad.training.first_step.causes import by_layout, not_the_same
 from paragrad.training.first_step.look import all_given_as_loaded, given_as_loaded, looked_at, seen_at_the_door
 from paragrad.training.first_step.made import Made
 from paragrad.training.first_step.proof import Miss, Proof

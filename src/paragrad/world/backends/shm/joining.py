@@ -18,7 +18,8 @@ from paragrad.world.backends.shm.signals import CROWDED_SPIN, SPIN, WORDS, Peers
 AREA = 2**21            # bytes of an area: what a rank shows the others at a time
 AREAS = 2**25           # bytes of all areas of a group at most
 RING = 2**21            # bytes of messages under way from one rank to another
-RINGS = 2**24           # bytes of all rings of a group at most
+RINGS = 2**24           # bytes of all rings of a group at most, as far as each has SHORTEST
+SHORTEST = 2**14
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Layout:
 
     @property
     def ring(self) -> int:
-        return aligned(max(2**14, min(RING, RINGS // self.size**2)))
+        return aligned(max(SHORTEST, min(RING, RINGS // self.size**2)))
 
     def places(self) -> dict[str, tuple[int, int]]:
         """name -> (offset, bytes)."""

@@ -153,6 +153,8 @@ class Messages(Lane):
                     pass
         except GroupError as error:
             self._fail(error)
+            if not work.done:
+                work.finish(error)
 
     def _fail(self, error: GroupError) -> None:
         for incoming in self.incoming.values():
@@ -161,9 +163,8 @@ class Messages(Lane):
             incoming.arriving = None
         waiting: list[Any] = [self.receives, *(each.messages for each in self.outgoing)]
         for messages in waiting:
-            for message in messages:
-                message.finish(error)
-            messages.clear()
+            while messages:                     # to which another thread may add
+                messages.pop().finish(error)
 
     def _move_all(self) -> bool:
         """Move every piece that can be moved now; was there any?"""

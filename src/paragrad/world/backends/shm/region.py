@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import mmap
 import os
 import secrets
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.storage import UntypedStorage
 
 from paragrad.errors import ROOM
 
@@ -37,14 +40,20 @@ class Region:
         self.bytes: Tensor = torch.frombuffer(self.map, dtype=torch.uint8)
         self.start = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
 
+    def storage(self, begin: int, size: int) -> UntypedStorage:
+        """Some of its bytes, as a storage of tensors, which keeps the region."""
+        if not size:
+            return UntypedStorage(0)
+        return torch.frombuffer(self.map, dtype=torch.uint8, count=size, offset=begin).untyped_storage()
+
 
 class OwnRegion(Region):
     """A region that this process made; `address` tells others where it is, until it is `opened_by_all`.
 
-    reserved: so many of its bytes; all, unless said otherwise.
+    reserved: so many of its bytes; all, unless said otherwise;  repair: what to do where there is no room.
     """
 
-    def __init__(self, size: int, reserved: int | None = None) -> None:
+    def __init__(self, size: int, reserved: int | None = None, repair: str = "start fewer ranks, or use gloo") -> None:
         reason = unavailable()
         if reason:
             raise RuntimeError(reason)
@@ -55,7 +64,7 @@ class OwnRegion(Region):
             super().__init__(self.descriptor, size)
         except OSError as error:
             os.close(self.descriptor)
-            repair = ROOM[errno.EFBIG] if error.errno == errno.EFBIG else "start fewer ranks, or use gloo"
+            repair = ROOM[errno.EFBIG] if error.errno == errno.EFBIG else repair
             told = f"no {size / 2**20:.0f} MiB of shared memory on this host ({error.strerror}); {repair}"
             raise RuntimeError(told) from error
         token = secrets.token_bytes(TOKEN)
@@ -115,6 +124,11 @@ def unavailable() -> str | None:
 def aligned(size: int) -> int:
     """The next multiple of a cache line."""
     return -(-size // LINE) * LINE
+
+
+def begins(first: int, sizes: Sequence[int]) -> list[int]:
+    """Where things of some sizes begin, one after another from a place on, and where the last one ends."""
+    return list(itertools.accumulate(sizes, lambda begin, size: aligned(begin + size), initial=aligned(first)))
 
 
 def host_name() -> str:

@@ -44,6 +44,8 @@ class _Time(ctypes.Structure):
 
 
 _timed_wait.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Time)]
+if (_clock_wait := getattr(_library, "sem_clockwait", None)) is not None:          # glibc 2.30
+    _clock_wait.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Time)]
 
 
 class GroupError(RuntimeError):
@@ -76,9 +78,14 @@ class Semaphores:
             if _try(place) == 0:
                 return True
             os.sched_yield()                        # who is waited for may stand in line for this very core
-        until = time.time() + seconds               # sem_timedwait reads the clock of the wall
-        whole = int(until)
-        return _timed_wait(place, _Time(whole, int((until - whole) * 1e9))) == 0
+        if _clock_wait is not None:
+            return _clock_wait(place, time.CLOCK_MONOTONIC, _until(time.monotonic() + seconds)) == 0
+        return _timed_wait(place, _until(time.time() + seconds)) == 0           # which reads the clock of the wall, that is set
+
+
+def _until(moment: float) -> _Time:
+    whole = int(moment)
+    return _Time(whole, int((moment - whole) * 1e9))
 
 
 class Peers:
