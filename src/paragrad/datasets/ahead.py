@@ -6,7 +6,6 @@ leaves it behind, and where /dev/shm is small, as it is in containers, it is soo
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.data._utils import worker
 
 from paragrad.datasets.loading import Samples
 from paragrad.errors import StepFailed
@@ -69,21 +67,10 @@ class Sent:
 
     def __getitem__(self, key: Any) -> Any:
         try:
-            with unshared():
-                batch = self.samples[key]
+            batch = self.samples[key]
             return batch if unavailable() else HandedOver(batch)
         except StepFailed as error:
             return error
-
-
-@contextlib.contextmanager
-def unshared() -> Iterator[None]:
-    """Meanwhile default_collate makes batches in memory of this process, not in /dev/shm, as it does where it sees a loader."""
-    before, worker._worker_info = worker._worker_info, None
-    try:
-        yield
-    finally:
-        worker._worker_info = before
 
 
 class HandedOver:

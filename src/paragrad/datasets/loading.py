@@ -7,7 +7,8 @@ is one argument of the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data._utils import worker
 
 from paragrad.errors import Refused, StepFailed, told
 from paragrad.world.bound import bounded
@@ -82,9 +84,11 @@ class Samples:
         with generators_kept():
             drawn = self.drawn(epoch, indices)
             if self.collate is None:
-                return default_collate(drawn)
+                with unshared():
+                    return default_collate(drawn)
             try:
-                return self.collate(drawn)
+                with unshared():
+                    return self.collate(drawn)
             except Exception as error:
                 raise StepFailed(f"collate raised {type(error).__name__}: {error} (it was given {len(indices)} of the batch's "
                                  f"{batch} samples)" + (OF_A_SHARE if len(indices) < batch else "")) from error
@@ -106,6 +110,16 @@ class Samples:
             raise
         except Exception as error:
             raise StepFailed(f"sample {index} of the dataset raised {told(error)}") from error
+
+
+@contextlib.contextmanager
+def unshared() -> Iterator[None]:
+    """Meanwhile default_collate makes batches in memory of this process, not in /dev/shm, as it does where it sees a loader."""
+    before, worker._worker_info = worker._worker_info, None
+    try:
+        yield
+    finally:
+        worker._worker_info = before
 
 
 def why_whole(samples: Samples, batch: int) -> str | None:
