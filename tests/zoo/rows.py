@@ -38,8 +38,10 @@ class Equal:
 
 @dataclass(frozen=True)
 class Refused:
-    """One message, at the door or before the first update. match: a regular expression for what it says."""
+    """One message, at the door or before the first update. match: a regular expression for what it says;  by_cut: or, where the
+    cut falls otherwise, which is measured, a training whose first step is one worker's."""
     match: str
+    by_cut: bool = False
 
 
 Outcomes = Mapping[str, Equal | Refused]        # by strategy

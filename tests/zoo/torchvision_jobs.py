@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from foreign import foreign
-from rows import IMAGES, PIPELINE, WHOLE_BATCHES, WITHOUT_MICRO, Equal, Refused, Row, in_parts, numbers, row, sgd, slow, whole
+from rows import IMAGES, IN_PARTS, PIPELINE, WHOLE_BATCHES, WITHOUT_MICRO, Equal, Refused, Row, numbers, row, sgd, slow, whole
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Subset, TensorDataset
@@ -165,7 +165,8 @@ ROWS = (
     pictures("shufflenet", shufflenet, "shuffles channels", CHAOTIC, WHOLE_BATCHES),
     pictures("densenet", densenet, "dropout, batch norm before convolution", CHAOTIC),
     pictures("densenet, recomputed", recomputing_densenet, "checkpoint by its own option", CHAOTIC,
-             but=in_parts("computes again in backward .* counts twice on one worker, .* leave its checkpoints out")),
+             but=dict.fromkeys(IN_PARTS, Refused("computes again in backward .* counts twice on one worker, .* leave its "
+                                                 "checkpoints out", by_cut=True))),
     pictures("swin", swin, "StochasticDepth draws per sample by bernoulli_"),
     pictures("vit of torchvision", vit, "nn.MultiheadAttention's dropout"),
     pictures("googlenet", googlenet, "auxiliary heads in training: the door asked in eval mode alone, and crashed", CHAOTIC,
