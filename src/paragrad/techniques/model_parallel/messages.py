@@ -33,7 +33,7 @@ class Messages(Mapping[Slot, Tensor]):
     def __getitem__(self, slot: Slot) -> Tensor:
         if slot not in self.made:
             crossing = self.crossing(slot)
-            size = sum(map(_room, crossing)) + (_flags(len(crossing)) if back(slot) else 0)
+            size = sum(map(_room, crossing)) + (_aligned(len(crossing)) if back(slot) else 0)
             self.made[slot] = torch.empty(size, dtype=torch.uint8, device=self.line.device)
             if self.alive is not None:
                 self.held[slot] = self.alive.hold(self.made[slot])
@@ -53,12 +53,12 @@ class Messages(Mapping[Slot, Tensor]):
 
     def gradients(self, slot: Slot) -> list[Tensor | None]:
         """Those of a message that goes back; None where there is none."""
-        return [tensor if there else None for tensor, there in zip(self._views(slot), self._there(slot).tolist(), strict=False)]
+        return [tensor if there else None for tensor, there in zip(self._views(slot), self._there(slot).tolist(), strict=True)]
 
     def _there(self, slot: Slot) -> Tensor:
         """Of each tensor, is it there? At the end of the message."""
         count = len(self.crossing(slot))
-        return self[slot][self[slot].numel() - _flags(count):][:count]
+        return self[slot][self[slot].numel() - _aligned(count):][:count]
 
     def forget(self, slot: Slot) -> None:
         self.made.pop(slot, None)
@@ -85,9 +85,8 @@ def back(slot: Slot) -> bool:
 
 def _room(crossing: Crossing) -> int:
     """Bytes in a message."""
-    return -(-math.prod(crossing.shape) * crossing.dtype.itemsize // ALIGNED) * ALIGNED
+    return _aligned(math.prod(crossing.shape) * crossing.dtype.itemsize)
 
 
-def _flags(count: int) -> int:
-    """Bytes that say of so many tensors whether they are there."""
-    return -(-count // ALIGNED) * ALIGNED
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED
