@@ -39,7 +39,7 @@ class Equal:
 @dataclass(frozen=True)
 class Refused:
     """One message, at the door or before the first update. match: a regular expression for what it says;  by_cut: or, where the
-    cut falls otherwise, which is measured, a training whose first step is one worker's."""
+    cut falls otherwise, which is measured, a training whose first step is one worker's, and whose counts are to its end."""
     match: str
     by_cut: bool = False
 
