@@ -197,6 +197,8 @@ CHANGES = {
               "group 1 of the optimizer has other parameters"),
     "replaced": (lambda model, optimizer: setattr(model, "out", nn.Linear(6, 4)), "the parameter out.weight is another tensor"),
     "loaded": (lambda model, optimizer: model.load_state_dict(Tied().state_dict(), assign=True), "is another tensor"),
+    "hooked": (lambda model, optimizer: model.middle.register_forward_hook(lambda *_: None),
+               "middle's list of hooks has others"),
     "removed": (lambda model, optimizer: setattr(model, "out", nn.Identity()), "the parameter out.weight is gone")}
 
 
@@ -229,6 +231,33 @@ def test_what_is_done_to_a_model_while_it_is_cut_is_not_ignored(pool: Ranks, cha
     for told in pool.run(changing_loop, change, size=2):
         assert CHANGES[change][1] in told
         assert "or train it with data(n)" in told
+
+
+class Annealed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.middle, self.out = nn.Linear(10, 6), nn.Dropout(0.5), nn.Linear(6, 6), nn.Linear(6, 4)
+        self.heat = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.tanh(self.middle(self.drop(torch.tanh(self.first(x))) / self.heat)))
+
+
+def annealing_loop(world: World, strategy: str) -> list[float]:
+    torch.manual_seed(3)
+    model, losses = Annealed().double(), []
+    with pg.parallelize(model, functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), strategy) as trainer:
+        for epoch in range(3):
+            model.drop.p, model.heat = 0.5 / (1 + epoch), 1.0 + epoch
+            losses += [trainer.step(*batch).loss for batch in trainer.batches(VECTORS, batch=12, epoch=epoch)]
+    return losses
+
+
+def test_what_is_set_on_a_module_while_it_is_cut_is_set_on_its_part(pool: Ranks) -> None:
+    """A dropout that a loop makes weaker, a temperature: the parts kept those of the first step, in silence."""
+    expected = annealing_loop(World(), "serial")
+    for losses in pool.run(annealing_loop, "place(2)", size=2):
+        assert losses == pytest.approx(expected, rel=1e-10)
 
 
 def a_trainer(**changes: object):                   # type: ignore[no-untyped-def]

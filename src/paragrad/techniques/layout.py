@@ -280,9 +280,9 @@ def _empty(model: nn.Module) -> dict[int, Tensor]:
 def _exchange(model: nn.Module, instead: Mapping[int, Tensor]) -> None:
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
+            for name, tensor in list(tensors.items()):
                 if id(tensor) in instead:
-                    tensors[name] = instead[id(tensor)]         # type: ignore[assignment]
+                    setattr(module, name, instead[id(tensor)])          # by which an LSTM hears of it
 
 
 def filled(model: nn.Module, tensors: Mapping[str, Tensor | None]) -> nn.Module:

@@ -8,7 +8,7 @@ import functools
 import random
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from paragrad.world.generators import generators_kept
 
@@ -48,6 +49,35 @@ def restored(module: Summed) -> Iterator[None]:
         before.put_back()
 
 
+class State:
+    """What objects keep in Python attributes, as it is; later, what changed. Of what can be copied and compared: numbers, text,
+    generators, tensors that want no gradient, and lists, dicts, tuples of these."""
+
+    def __init__(self, owners: Iterable[tuple[str, Any]]) -> None:
+        self.owners = dict(owners)
+        self.names = {name: set(vars(owner)) for name, owner in self.owners.items()}
+        self.values = {name: {what: (_copied(vars(owner)[what]), _keeping(vars(owner)[what])) for what in _names(owner)
+                              if _plain(vars(owner)[what])} for name, owner in self.owners.items()}
+
+    def changed(self) -> dict[tuple[str, str], Any]:
+        """What is not as it was, by owner and attribute, as it is now."""
+        return {(name, what): _copied(vars(owner)[what]) for name, owner in self.owners.items() for what in _names(owner)
+                if _plain(vars(owner)[what]) and not (what in self.values[name] and same(
+                    vars(owner)[what], self.values[name][what][0]))}
+
+    def put_back(self, apart: Container[Any] = ()) -> None:
+        """apart: owners that stay as they are. Each attribute is the same object again, with what it held: others have it too.
+        """
+        for name, owner in self.owners.items():
+            if owner in apart:
+                continue
+            now = vars(owner)
+            for what in [what for what in _names(owner) if what not in self.names[name]]:
+                del now[what]
+            for what, (_, put_back) in self.values[name].items():
+                now[what] = put_back()
+
+
 class Before:
     """A model and its loss as they are; later, what changed.
 
@@ -57,29 +87,21 @@ class Before:
     """
 
     def __init__(self, module: Summed, values: Iterable[str] = (), buffers: bool = False) -> None:
-        self.owners = dict(_owners(module))
-        modules = [owner for owner in self.owners.values() if isinstance(owner, nn.Module)]
+        self.state = State(_owners(module))
         # a shard is changed by no forward: that sees the whole parameter, which is gone after it
         self.parameters = {name: parameter for name, parameter in module.model.named_parameters()
                            if not is_traceable_wrapper_subclass(parameter)}
         self.versions = {name: parameter._version for name, parameter in self.parameters.items()}
-        self.names = {name: set(vars(owner)) for name, owner in self.owners.items()}
-        self.state = {name: {what: _copied(vars(owner)[what]) for what in _names(owner) if _plain(vars(owner)[what])}
-                      for name, owner in self.owners.items()}
         self.values = {name: (self.parameters[name].data, self.parameters[name].detach().clone(), self.parameters[name].grad)
                        for name in values if name in self.parameters}
-        self.buffers = [(each, dict(each._buffers), {name: buffer.detach().clone() for name, buffer in each._buffers.items()
-                                                     if buffer is not None}) for each in modules] if buffers else []
-        self.hooks = [(hooks, hooks.copy()) for each in modules for hooks in _hooks(each)] if buffers else []
+        modules = [owner for owner in self.state.owners.values() if isinstance(owner, nn.Module)] if buffers else []
+        self.buffers = [_buffers_kept(each) for each in modules]
+        self.hooks = [(hooks, hooks.copy()) for each in modules for hooks in hooks_of(each)]
 
     def changed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(parameters, Python state) that are not as they were, by name, as they are now."""
-        state = {}
-        for name, owner in self.owners.items():
-            now, before = vars(owner), self.state[name]
-            state.update({f"{name}.{what}".lstrip("."): _copied(now[what]) for what in _names(owner)
-                          if _plain(now[what]) and not (what in before and same(now[what], before[what]))})
-        return {name: parameter.detach().clone() for name, parameter in self.parameters.items() if self._moved(name)}, state
+        return ({name: parameter.detach().clone() for name, parameter in self.parameters.items() if self._moved(name)},
+                {f"{name}.{what}".lstrip("."): value for (name, what), value in self.state.changed().items()})
 
     def _moved(self, name: str) -> bool:
         parameter = self.parameters[name]
@@ -93,26 +115,49 @@ class Before:
                 parameter.data = data
                 data.copy_(value)
             parameter.grad = gradient
-        for each, held, values in self.buffers:
-            for name, value in values.items():
-                set_values(held[name], value)
-            if any(each._buffers.get(name) is not buffer for name, buffer in held.items()) or len(each._buffers) > len(held):
-                each._buffers.clear()
-                each._buffers.update(held)
+        for put_back in self.buffers:
+            put_back()
         for hooks, held in self.hooks:
             if hooks.keys() != held.keys():
                 hooks.clear()
                 hooks.update(held)
-        for name, owner in self.owners.items():
-            before, now = self.state[name], vars(owner)
-            for what in [what for what in _names(owner) if what not in self.names[name]]:
-                del now[what]
-            for what, value in before.items():
-                if what not in now or not same(now[what], value):
-                    _put(now, what, value)
+        self.state.put_back()
 
 
-def _hooks(module: nn.Module) -> list[dict[int, Any]]:
+@contextlib.contextmanager
+def unchanged(model: nn.Module, apart: Container[nn.Module] = ()) -> Iterator[None]:
+    """What a forward does to buffers and Python state is undone. apart: modules whose Python state stays what it is then."""
+    state, buffers = State(model.named_modules()), [_buffers_kept(each) for each in model.modules()]
+    try:
+        yield
+    finally:
+        for put_back in buffers:
+            put_back()
+        state.put_back(apart)
+
+
+def kept_by(module: nn.Module) -> dict[tuple[nn.Module, str], Any]:
+    """What modules have in Python attributes, tensors and arrays with values left out."""
+    return {(inner, what): _copied(vars(inner)[what]) for inner in module.modules() for what in _names(inner)
+            if _plain(vars(inner)[what]) and all(isinstance(each, (*UNCHANGING, FakeTensor))
+                                                 for each in tree_leaves(vars(inner)[what]))}
+
+
+def _buffers_kept(module: nn.Module) -> Callable[[], None]:
+    """Puts them back: their values, and where others have come in their place (`self.seen += 1`) or beside them."""
+    held = dict(module._buffers)
+    values = {name: buffer.detach().clone() for name, buffer in held.items() if buffer is not None}
+
+    def put_back() -> None:
+        for name, value in values.items():
+            set_values(held[name], value)
+        if any(module._buffers.get(name) is not buffer for name, buffer in held.items()) or len(module._buffers) > len(held):
+            module._buffers.clear()
+            module._buffers.update(held)
+    return put_back
+
+
+def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
     return [vars(module)[name] for name in HOOKS]
 
 
@@ -122,6 +167,8 @@ def differentiable(tensor: Tensor) -> bool:
 
 def set_values(buffer: Tensor, values: Tensor) -> None:
     """In place where the shape is the same."""
+    if isinstance(buffer, FakeTensor):
+        return
     if buffer.shape != values.shape:
         buffer.data = values.clone()
     elif not torch.equal(buffer, values):
@@ -161,7 +208,9 @@ def _plain(value: Any) -> bool:
 def _copied(value: Any) -> Any:
     if isinstance(value, (*UNCHANGING, FakeTensor)):
         return value
-    return Drawing(_generator_state(value)) if isinstance(value, GENERATORS) else copy.deepcopy(value)
+    if isinstance(value, GENERATORS):
+        return Drawing(_generator_state(value))
+    return copy.deepcopy(value, {id(each): each for each in tree_leaves(value) if isinstance(each, FakeTensor)})
 
 
 def _generator_state(generator: Any) -> Any:
@@ -172,17 +221,45 @@ def _generator_state(generator: Any) -> Any:
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
-def _put(into: dict[str, Any], name: str, value: Any) -> None:
-    """Put a kept value back; a generator is another's too, so it stays the same object."""
-    generator = into.get(name)
-    if not isinstance(value, Drawing) or not isinstance(generator, GENERATORS):
-        into[name] = value
-    elif isinstance(generator, numpy.random.Generator):
-        generator.bit_generator.state = value.state
+def _keeping(value: Any) -> Callable[[], Any]:
+    """Gives the same object back, with what it holds now."""
+    if isinstance(value, (*UNCHANGING, FakeTensor)):
+        return lambda: value
+    put_back = _contents(value)
+
+    def again() -> Any:
+        put_back()
+        return value
+    return again
+
+
+def _contents(value: Any) -> Callable[[], Any]:
+    if isinstance(value, GENERATORS):
+        return functools.partial(_set_generator, value, _generator_state(value))
+    if isinstance(value, Tensor):
+        return functools.partial(set_values, value, value.detach().clone())
+    if isinstance(value, numpy.ndarray):
+        return functools.partial(numpy.copyto, value, value.copy())
+    held = {key: _keeping(each) for key, each in (value.items() if isinstance(value, dict) else enumerate(value))}
+
+    def put_back() -> None:
+        again = {key: each() for key, each in held.items()}
+        if isinstance(value, dict | set):
+            value.clear()
+            value.update(again if isinstance(value, dict) else again.values())
+        elif not isinstance(value, tuple):
+            value.clear()
+            value.extend(again.values())
+    return put_back
+
+
+def _set_generator(generator: Any, state: Any) -> None:
+    if isinstance(generator, numpy.random.Generator):
+        generator.bit_generator.state = state
     elif isinstance(generator, random.Random):
-        generator.setstate(value.state)
+        generator.setstate(state)
     else:
-        generator.set_state(value.state)
+        generator.set_state(state)
 
 
 def same(a: Any, b: Any) -> bool:

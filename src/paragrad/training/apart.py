@@ -12,7 +12,7 @@ from paragrad.datasets.loading import called
 from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed
 from paragrad.techniques.layout import vacate
-from paragrad.techniques.untouched import untouched
+from paragrad.techniques.untouched import State, hooks_of, untouched
 
 OWN = {"_parameters", "_buffers", "_modules"}
 
@@ -57,21 +57,24 @@ def refuse_reading(module: Summed, inputs: Any, target: Any) -> None:
 
 
 class Given:
-    """The model and optimizer of a loop of one's own, of which ranks train parts: these do not hear of what is done to it."""
+    """The model and optimizer of a loop of one's own, of which ranks train parts: these do not hear of what is done to it, but
+    for Python attributes, in which they follow it."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
         self.were: dict[str, tuple[str, object]] | None = None      # modules, parameters and groups, once it is cut
+        self.state: State | None = None
         self.parameters: list[Tensor] = []                          # kept, that their ids stay theirs
 
     def vacate(self) -> None:
         """It has no values from here on: what they were would be taken for what they are."""
         vacate(self.model)
-        self.parameters, self.were = list(self.model.parameters()), self._are()
+        self.parameters, self.were, self.state = list(self.model.parameters()), self._are(), State(self.model.named_modules())
 
-    def refuse_changes(self) -> None:
-        """Raises StepFailed where since then something was frozen, set to eval, replaced, or given to the optimizer."""
-        if self.were is None:
+    def followed(self, part: nn.Module) -> None:
+        """What was set on modules since then is set on the part's, too. Raises StepFailed where something was frozen, set to
+        eval, replaced, given a hook, or given to the optimizer."""
+        if self.were is None or self.state is None:
             return
         are = self._are()
         for what in (*self.were, *are):
@@ -80,6 +83,11 @@ class Given:
                 raise StepFailed(f"{what} {now}, other than when the model was cut, and its parts on the ranks would not "
                                  "follow; change it before the first step, or between one parallelize and the next, or train "
                                  "it with data(n)")
+        if changed := self.state.changed():
+            modules = dict(part.named_modules(remove_duplicate=False))
+            for (name, attribute), value in changed.items():
+                setattr(modules[name], attribute, value)
+            self.state = State(self.model.named_modules())
 
     def _are(self) -> dict[str, tuple[str, object]]:
         """Of each what to say of it, and what it is compared by."""
@@ -87,6 +95,7 @@ class Given:
         for name, module in self.model.named_modules():
             found[f"the module {name}" if name else "the model"] = (
                 "is in training mode" if module.training else "is in eval mode", module.training)
+            found[f"{name or 'the model'}'s list of hooks"] = "has others", [*map(list, hooks_of(module))]
         for name, parameter in self.model.named_parameters():
             found[f"the parameter {name}"] = "is another tensor", id(parameter)
             found[f"{name}.requires_grad"] = f"is {parameter.requires_grad}", parameter.requires_grad

@@ -34,7 +34,7 @@ def pieces(strategy: InParts, model: nn.Module, inputs: Any) -> list[Piece]:
     """Those of a model that is cut as a resolved strategy says. inputs: of a micro-batch. Raises StepFailed."""
     cut = split.cut(model, inputs, strategy.pipelined.stages(strategy.size), strategy.asked)
     crossing = [*Flow(model, cut.watched, cut.standing).planned(inputs).crossing, []]
-    uses = supposed(model, cut.uses)
+    uses = supposed(model, cut.uses, len(cut.parts))
     parameters = [sum(each.numel() for name, each in model.named_parameters() if part in uses[name])
                   for part in range(len(cut.parts))]
     return [Piece(part % strategy.size, told, parameters[part], cut.work[part], cut.seconds[part], _bytes(crossing[part]),

@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,11 +26,11 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from paragrad.datasets.loading import copied
 from paragrad.errors import StepFailed, told
 from paragrad.techniques.model_parallel.entering import entered
-from paragrad.techniques.model_parallel.plan import ANOTHER_WAY, HIDDEN, Crossing, Plan
+from paragrad.techniques.model_parallel.plan import ANOTHER_WAY, HIDDEN, Crossing, Plan, StandIn
+from paragrad.techniques.model_parallel.planning import Planning, Standing
 from paragrad.techniques.model_parallel.straight import straight, through
-from paragrad.techniques.model_parallel.tape import Tape
 from paragrad.techniques.model_parallel.watch import InUnits, Place, Running, Unit, noted, tensors_in, tensors_within
-from paragrad.techniques.untouched import differentiable, set_values
+from paragrad.techniques.untouched import differentiable, unchanged
 
 SHAPES, WAYS = 64, 4            # of inputs, and ways through the model for one, of which plans are kept
 
@@ -48,30 +48,6 @@ def silent() -> Iterator[None]:
         log.disabled = before
 
 
-@contextlib.contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """What a forward does to buffers is undone: to their values, and where it puts others in their place (`self.seen += 1`)."""
-    before = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
-    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        for module, buffers in before:
-            if any(module._buffers.get(name) is not buffer for name, buffer in buffers.items()):
-                module._buffers.update(buffers)
-        for buffer, value in values:
-            set_values(buffer, value)
-
-
-@dataclass(frozen=True)
-class Like:
-    """Stands for a tensor of the shape and type of one that a module is called with: of that number."""
-    number: int
-
-
-Standing = Mapping[str, Any]            # what modules give, by name, tensors as Like
-
-
 class Unplanned(StepFailed):
     """A forward without values failed. module: in which one, the innermost."""
     module: nn.Module | None = None
@@ -82,17 +58,23 @@ class Ended(BaseException):
 
 
 class Flow(InUnits):
-    """A model's forward in parts. standing: what those units give of which nobody knows it without values."""
+    """A model's forward in parts. standing: what those units give of which nobody knows it without values;  mine: the parts
+    that are run here."""
 
-    def __init__(self, model: nn.Module, parts: Sequence[Sequence[Unit]], standing: Standing | None = None) -> None:
+    def __init__(self, model: nn.Module, parts: Sequence[Sequence[Unit]], standing: Standing | None = None,
+                 mine: Collection[int] = ()) -> None:
         super().__init__(model, parts)
+        self.mine = mine
         self.standing = standing or {}
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.plans: dict[Any, list[Plan]] = {}
         self.whole = True                   # the model has all its values
+        self.changing: dict[str, set[tuple[nn.Module, str]]] = {}       # Python attributes that calls of a unit set
 
-    def emptied(self, tensor: Tensor) -> Tensor:
-        """The same without values; whole numbers, which Python may look at, keep those that they have now."""
+    def emptied(self, module: nn.Module, name: str, tensor: Tensor) -> Tensor:
+        """What stands for a parameter or buffer of a module: the same without values; whole numbers, which Python may look at,
+        keep those that they have now."""
+        self.elsewhere.append((module, name))
         if not differentiable(tensor):
             return tensor.clone()
         made = self.fake.from_tensor(tensor.detach())
@@ -116,7 +98,11 @@ class Flow(InUnits):
         inputs = copied(inputs)
         before = [(each, each._version) for each in tensors_in(inputs)]
         running = Planning(self, inputs)
-        with unchanged(self.model), silent():
+        # what modules of other parts keep has no values here, by which it is seen where something reads it
+        own = {name for (name, _), part in self.part_of.items() if part in self.mine}
+        run = {each for module, name in self.units.items() if name in own for each in module.modules()}
+        others = {each for module, name in self.units.items() if name not in own for each in module.modules()} - run
+        with unchanged(self.model, others), silent():
             try:
                 out = running.run(inputs)
             except StepFailed:
@@ -131,7 +117,7 @@ class Flow(InUnits):
             running.use(tensor, self.last)
         plan, chain = running.plan(), None
         if isinstance(inputs, Tensor):
-            chain = straight(self.model, self.parts, [out for _, out, _ in plan.stand_ins])
+            chain = straight(self.model, self.parts, [each.out for each in plan.stand_ins])
         return replace(plan, changes=any(each._version != version for each, version in before), straight=chain)
 
     def tried(self, inputs: Any) -> None:
@@ -139,10 +125,12 @@ class Flow(InUnits):
         StepFailed where a part gets from another one what does not cross."""
         received, out = list[Tensor](), None
         for part in range(self.last + 1):
-            plan = self._plan(inputs)               # anew: what modules keep in attributes has no values then
             try:
                 with unchanged(self.model), silent():
-                    received, out = self.run(copied(inputs), part, plan, entered(received)[0])
+                    self.mine = [part]
+                    plan = self._plan(inputs)               # anew: what modules keep in attributes has no values then
+                    wants = [each.grad for each in plan.crossing[part - 1]] if part else []
+                    received, out = self.run(copied(inputs), part, plan, entered([each.clone() for each in received], wants)[0])
             except StepFailed:
                 raise
             except Exception as error:
@@ -164,78 +152,13 @@ class Flow(InUnits):
         return [running.sent(each) for each in (plan.crossing[part] if part < self.last else [])], out
 
 
-class Planning(Running):
-    """Nothing has a value; noted is which part makes and which ones use what."""
-
-    flow: Flow
-
-    def __init__(self, flow: Flow, inputs: Any) -> None:
-        super().__init__(flow)
-        self.crossing: list[dict[Place, Crossing]] = [{} for _ in range(flow.last)]
-        self.stand_ins: list[tuple[str, Any, list[tuple[Tensor, Place]]]] = []
-        self.tape = Tape(inputs)
-        self.failed: nn.Module | None = None            # the first module that raised
-
-    def plan(self) -> Plan:
-        return Plan([sorted(each.values(), key=lambda crossing: crossing.place) for each in self.crossing], self.stand_ins,
-                    self.tape.cut())
-
-    def of_inputs(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        self.tape.note(func, args, kwargs, out)
-
-    def use(self, tensor: Tensor, part: int) -> None:
-        if tensor in self.made:
-            place, made = self.made[tensor]
-            for cut in range(made, part):
-                self.crossing[cut][place] = Crossing(place, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-
-    def faked(self, tree: Any) -> Any:
-        """The same without values. Raises StepFailed, while the model is whole, of what nobody was seen to make."""
-        if self.flow.whole and any(isinstance(each, FakeTensor) and each not in self.made for each in tensors_in(tree)):
-            raise StepFailed(HIDDEN)
-        return tree_map_only(
-            Tensor, lambda each: each if isinstance(each, FakeTensor) else self.flow.fake.from_tensor(each), tree)
-
-    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
-        out = func(*self.faked(args), **self.faked(kwargs))
-        if tensors_in(out) or getattr(func, "__name__", "") == "__setitem__":
-            for tensor in tensors_in((args, kwargs)):
-                self.use(tensor, self.part)
-        return out
-
-    def around(self, module: nn.Module, call: Any) -> Any:
-        try:
-            return call()
-        except Exception:
-            self.failed = self.failed or module
-            raise
-
-    def unit(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
-        self.begins(name)
-        with self.unwatched():
-            hollow, named = self.faked(args), self.faked(kwargs)
-            if (gives := self.flow.standing.get(name)) is None:
-                out = self.around(self.flow.model.get_submodule(name), lambda: call(*hollow, **named))
-            else:
-                given, trained = tensors_in((hollow, named)), torch.is_grad_enabled()
-                out = tree_map_only(Like, lambda each: torch.empty_like(given[each.number]).requires_grad_(
-                    trained and differentiable(given[each.number])), gives)
-                noted(self.flow.model.get_submodule(name), hollow, named, out)
-        for tensor in tensors_in((args, kwargs)):
-            self.use(tensor, self.part)
-        place = next(self.places)
-        found = [(tensor, (place, number)) for number, tensor in enumerate(tensors_in(out))]
-        for tensor, each in found:
-            self.make(tensor, each)
-        self.stand_ins.append((name, out, found))
-        return out
-
-
 NOWHERE = (-1, -1), 1 << 30         # the place and part of what was not made between units
 
 
 class OfPart(Running):
     """The forward of one part: before it nothing has a value, with the first thing after it all is over."""
+
+    flow: Flow
 
     def __init__(self, flow: Flow, mine: int, plan: Plan, received: Sequence[Tensor]) -> None:
         super().__init__(flow)
@@ -262,41 +185,63 @@ class OfPart(Running):
         return made
 
     def make(self, tensor: Tensor, place: Place) -> None:
-        super().make(tensor, place)
-        if place in self.wanted and self.part == self.mine:
-            self.kept[place] = tensor
+        mine = self.part == self.mine
+        real = self.valued(tensor) if mine else tensor
+        if mine and place in self.wanted:
+            self.kept[place] = real
+        if real is tensor:                      # what came from another part stays that: so its values are found
+            super().make(tensor, place)
 
-    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def operation(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Any:
         if self.part < self.mine:
-            name = getattr(func, "__name__", "")
-            if name == "__setitem__" and not isinstance(args[0], FakeTensor):
-                return None
+            if any(not isinstance(each, FakeTensor) for each in written) and any(
+                    isinstance(each, FakeTensor) for each in tensors_in((args, kwargs))):   # into something with values here
+                return None if getattr(func, "__name__", "") == "__setitem__" else kwargs.get("out", args[0])
             return func(*args, **kwargs)
-        return func(*self.with_values(args), **self.with_values(kwargs))
+        return self.with_all(func(*self.with_values(args), **self.with_values(kwargs)), "an operation between modules")
+
+    def with_all(self, out: Any, name: str) -> Any:
+        """What was made here. Raises StepFailed where something had no values here."""
+        if any(isinstance(each, FakeTensor) for each in tensors_in(out)):
+            raise StepFailed(HIDDEN if self.flow.whole else
+                             f"{name} of this part uses a parameter, a buffer or a value that is on another rank, which it did "
+                             "not when the model was cut; call in the first forward what later ones call, or train it with "
+                             "data(n)")
+        return out
 
     def unit(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
         self.begins(name)
         number = next(self.calls)
         if self.part > self.mine:
             raise Ended
-        planned, out, found = self.plan.stand_ins[number] if number < len(self.plan.stand_ins) else ("", None, [])
-        if name != planned:
+        planned = self.plan.stand_ins[number] if number < len(self.plan.stand_ins) else None
+        if planned is None or name != planned.name:
             raise StepFailed(ANOTHER_WAY, tensor=name)
         if self.part < self.mine:
-            next(self.places)
-            for tensor, place in found:
-                self.make(tensor, place)
-            with self.unwatched():
-                noted(self.flow.model.get_submodule(name), args, kwargs, out)
-            return out
+            return self.stand_in(planned, args, kwargs)
         args, kwargs = self.with_values(args), self.with_values(kwargs)
         with self.unwatched():
-            out = call(*args, **kwargs)
-            same = [each.shape for each in tensors_in(out)] == [each.shape for each, _ in found]
+            out = self.with_all(call(*args, **kwargs), name)
+            same = [each.shape for each in tensors_in(out)] == [each.shape for each, _ in planned.found]
         if not same:
             raise StepFailed(f"{name} gave tensors of other shapes than without values, or than it was called with; let "
                              "modules look at no values that decide a shape, or train it without cutting it")
         made = next(self.places)
         for each, tensor in enumerate(tensors_in(out)):
             self.make(tensor, (made, each))
+        return out
+
+    def stand_in(self, planned: StandIn, args: Any, kwargs: Any) -> Any:
+        """What another rank's unit gives, as it is without values, and what it then keeps in attributes."""
+        next(self.places)
+        out = planned.out
+        with self.unwatched():
+            if self.plan.writes:                        # into the plan's own otherwise, forward after forward
+                out = tree_map_only(Tensor, lambda each: each.detach().requires_grad_(each.requires_grad).clone(), out)
+            noted(self.flow.model.get_submodule(planned.name), args, kwargs, out)
+        for tensor, (_, place) in zip(tensors_in(out), planned.found, strict=True):
+            self.make(tensor, place)
+        for each in self.flow.changing[planned.name] & planned.kept.keys():
+            module, attribute = each
+            vars(module)[attribute] = planned.kept[each]
         return out

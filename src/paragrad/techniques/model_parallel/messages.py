@@ -68,7 +68,7 @@ class Messages(Mapping[Slot, Tensor]):
         message, start = self[slot], 0
         for each in self.crossing(slot):
             size = math.prod(each.shape) * each.dtype.itemsize
-            yield message[start:start + size].view(each.dtype).view(each.shape)
+            yield message[start:start + size].view(each.dtype).as_strided(each.shape, each.strides)
             start += _room(each)
 
     def __iter__(self) -> Iterator[Slot]:

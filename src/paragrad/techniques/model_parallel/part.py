@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -14,13 +15,15 @@ from paragrad.techniques.model_parallel.split import Cut
 from paragrad.world.world import World
 
 
-def supposed(model: nn.Module, uses: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The parts that use each tensor: where nobody was seen to, as what was defined before it."""
+def supposed(model: nn.Module, uses: Mapping[str, tuple[int, ...]], parts: int) -> dict[str, tuple[int, ...]]:
+    """The parts that use each tensor. Where nobody was seen to, a later forward may, in any of them; but a buffer, which only
+    one rank changes, as what was defined before it."""
     found: dict[str, tuple[int, ...]] = {}
     near: tuple[int, ...] = (0,)
-    for name, _ in (*model.named_parameters(), *model.named_buffers()):
+    for name, _ in model.named_buffers():
         near = found[name] = uses.get(name, near)
-    return found
+    every = tuple(range(parts))
+    return {**{name: uses.get(name, every) for name, _ in model.named_parameters()}, **found}
 
 
 class Part(nn.Module):
@@ -38,6 +41,13 @@ class Part(nn.Module):
         self.__dict__.update(flow=flow, trained=trained, draws=draws, _modules=flow.model._modules,
                              _parameters=flow.model._parameters, _buffers=flow.model._buffers)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """On the model, whose forward is run."""
+        if "flow" in self.__dict__:
+            setattr(self.flow.model, name, value)
+        else:                                           # where nn.Module begins
+            super().__setattr__(name, value)
+
     @property
     def training(self) -> bool:                         # type: ignore[override]
         """The mode of the model itself, which is none of these modules, and whose forward is run."""
@@ -45,8 +55,7 @@ class Part(nn.Module):
 
     @training.setter
     def training(self, mode: bool) -> None:
-        if "flow" in self.__dict__:                     # not yet where nn.Module begins
-            self.flow.model.training = mode
+        """Of nn.Module as it begins."""
 
     def train(self, mode: bool = True) -> Part:
         self.flow.model.train(mode)
@@ -74,13 +83,13 @@ def kept(flow: Flow, uses: Mapping[str, tuple[int, ...]], axis: World) -> dict[s
             for name, tensor in list(tensors.items()):
                 if tensor is not None and id(tensor) not in ours:
                     del tensors[name]
-                    setattr(module, name, flow.emptied(tensor))
+                    setattr(module, name, flow.emptied(module, name, tensor))
     return held
 
 
 def share_of(model: nn.Module, cut: Cut, mine: Sequence[int], axis: World) -> Share:
     """What a rank holds of a model, which loses the rest. Collective over the axis."""
-    flow, uses = Flow(model, cut.watched, cut.standing), supposed(model, cut.uses)
+    flow, uses = Flow(model, cut.watched, cut.standing, mine), supposed(model, cut.uses, len(cut.parts))
     trained = min((part for name, parameter in model.named_parameters() if parameter.requires_grad for part in uses[name]),
                   default=flow.last + 1)
     held = kept(flow, uses, axis)

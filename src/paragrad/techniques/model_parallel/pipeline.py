@@ -25,13 +25,14 @@ from paragrad.techniques.draws import Calls
 from paragrad.techniques.exchange import Exchange
 from paragrad.techniques.model_parallel import split
 from paragrad.techniques.model_parallel.entering import entered
-from paragrad.techniques.model_parallel.flow import Flow, unchanged
+from paragrad.techniques.model_parallel.flow import Flow
 from paragrad.techniques.model_parallel.halves import Deferring
 from paragrad.techniques.model_parallel.messages import Messages
 from paragrad.techniques.model_parallel.part import Part, share_of
 from paragrad.techniques.model_parallel.units import units_of
 from paragrad.techniques.model_parallel.watch import calls_watched, tensors_in
 from paragrad.techniques.passes import Passes, Sums, Within
+from paragrad.techniques.untouched import unchanged
 from paragrad.world.world import World
 
 
@@ -145,9 +146,9 @@ class Order:
 
 @dataclass
 class Pending:
-    """What a forward made, for its backward. ends: where in its graph what goes on was made, if it has a gradient: the values
-    have gone;  gradients: of what came in, once backward has come to it;  total: the loss, of the last part."""
-    ends: list[GradientEdge]
+    """What a forward made, for its backward. ends: of what goes on and gets a gradient, where in the graph it was made: the
+    values have gone;  gradients: of what came in, once backward has come to it;  total: the loss, of the last part."""
+    ends: list[GradientEdge | None]
     gradients: list[Tensor | None]
     total: Tensor | None = None
 
@@ -240,18 +241,20 @@ class Step:
         """(what goes on, what backward wants, the weight of the loss)."""
         (micro, inputs, target), within, last = self.given[number], self.within, stage == self.passes.stages - 1
         again = (stage, number) in self.again
-        if again or self.plans[number].changes:
+        plan, trained = self.plans[number], self.pipelined.trained
+        if again or plan.changes:
             inputs, target = copied((inputs, target))
         if again and not torch.is_grad_enabled():       # it is read once more, and a module may change what it is given
             received = [each.clone() for each in received]
-        received, gradients = entered(received)
+        came, goes = plan.crossing[stage - 1] if stage else [], [] if last else plan.crossing[stage]
+        received, gradients = entered(received, [each.grad and stage > trained for each in came])
         total, weight, halves = None, 0.0, contextlib.nullcontext()
         if self.in_halves and torch.is_grad_enabled():
             halves = self.halves[stage, number] = Deferring(self.passes.moved, self.alive)
         self.drawn[stage, number] = {}
         with self.around(stage, number), within.casting(), self.noted():
             with halves:
-                sends, out = self.flow.run(inputs, stage, self.plans[number], received)
+                sends, out = self.flow.run(inputs, stage, plan, received)
             self.refuse_other_draws(stage, number)
             if last and self.training and not (again and not torch.is_grad_enabled()):      # by whose graph its mean is known
                 value = within.module.loss(out, target)
@@ -261,7 +264,9 @@ class Step:
                 total, weight = within.module.weighed(value, target, len(micro.positions))
         if last and not self.training:
             self.outs[number] = out
-        return sends, Pending([get_gradient_edge(each) for each in sends if each.requires_grad], gradients, total), weight
+        ends = [get_gradient_edge(each) if each.requires_grad else None
+                for crossing, each in zip(goes, sends, strict=True) if crossing.grad]
+        return sends, Pending(ends, gradients, total), weight
 
     def refuse_other_draws(self, stage: int, number: int) -> None:
         """Later draws of the model are known by how many come before them."""
@@ -288,7 +293,7 @@ class Step:
     def backward(self, stage: int, number: int) -> None:
         came, back = f"x{stage}.{number}", f"g{stage + 1}.{number}"
         if (stage, number) in self.again:
-            with unchanged(self.passes.part):
+            with unchanged(self.flow.model):
                 _, self.made[stage, number], weight = self.run(stage, number, self.messages.read(came) if stage else [])
             self.count(self.made[stage, number], weight)
             self.messages.forget(came)
@@ -298,7 +303,7 @@ class Step:
                 made.total.backward()
             else:
                 came_back = zip(made.ends, self.messages.gradients(back) if made.ends else (), strict=True)
-                if there := [(end, gradient) for end, gradient in came_back if gradient is not None]:
+                if there := [(end, gradient) for end, gradient in came_back if end is not None and gradient is not None]:
                     torch.autograd.backward(*zip(*there, strict=True))
         self.messages.forget(back)
         if stage > self.pipelined.trained:

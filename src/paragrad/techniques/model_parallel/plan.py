@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paragrad.techniques.model_parallel.straight import Straight
 from paragrad.techniques.model_parallel.tape import Tape
@@ -23,21 +24,38 @@ ANOTHER_WAY = ("the model went another way here than a forward without values di
 
 @dataclass(frozen=True)
 class Crossing:
-    """A tensor that goes from one part to the next. grad: its gradient comes back."""
+    """A tensor that goes from one part to the next. strides: of it where it is dense, for a module may ask for a view;
+    grad: its gradient comes back."""
     place: Place
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
     grad: bool
+
+    @classmethod
+    def of(cls, place: Place, tensor: Tensor) -> Crossing:
+        return cls(place, tuple(tensor.shape), tuple(torch.empty_like(tensor).stride()), tensor.dtype, tensor.requires_grad)
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """What a call of a unit gave without values, for ranks that do not run it. found: its tensors and their places;
+    kept: what its modules have in Python attributes after it."""
+    name: str
+    out: Any
+    found: list[tuple[Tensor, Place]]
+    kept: Mapping[tuple[nn.Module, str], Any]
 
 
 @dataclass
 class Plan:
-    """Of inputs of some shapes. crossing: at the end of each part;  stand_ins: of each call of a unit its name, its outputs
-    without values, and their places;  tape: by which inputs of these shapes are known to go the same way;  changes: the model
-    changes its inputs in place, which are to be copied for each forward;  straight: parts that are modules in turn need not be
-    watched."""
+    """Of inputs of some shapes. crossing: at the end of each part;  stand_ins: of each call of a unit;  tape: by which inputs
+    of these shapes are known to go the same way;  writes: something is changed in place between units, which may be a stand-in;
+    changes: the model changes its inputs in place, which are to be copied for each forward;  straight: parts that are modules
+    in turn need not be watched."""
     crossing: list[list[Crossing]]
-    stand_ins: list[tuple[str, Any, list[tuple[Tensor, Place]]]]
+    stand_ins: list[StandIn]
     tape: Tape
+    writes: bool
     changes: bool = False
     straight: Straight | None = None

@@ -20,7 +20,8 @@ from paragrad.strategies.pipeline import Asked
 from paragrad.techniques.draws import Recording
 from paragrad.techniques.kernels import drawing
 from paragrad.techniques.model_parallel.entering import entered
-from paragrad.techniques.model_parallel.flow import Flow, Standing
+from paragrad.techniques.model_parallel.flow import Flow
+from paragrad.techniques.model_parallel.planning import Standing
 from paragrad.techniques.model_parallel.units import NO_LOSS, Units, joined, listed, named, opened, units_of
 from paragrad.techniques.model_parallel.watch import InUnits, Running, Unit, tensors_in
 from paragrad.techniques.untouched import untouched
@@ -109,7 +110,7 @@ class Timing(Running):
         super().__init__(flow)
         self.found: list[float] = []
 
-    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def operation(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Any:
         return func(*args, **kwargs)
 
     def unit(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
@@ -122,7 +123,9 @@ class Timing(Running):
             if ends:
                 torch.autograd.backward(ends, [torch.ones_like(each) for each in ends])
             self.found.append(time.monotonic() - start)
-        out, place = tree_map_only(Tensor, Tensor.detach, out), next(self.places)
+        given, place = tensors_in(out), next(self.places)
+        fresh = dict(zip(map(id, given), entered(given, [each.requires_grad for each in given])[0], strict=True))
+        out = tree_map_only(Tensor, lambda each: fresh[id(each)], out)
         for number, tensor in enumerate(tensors_in(out)):
             self.make(tensor, (place, number))
         return out
@@ -130,7 +133,7 @@ class Timing(Running):
     def entered(self, tree: Any) -> Any:
         """What units before have made, as if it had been made here; the model's inputs stay what they are."""
         made = {id(each): each for each in tensors_in(tree) if each in self.made}
-        fresh = dict(zip(made, entered(list(made.values()))[0], strict=True))
+        fresh = dict(zip(made, entered(list(made.values()), [each.requires_grad for each in made.values()])[0], strict=True))
         return tree_map_only(Tensor, lambda each: fresh.get(id(each), each), tree)
 
 
@@ -197,7 +200,7 @@ class Looking(Running):
         for tensor in tensors:
             self.uses.setdefault(tensor, set()).add(self.part)
 
-    def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def operation(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Any:
         self.used([id(each) for each in tensors_in((args, kwargs)) if id(each) in self.held])
         out = func(*args, **kwargs)
         self.noted = len(self.recording.calls)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paragrad.techniques.model_parallel.watch import tensors_in
@@ -72,9 +72,15 @@ class Tape:
         if not self.steps:
             return True
         made = {-1: [each.clone() for each in tensors_in(inputs)]}
+        others: dict[int, Tensor] = {}                          # which a step may change in place, and here changes a copy of
+
+        def value(each: Any) -> Any:
+            if isinstance(each, Output):
+                return made[each.step][each.number]
+            return others.setdefault(id(each), each.clone()) if isinstance(each, Tensor) else each
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             for number, (func, given, before) in enumerate(self.steps):
-                args, kwargs = tree_map_only(Output, lambda each: made[each.step][each.number], given)
+                args, kwargs = tree_map(value, given)
                 try:
                     out = func(*args, **kwargs)
                 except (RuntimeError, ValueError, IndexError):      # what follows a read that would be another

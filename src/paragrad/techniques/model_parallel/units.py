@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as every_module
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from paragrad.datasets.loading import called, copied
@@ -17,7 +18,8 @@ from paragrad.jobs.loss import Summed
 from paragrad.notation.choices import unknown
 from paragrad.planner.profile import unfused
 from paragrad.strategies.pipeline import Asked
-from paragrad.techniques.model_parallel.flow import Flow, Like, Standing, Unplanned
+from paragrad.techniques.model_parallel.flow import Flow, Unplanned
+from paragrad.techniques.model_parallel.planning import Like, Standing
 from paragrad.techniques.model_parallel.watch import Unit, calls_watched, tensors_in
 from paragrad.techniques.untouched import UNCHANGING, untouched
 
@@ -133,6 +135,15 @@ def _chosen(model: nn.Module, tree: Call, parts: int, asked: Asked | None, close
     begins = [named(model, each) for each in asked or () if isinstance(each, str)]
     # what keeps for later what a module gives (auxiliary losses, hidden states) is to see it on every rank
     seen = begins + [name for name, module in model.named_modules() if module._forward_hooks]
+    # torch calls it where both the module's outputs and its inputs have come by
+    hooked = {name for name, module in model.named_modules() if module._backward_hooks or module._backward_pre_hooks}
+    if "" in hooked or every_module._global_backward_hooks or every_module._global_backward_pre_hooks:
+        raise StepFailed("a backward hook is registered on the whole model, or on all modules, of which no rank has all; "
+                         "register it on modules that lie in one part, or train the model with data(n)")
+    if inside := [(name, each) for name in begins for each in hooked if name.startswith(f"{each}.")]:
+        raise StepFailed(f"cut={inside[0][0]} goes through {inside[0][1]}, which has a backward hook and is to be whole on one "
+                         "rank; cut before or after it")
+    closed = closed | hooked
 
     largest: dict[str, int] = {}                # a module is watched in all its calls or in none
     for call in _all(tree):

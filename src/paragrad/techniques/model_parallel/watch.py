@@ -36,11 +36,14 @@ class InUnits:
         self.units = {model.get_submodule(name): name for name, _ in self.part_of}
         self.parameters: set[int] | None = None         # in a step: by their ids
         self.names: set[str] | None = None              # and the buffers that there were when it was planned
+        self.elsewhere: list[tuple[nn.Module, str]] = []        # parameters and buffers that other ranks hold: attributes here
 
     def held(self) -> set[int]:
         """The model's tensors now, by their ids: a forward may put other buffers in the place of some."""
         parameters = {id(each) for each in self.model.parameters()} if self.parameters is None else self.parameters
-        return parameters | {id(each) for name, each in self.model.named_buffers() if self.names is None or name in self.names}
+        return parameters.union(
+            (id(each) for name, each in self.model.named_buffers() if self.names is None or name in self.names),
+            (id(getattr(module, name, None)) for module, name in self.elsewhere))
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
@@ -64,6 +67,10 @@ def tensors_within(tree: Any) -> list[Tensor]:
     leaves = tree_flatten(tree)[0]
     return [*tensors_in(leaves), *(tensor for leaf in leaves if not isinstance(leaf, Tensor)
                                    for tensor in tensors_in(getattr(leaf, "__dict__", {})))]
+
+
+IN_PLACE = {f"__{name}__" for name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand",
+                                       "ior", "ixor", "ilshift", "irshift")}
 
 
 def noted(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
@@ -131,20 +138,28 @@ class Running(TorchFunctionMode):
 
     def operated(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = tensors_in((args, kwargs))
-        name = getattr(func, "__name__", "")
         if not any(each in self.made or id(each) in self.held or isinstance(each, FakeTensor) for each in tensors):
             out = func(*args, **kwargs)
             self.of_inputs(func, args, kwargs, out)
             return out
-        out = self.operation(func, args, kwargs)
+        written = self.written(func, args, kwargs)
+        out = self.operation(func, args, kwargs, written)
         found = tensors_in(out)
-        if name == "__setitem__":
-            found = [args[0]]
-        if found:
+        if found or written:
             place = next(self.places)
-            for number, tensor in enumerate(found):
-                self.make(tensor, (place, number))
+            for tensors in (found, written):            # the first of which are the same, where there are values
+                for number, tensor in enumerate(tensors):
+                    self.make(tensor, (place, number))
         return out
+
+    def written(self, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+        """The tensors that an operation changes in place, and what they are views of: not where a view came from another part,
+        in memory of its own."""
+        name = getattr(func, "__name__", "")
+        found = tensors_in(kwargs.get("out")) if "out" in kwargs else tensors_in(args[0]) if args and (
+            name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))) else []
+        here = [each for each in found if each._base is not None and self.made.get(each, (None, self.part))[1] == self.part]
+        return [*found, *(each._base for each in here)]         # type: ignore[misc]
 
     def make(self, tensor: Tensor, place: Place) -> None:
         self.made[tensor] = place, self.part
@@ -165,7 +180,7 @@ class Running(TorchFunctionMode):
         """A call of a module that is no unit."""
         return call()
 
-    def operation(self, func: Any, args: Any, kwargs: Any) -> Any: ...
+    def operation(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Any: ...
     def unit(self, name: str, call: Any, args: Any, kwargs: Any) -> Any: ...
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paragrad.datasets.loading import brought, parted
+from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed, loss_in
 from paragrad.jobs.precision import move
 from paragrad.strategies.shares import micro_batches
@@ -89,8 +90,8 @@ def proof(trainer: Trainer, batch: Batch, inputs: Any, target: Any, as_loaded: b
     """
     world, alone = trainer.world, cuts(trainer.strategy)
     serial, twin, beside = None, None, None
-    room, told = _room(trainer, batch)
-    because = told if room < len(batch.indices) else None
+    room, words = _room(trainer, batch)
+    because = words if room < len(batch.indices) else None
     given = None if as_loaded else world.agreed(world.collected((batch, inputs, target) if trainer.leads else None))
     like = Made(0.0, 0.0, {} if loss_alone else {name: each.detach() for name, each in trainer.parameters.items()},
                 {} if loss_alone else {name: each.detach() for name, each in trainer.model.named_buffers()})
@@ -109,7 +110,14 @@ def proof(trainer: Trainer, batch: Batch, inputs: Any, target: Any, as_loaded: b
                 give_back()
         except Exception as error:              # on rank 1: then there is no twin
             because = f"one worker's step ended with {type(error).__name__}: {error}"
-    everywhere, because = in_numbers(world, serial, because) if alone else spread(world, serial, like, because=because)
+    try:
+        everywhere, because = in_numbers(world, serial, because) if alone else spread(world, serial, like, because=because)
+    except Exception as error:
+        if beside is not None:
+            raise
+        raise StepFailed(f"{told(error)}; meanwhile rank 0 makes the step of one worker, whole, to compare this one with: "
+                         "where that takes longer than ranks wait for each other, give a longer --timeout, or --unchecked"
+                         ) from error
     if everywhere is None:
         return None, because or "not one worker's step was made"
     eps = trainer.coarsest if trainer.precision == torch.float64 else 0.0       # what a model in float64 computes in less

@@ -16,6 +16,7 @@ from paragrad.datasets.loading import brought, copied
 from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed, loss_in
 from paragrad.jobs.precision import in_precision
+from paragrad.strategies.shares import Division
 from paragrad.strategies.strategy import Strategy
 from paragrad.techniques.exchange import SHARED, Exchange, Replica
 from paragrad.techniques.layout import Layout
@@ -46,7 +47,7 @@ def before(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> None:
     """
     if trainer.exchange is not None:
         if trainer.given is not None:
-            trainer.given.refuse_changes()
+            trainer.given.followed(trainer.model)
         if trainer.splits and trainer.taken == 1 and apart(trainer):
             trainer.log.choice("loss again", "not checked", apart(trainer))
         elif trainer.splits and not apart(trainer) and (trainer.taken + 1).bit_count() == 1:            # the 2nd, 4th, 8th, ...
@@ -232,7 +233,7 @@ def _averaged(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> tuple
 def certain(trainer: Trainer, batch: Batch, inputs: Any, target: Any, weight: float, doubt: float) -> float:
     """The global weight, where some shares' may be that of nothing: their loss is exactly 0, and one worker's weight says
     whether they count. Collective."""
-    if not doubt or not trainer.splits:
+    if not doubt or not trainer.splits or trainer.division == Division():           # of one share nothing else is known apart
         return weight
     found, because = trainer.proof, apart(trainer)
     if found is None and not because:

@@ -1,0 +1,131 @@
+"""The forward by which a plan is made: nothing in it has a value, and it is noted what each part makes and uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from paragrad.errors import StepFailed
+from paragrad.techniques.model_parallel.plan import HIDDEN, Crossing, Plan, StandIn
+from paragrad.techniques.model_parallel.tape import Tape
+from paragrad.techniques.model_parallel.watch import Place, Running, noted, tensors_in
+from paragrad.techniques.untouched import differentiable, kept_by, same
+
+if TYPE_CHECKING:
+    from paragrad.techniques.model_parallel.flow import Flow
+
+
+@dataclass(frozen=True)
+class Like:
+    """Stands for a tensor of the shape and type of one that a module is called with: of that number."""
+    number: int
+
+
+Standing = Mapping[str, Any]            # what modules give, by name, tensors as Like
+
+
+class Planning(Running):
+    """Nothing has a value; noted is which part makes and which ones use what."""
+
+    flow: Flow
+
+    def __init__(self, flow: Flow, inputs: Any) -> None:
+        super().__init__(flow)
+        self.crossing: list[dict[Place, Crossing]] = [{} for _ in range(flow.last)]
+        self.stand_ins: list[StandIn] = []
+        self.hollow: Any = WeakIdKeyDictionary()        # of a tensor with values, what stands for it without
+        self.writes = False
+        self.tape = Tape(inputs)
+        self.failed: nn.Module | None = None            # the first module that raised
+
+    def plan(self) -> Plan:
+        return Plan([sorted(each.values(), key=lambda crossing: crossing.place) for each in self.crossing], self.stand_ins,
+                    self.tape.cut(), self.writes)
+
+    def of_inputs(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        self.tape.note(func, args, kwargs, out)
+
+    def use(self, tensor: Tensor, part: int) -> None:
+        if tensor in self.made:
+            place, made = self.made[tensor]
+            if made < part:
+                with self.unwatched():
+                    crossing = Crossing.of(place, self.emptied(tensor))
+                for cut in range(made, part):
+                    self.crossing[cut][place] = crossing
+
+    def faked(self, tree: Any) -> Any:
+        """The same without values. Raises StepFailed, while the model is whole, of what nobody was seen to make."""
+        if self.flow.whole and any(isinstance(each, FakeTensor) and each not in self.made for each in tensors_in(tree)):
+            raise StepFailed(HIDDEN)
+        return tree_map_only(Tensor, self.emptied, tree)
+
+    def emptied(self, tensor: Tensor) -> Tensor:
+        """The same every time: what is written into it stays in it."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if tensor not in self.hollow:
+            self.hollow[tensor] = self.flow.fake.from_tensor(tensor)
+        return self.hollow[tensor]              # type: ignore[no-any-return]
+
+    def operation(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Any:
+        out = func(*self.faked(args), **self.faked(kwargs))
+        if tensors_in(out) or written:
+            for tensor in tensors_in((args, kwargs)):
+                self.use(tensor, self.part)
+        if written or getattr(func, "__name__", "") == "register_hook":
+            self.writes = True
+        for tensor in written:                  # a view into something else has made that, too, to have a gradient
+            hollow = self.emptied(tensor)
+            if hollow._base is not None and tensor._base is not None:
+                self.hollow[tensor._base] = hollow._base
+        return out
+
+    def around(self, module: nn.Module, call: Any) -> Any:
+        try:
+            return call()
+        except Exception:
+            self.failed = self.failed or module
+            raise
+
+    def unit(self, name: str, call: Any, args: Any, kwargs: Any) -> Any:
+        self.begins(name)
+        module = self.flow.model.get_submodule(name)
+        with self.unwatched():
+            before = kept_by(module)
+            hollow, named = self.faked(args), self.faked(kwargs)
+            if (gives := self.flow.standing.get(name)) is None:
+                out = self.around(module, lambda: call(*hollow, **named))
+            else:
+                given, trained = tensors_in((hollow, named)), torch.is_grad_enabled()
+                out = tree_map_only(Like, lambda each: torch.empty_like(given[each.number]).requires_grad_(
+                    trained and differentiable(given[each.number])).clone(), gives)
+                noted(module, hollow, named, out)
+            kept = kept_by(module)
+            self.flow.changing.setdefault(name, set()).update(
+                each for each, value in kept.items() if each not in before or not same(before[each], value))
+        for tensor in tensors_in((args, kwargs)):
+            self.use(tensor, self.part)
+        place = next(self.places)
+        found = [(tensor, (place, number)) for number, tensor in enumerate(tensors_in(out))]
+        for tensor, each in found:
+            self.make(tensor, each)
+        with self.unwatched():
+            gave = fresh(out)               # which what follows does not change
+        self.stand_ins.append(StandIn(name, gave, list(zip(tensors_in(gave), (each for _, each in found), strict=True)), kept))
+        return out
+
+
+def fresh(tree: Any) -> Any:
+    """The same tensors without values, of no graph."""
+    try:
+        return tree_map_only(Tensor, lambda each: each.detach().requires_grad_(each.requires_grad), tree)
+    except Exception:                       # a tuple that looks at what it holds, such as a PackedSequence
+        return tree

@@ -1,0 +1,348 @@
+"""Ways of models on which parts once went wrong: what crosses, what Python keeps, what is written in place, what is hooked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from equality import VECTORS, mlp, numbers, resolved, whole
+from equality import job as make_job
+from test_in_stages import found
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import paragrad as pg
+from paragrad.jobs.loss import Summed
+from paragrad.techniques.untouched import untouched
+from paragrad.training.trainer import Trainer
+from paragrad.world.launching import Ranks
+from paragrad.world.world import World
+
+pytestmark = pytest.mark.usefixtures("warm")
+
+
+class Rotary(nn.Module):
+    """A float without a gradient goes to all layers, as cosines and sines of positions do in every Llama."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.angles, self.out = nn.Linear(10, 10), nn.Linear(10, 4)
+        self.layers = nn.ModuleList(nn.Linear(10, 10) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            cosines = self.angles(x).cos()
+        for layer in self.layers:
+            assert not cosines.requires_grad
+            x = torch.tanh(layer(x) * cosines)
+        return self.out(x)
+
+
+class Masked(nn.Module):
+    """What is made of a bool buffer crosses; the buffer itself is on the first rank alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(64, 10, dtype=torch.bool).triu(1))
+        self.layers, self.out = nn.ModuleList(nn.Linear(10, 10) for _ in range(3)), nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = self.mask[:len(x)]
+        for layer in self.layers:
+            x = torch.tanh(layer(x)).masked_fill(mask, 0.0)
+        return self.out(x)
+
+
+class Turned(nn.Module):
+    """A tensor crosses as the transposed one that it is: the next part asks for a view of it."""
+
+    class Back(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Linear(10, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight(x.transpose(0, 1).view(-1, 2, 5).view(-1, 10))
+
+    class On(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).transpose(0, 1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = self.On(10, 10), self.Back()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+class Writing(nn.Module):
+    """What the first layer gives is written into tensors made of the inputs, by methods, into views, and by out=."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        into, beside = x.new_zeros(len(x), 10), x.new_ones(len(x), 10)
+        hidden = self.first(x)
+        into.index_add_(0, torch.arange(len(x)), hidden)
+        beside[:, 2:5].copy_(hidden[:, :3])
+        with torch.no_grad():
+            sines = torch.sin(hidden, out=torch.empty_like(hidden))
+        hidden = self.second(torch.tanh(into) + beside + sines)
+        hidden += into
+        into.mul_(2)
+        return self.third(torch.relu(into) + hidden)
+
+
+class Block(nn.Module):
+    """Adds in place to what its last module gave, as a ResNet's does, and turns what its first one gave, for good."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.act = nn.Linear(10, 10), nn.LayerNorm(10), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        hidden.unsqueeze_(1)
+        hidden = self.norm(hidden.squeeze(1))
+        hidden += x
+        return self.act(hidden)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.out = nn.ModuleList(Block() for _ in range(3)), nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x)
+
+
+@pytest.mark.parametrize(("model", "rows"), [
+    (Rotary, ["place(2)", "place(3)", "pipeline(2, micro=2, schedule=interleaved)",
+              "pipeline(3, micro=2, schedule=zero_bubble)"]),
+    (Masked, ["place(2, cut=[layers.1])", "place(2, cut=[out])", "place(3)"]),
+    (Turned, ["place(2, cut=[second])"]),
+    (Writing, ["place(2, cut=[second])", "place(2, cut=[third])", "place(3)"]),
+    (Residual, ["place(2, cut=[blocks.1.act])", "place(2, cut=[blocks.2.norm])",
+                "place(3, cut=[blocks.1.norm, blocks.2.act])"]),
+])
+def test_it_is_the_same_training(pool: Ranks, model: type[nn.Module], rows: list[str]) -> None:
+    """Before: ValueError of zip from three parts on; messages of other lengths than awaited; no view of what came; zeros where
+    something had been written; tensors that stood for others grew by what each forward did to them."""
+    for row in rows:
+        assert found(pool, row, make_job(model.__name__.lower(), model, VECTORS)).value <= 1e-10, row
+
+
+def test_what_needs_no_gradient_takes_none(pool: Ranks) -> None:
+    """A frozen trunk: the part after it went back through all of its frozen layers."""
+    def frozen() -> nn.Module:
+        model = nn.Sequential(*(nn.Linear(10, 10) for _ in range(4)), nn.Linear(10, 4))
+        model[:4].requires_grad_(False)
+        return model
+    seen = pool.run(entering, make_job("frozen", frozen, VECTORS), resolved("place(2, cut=[2, 3])"), size=2)[1]
+    assert seen == [False, False, False]
+
+
+def entering(world: World, job: pg.Job, chosen: pg.Strategy) -> list[bool]:
+    """Of what came in, does it want a gradient?"""
+    trainer, seen = Trainer.of_job(world, job, chosen), []
+    for inputs, target in trainer.batches(VECTORS, job.batch, 0):
+        if trainer.exchange is not None:
+            trainer.passes.part.flow.model[2].register_forward_pre_hook(
+                lambda module, given: seen.append(given[0].requires_grad))
+        trainer.step(inputs, target)
+    trainer.close()
+    return seen
+
+
+# ---- what is kept in Python --------------------------------------------------------------------------------------------------
+class Pad(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        self.length = x.shape[1]
+        return nn.functional.pad(x, (0, 0, 0, -x.shape[1] % 8))
+
+
+class Pool(nn.Module):
+    def __init__(self, pad: Pad) -> None:
+        super().__init__()
+        self.pad, self.out = [pad], nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x.sum(1) / self.pad[0].length)
+
+
+class Padded(nn.Module):
+    """A module of one part divides by what one of another part has kept of the shape of this batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pad, self.first, self.second = Pad(), nn.Linear(10, 10), nn.Linear(10, 10)
+        self.pool = Pool(self.pad)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pool(torch.tanh(self.second(torch.tanh(self.first(self.pad(x))))))
+
+
+@pytest.mark.parametrize("strategy", ["place(2, cut=[second])", pytest.param("place(3)", marks=pytest.mark.table)])
+def test_what_another_parts_module_keeps_of_a_shape(strategy: str, tmp_path: Path) -> None:
+    """After the first test, every training step divided by the length of the test's samples, in silence."""
+    train, test = (TensorDataset(numbers(29, length, 10, seed=1), whole(4, 29, seed=2)) for length in (7, 13))
+    job = make_job("padded", Padded, train, test=test, epochs=3, dtype=torch.float64)
+    reference, run = pg.train(job, runs=tmp_path), pg.train(job, strategy, runs=tmp_path)
+    assert [run.test, *run.losses] == pytest.approx([reference.test, *reference.losses], rel=1e-10)
+
+
+class Counts(nn.Module):
+    """Counts its calls, keeps the largest mask it ever wanted, and notes losses in a list that others have too."""
+
+    def __init__(self, notes: list[Tensor]) -> None:
+        super().__init__()
+        self.layer, self.calls, self.mask, self.notes = nn.Linear(10, 10), 0, None, notes
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.mask is None or len(self.mask) < len(x):
+            self.mask = x.new_ones(len(x), 10).tril(3)
+        return torch.tanh(self.layer(x) * self.mask[:len(x)]) * (1 + self.calls % 4)
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        notes: list[Tensor] = []
+        self.first, self.second, self.out, self.notes = Counts(notes), Counts(notes), nn.Linear(10, 4), notes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.second(self.first(x)))
+
+
+def test_a_forward_without_values_leaves_nothing_in_python(tmp_path: Path) -> None:
+    """One more call was counted for every shape that came; and a mask without values was kept where others were wanted."""
+    job = make_job("counted", Counted, VECTORS, epochs=3, dtype=torch.float64)
+    reference, run = pg.train(job, runs=tmp_path, unchecked=True), pg.train(job, "place(2)", runs=tmp_path, unchecked=True)
+    assert run.losses == pytest.approx(reference.losses, rel=1e-10)
+
+
+def test_a_list_that_modules_share_is_shared_after_a_look() -> None:
+    """What looked at a model put an empty list of its own into each of its modules."""
+    model = Noting()
+    with untouched(Summed(model, torch.nn.functional.mse_loss)):
+        model(torch.randn(5, 10))
+    assert model.notes is model.first.notes is model.second.notes
+    assert model.notes == []
+
+
+class Noting(nn.Module):
+    """Its modules append to one list, of which it makes a term of its output."""
+
+    class Layer(nn.Linear):
+        def __init__(self, notes: list[Tensor]) -> None:
+            super().__init__(10, 10)
+            self.notes = notes
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            self.notes.append(out.mean(1, keepdim=True))
+            return out
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[Tensor] = []
+        self.first, self.second, self.out = self.Layer(self.notes), self.Layer(self.notes), nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.notes.clear()
+        out = self.out(torch.tanh(self.second(torch.tanh(self.first(x)))))
+        return out + sum(self.notes)
+
+
+def test_a_list_that_modules_share_in_training(tmp_path: Path) -> None:
+    """The look at a model before its first step tore the list apart, and its term was lost, in serial as under data(2)."""
+    job = make_job("noting", Noting, VECTORS, epochs=2, dtype=torch.float64)
+    model = job.model_to_train()
+    optimizer, losses = job.optimizer(model.parameters()), []
+    run = pg.train(job, runs=tmp_path)
+    trainer = Trainer(World(), model, job.loss, optimizer, resolved("serial"), seed=job.seed)
+    for epoch in range(job.epochs):
+        for inputs, target in trainer.batches(VECTORS, job.batch, epoch):       # in the order of the run
+            optimizer.zero_grad()
+            loss = job.loss(model(inputs.double()), target)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+    assert [line["loss"][0] / line["loss"][1] for line in run.of("step")] == pytest.approx(losses, rel=1e-10)
+    assert pg.train(job, "data(2)", runs=tmp_path).losses == pytest.approx(run.losses, rel=1e-10)
+
+
+# ---- ways that come later ----------------------------------------------------------------------------------------------------
+class TwoHeads(nn.Module):
+    """Which head a batch goes through depends on its size; one of them is defined before the trunk that it follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rare, self.first, self.second, self.often = (nn.Linear(10, 4), nn.Linear(10, 10), nn.Linear(10, 10),
+                                                          nn.Linear(10, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.second(torch.tanh(self.first(x))))
+        return self.rare(hidden) if len(x) == 5 else self.often(hidden)
+
+
+@pytest.mark.parametrize("row", ["place(2, cut=[second])", "place(3)"])
+def test_a_module_that_the_first_batch_does_not_call(pool: Ranks, row: str) -> None:
+    """It was taken for one of the part in which it is defined, and the loss was blamed for reading it there."""
+    assert found(pool, row, make_job("two heads", TwoHeads, VECTORS)).value <= 1e-10
+
+
+# ---- hooks -------------------------------------------------------------------------------------------------------------------
+class Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.out = nn.Linear(10, 10), nn.Sequential(nn.Linear(10, 10), nn.Tanh()), nn.Linear(10, 4)
+        self.block.register_full_backward_hook(lambda module, given, gone: tuple(each * 0.5 for each in given))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.block(torch.tanh(self.first(x))))
+
+
+def test_a_backward_hook_of_a_block(pool: Ranks, tmp_path: Path) -> None:
+    """Where a cut went through the block, torch called it on no rank, and said nothing."""
+    job = make_job("hooked", Hooked, VECTORS)
+    assert found(pool, "place(2)", job).value <= 1e-10
+    assert found(pool, "place(2, cut=[out])", job).value <= 1e-10
+    with pytest.raises(pg.Refused, match=r"cut=block\.1 goes through block, which has a backward hook"):
+        pg.train(job, "place(2, cut=[block.1])", runs=tmp_path)
+
+
+def wholly_hooked() -> nn.Module:
+    model = Hooked()
+    model.register_full_backward_pre_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+def test_a_backward_hook_of_the_whole_model(tmp_path: Path) -> None:
+    with pytest.raises(pg.Refused, match="a backward hook is registered on the whole model"):
+        pg.train(make_job("wholly hooked", wholly_hooked, VECTORS), "place(2)", runs=tmp_path)
+
+
+# ---- losses ------------------------------------------------------------------------------------------------------------------
+def guarded(output: Tensor, target: Tensor) -> Tensor:
+    """A mean over labelled samples, of which a batch may have none."""
+    there = (target[:, 0] > 0).to(output.dtype)
+    return ((output - target).pow(2).mean(1) * there).sum() / there.sum().clamp(min=1)
+
+
+def test_a_batch_without_a_label(tmp_path: Path) -> None:
+    """No sample is split under place(2), and the training ended all the same where the loss was exactly 0."""
+    draw = torch.Generator().manual_seed(2)
+    inputs, target = torch.randn(40, 10, generator=draw), torch.randn(40, 4, generator=draw)
+    job = make_job("guarded", mlp, TensorDataset(inputs, target), loss=guarded, batch=2, epochs=1, dtype=torch.float64)
+    reference, run = pg.train(job, runs=tmp_path), pg.train(job, "place(2)", runs=tmp_path)
+    assert run.losses == pytest.approx(reference.losses, rel=1e-10)
