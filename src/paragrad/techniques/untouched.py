@@ -96,7 +96,7 @@ class Before:
                        for name in values if name in self.parameters}
         modules = [owner for owner in self.state.owners.values() if isinstance(owner, nn.Module)] if buffers else []
         self.buffers = [_buffers_kept(each) for each in modules]
-        self.hooks = [(hooks, hooks.copy()) for each in modules for hooks in hooks_of(each)]
+        self.hooks = [_hooks_kept(each) for each in modules]
 
     def changed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(parameters, Python state) that are not as they were, by name, as they are now."""
@@ -115,23 +115,20 @@ class Before:
                 parameter.data = data
                 data.copy_(value)
             parameter.grad = gradient
-        for put_back in self.buffers:
+        for put_back in (*self.buffers, *self.hooks, self.state.put_back):
             put_back()
-        for hooks, held in self.hooks:
-            if hooks.keys() != held.keys():
-                hooks.clear()
-                hooks.update(held)
-        self.state.put_back()
 
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module, apart: Container[nn.Module] = ()) -> Iterator[None]:
-    """What a forward does to buffers and Python state is undone. apart: modules whose Python state stays what it is then."""
-    state, buffers = State(model.named_modules()), [_buffers_kept(each) for each in model.modules()]
+    """What a forward does to buffers, hooks and Python state is undone. apart: modules whose Python state stays what it is
+    then."""
+    state = State(model.named_modules())
+    kept = [keeping(each) for keeping in (_buffers_kept, _hooks_kept) for each in model.modules()]
     try:
         yield
     finally:
-        for put_back in buffers:
+        for put_back in kept:
             put_back()
         state.put_back(apart)
 
@@ -159,6 +156,17 @@ def _buffers_kept(module: nn.Module) -> Callable[[], None]:
 
 def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
     return [vars(module)[name] for name in HOOKS]
+
+
+def _hooks_kept(module: nn.Module) -> Callable[[], None]:
+    held = [(hooks, hooks.copy()) for hooks in hooks_of(module)]
+
+    def put_back() -> None:
+        for hooks, before in held:
+            if hooks.keys() != before.keys():
+                hooks.clear()
+                hooks.update(before)
+    return put_back
 
 
 def differentiable(tensor: Tensor) -> bool:

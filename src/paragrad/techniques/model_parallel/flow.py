@@ -20,16 +20,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from paragrad.datasets.loading import copied
 from paragrad.errors import StepFailed, told
 from paragrad.techniques.model_parallel.entering import entered
 from paragrad.techniques.model_parallel.plan import ANOTHER_WAY, HIDDEN, Crossing, Plan, StandIn
-from paragrad.techniques.model_parallel.planning import Planning, Standing
+from paragrad.techniques.model_parallel.planning import Hollow, Planning, Standing
 from paragrad.techniques.model_parallel.straight import straight, through
-from paragrad.techniques.model_parallel.watch import InUnits, Place, Running, Unit, noted, tensors_in, tensors_within
+from paragrad.techniques.model_parallel.watch import Place, Running, Unit, noted, tensors_in, tensors_within
 from paragrad.techniques.untouched import differentiable, unchanged
 
 SHAPES, WAYS = 64, 4            # of inputs, and ways through the model for one, of which plans are kept
@@ -57,19 +57,14 @@ class Ended(BaseException):
     """This rank's part is over: the rest of the model's Python is not its own."""
 
 
-class Flow(InUnits):
-    """A model's forward in parts. standing: what those units give of which nobody knows it without values;  mine: the parts
-    that are run here."""
+class Flow(Hollow):
+    """A model's forward in parts. mine: those that are run here."""
 
     def __init__(self, model: nn.Module, parts: Sequence[Sequence[Unit]], standing: Standing | None = None,
                  mine: Collection[int] = ()) -> None:
-        super().__init__(model, parts)
+        super().__init__(model, parts, standing)
         self.mine = mine
-        self.standing = standing or {}
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.plans: dict[Any, list[Plan]] = {}
-        self.whole = True                   # the model has all its values
-        self.changing: dict[str, set[tuple[nn.Module, str]]] = {}       # Python attributes that calls of a unit set
 
     def emptied(self, module: nn.Module, name: str, tensor: Tensor) -> Tensor:
         """What stands for a parameter or buffer of a module: the same without values; whole numbers, which Python may look at,

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paragrad.errors import StepFailed
 from paragrad.techniques.model_parallel.plan import HIDDEN, Crossing, Plan, StandIn
 from paragrad.techniques.model_parallel.tape import Tape
-from paragrad.techniques.model_parallel.watch import Place, Running, noted, tensors_in
+from paragrad.techniques.model_parallel.watch import InUnits, Place, Running, Unit, noted, tensors_in
 from paragrad.techniques.untouched import differentiable, kept_by, same
-
-if TYPE_CHECKING:
-    from paragrad.techniques.model_parallel.flow import Flow
 
 
 @dataclass(frozen=True)
@@ -31,12 +28,23 @@ class Like:
 Standing = Mapping[str, Any]            # what modules give, by name, tensors as Like
 
 
+class Hollow(InUnits):
+    """A model that is run without values. standing: what those units give of which nobody knows it so."""
+
+    def __init__(self, model: nn.Module, parts: Sequence[Sequence[Unit]], standing: Standing | None = None) -> None:
+        super().__init__(model, parts)
+        self.standing = standing or {}
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.whole = True                   # the model has all its values
+        self.changing: dict[str, set[tuple[nn.Module, str]]] = {}       # Python attributes that calls of a unit set
+
+
 class Planning(Running):
     """Nothing has a value; noted is which part makes and which ones use what."""
 
-    flow: Flow
+    flow: Hollow
 
-    def __init__(self, flow: Flow, inputs: Any) -> None:
+    def __init__(self, flow: Hollow, inputs: Any) -> None:
         super().__init__(flow)
         self.crossing: list[dict[Place, Crossing]] = [{} for _ in range(flow.last)]
         self.stand_ins: list[StandIn] = []

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paragrad.datasets.loading import brought, parted
-from paragrad.errors import StepFailed
+from paragrad.errors import StepFailed, told
 from paragrad.jobs.loss import Summed, loss_in
 from paragrad.jobs.precision import move
 from paragrad.strategies.shares import micro_batches
