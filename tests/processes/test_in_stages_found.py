@@ -102,14 +102,14 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.act = nn.Linear(10, 10), nn.LayerNorm(10), nn.ReLU(inplace=True)
+        self.first, self.norm, self.act = nn.Linear(10, 10), nn.LayerNorm(10), nn.Tanh()
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
         hidden.unsqueeze_(1)
         hidden = self.norm(hidden.squeeze(1))
         hidden += x
-        return self.act(hidden)
+        return self.act(nn.functional.leaky_relu(hidden, 0.1, inplace=True))
 
 
 class Residual(nn.Module):

@@ -157,7 +157,7 @@ class Running(TorchFunctionMode):
         in memory of its own."""
         name = getattr(func, "__name__", "")
         found = tensors_in(kwargs.get("out")) if "out" in kwargs else tensors_in(args[0]) if args and (
-            name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))) else []
+            name in IN_PLACE or kwargs.get("inplace") is True or (name.endswith("_") and not name.endswith("__"))) else []
         here = [each for each in found if each._base is not None and self.made.get(each, (None, self.part))[1] == self.part]
         return [*found, *(each._base for each in here)]         # type: ignore[misc]
 
