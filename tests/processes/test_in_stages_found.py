@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import pytest
@@ -261,21 +260,6 @@ class Noting(nn.Module):
         self.notes.clear()
         out = self.out(torch.tanh(self.second(torch.tanh(self.first(x)))))
         return out + sum(self.notes)
-
-
-def test_a_list_that_modules_share_in_a_loop_of_ones_own() -> None:
-    """The look at a model before its first step tore the list apart: its term was lost."""
-    torch.manual_seed(3)
-    model = Noting().double()
-    plain = copy.deepcopy(model)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
-    with pg.parallelize(model, nn.functional.cross_entropy, optimizers[0]) as trainer:
-        for inputs, target in trainer.batches(VECTORS, batch=12, epoch=0):
-            optimizers[1].zero_grad()
-            loss = nn.functional.cross_entropy(plain(inputs), target)
-            loss.backward()
-            optimizers[1].step()
-            assert trainer.step(inputs, target).loss == pytest.approx(float(loss.detach()), rel=1e-10)
 
 
 # ---- ways that come later ----------------------------------------------------------------------------------------------------
