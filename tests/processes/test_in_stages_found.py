@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from equality import VECTORS, mlp, numbers, resolved, whole
@@ -328,3 +329,47 @@ def test_a_batch_without_a_label(tmp_path: Path) -> None:
     job = make_job("guarded", mlp, TensorDataset(inputs, target), loss=guarded, batch=2, epochs=1, dtype=torch.float64)
     reference, run = pg.train(job, runs=tmp_path), pg.train(job, "place(2)", runs=tmp_path)
     assert run.losses == pytest.approx(reference.losses, rel=1e-10)
+
+
+# ---- stand-ins ---------------------------------------------------------------------------------------------------------------
+class Handed(nn.Module):
+    """A module that does nothing hands on what it is given: two names for one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.nothing, self.second, self.out = nn.Linear(10, 10), nn.Identity(), nn.Linear(10, 10), nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        again = self.nothing(hidden)
+        return self.out(torch.tanh(self.second(hidden)) + again)
+
+
+class Clamped(nn.Module):
+    """A hook writes into what another part's module gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(10, 4)
+        self.first.register_forward_hook(clamp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+def clamp(module: nn.Module, given: tuple[Tensor], out: Tensor) -> None:
+    out.clamp_(-1, 1)
+
+
+@pytest.mark.parametrize("model", [Handed, Clamped])
+def test_what_stands_for_another_parts_output(pool: Ranks, model: type[nn.Module]) -> None:
+    for row in ("place(2, cut=[second])", "place(2, cut=[out])"):
+        assert found(pool, row, make_job(model.__name__.lower(), model, VECTORS)).value <= 1e-10
+
+
+def test_what_is_read_only_is_left_alone() -> None:
+    """An array for reading alone was written to after every look, and ended the training."""
+    model = nn.Linear(10, 4)
+    model.known = numpy.frombuffer(b"read", dtype=numpy.uint8)
+    with untouched(Summed(model, torch.nn.functional.mse_loss)):
+        model(torch.randn(5, 10))

@@ -175,7 +175,7 @@ def differentiable(tensor: Tensor) -> bool:
 
 def set_values(buffer: Tensor, values: Tensor) -> None:
     """In place where the shape is the same."""
-    if isinstance(buffer, FakeTensor):
+    if isinstance(buffer, FakeTensor) or buffer.is_meta:
         return
     if buffer.shape != values.shape:
         buffer.data = values.clone()
@@ -247,7 +247,7 @@ def _contents(value: Any) -> Callable[[], Any]:
     if isinstance(value, Tensor):
         return functools.partial(set_values, value, value.detach().clone())
     if isinstance(value, numpy.ndarray):
-        return functools.partial(numpy.copyto, value, value.copy())
+        return functools.partial(_set_array, value, value.copy())
     held = {key: _keeping(each) for key, each in (value.items() if isinstance(value, dict) else enumerate(value))}
 
     def put_back() -> None:
@@ -259,6 +259,11 @@ def _contents(value: Any) -> Callable[[], Any]:
             value.clear()
             value.extend(again.values())
     return put_back
+
+
+def _set_array(array: numpy.ndarray[Any, Any], values: numpy.ndarray[Any, Any]) -> None:
+    if not numpy.array_equal(array, values):            # it may be for reading alone
+        numpy.copyto(array, values)
 
 
 def _set_generator(generator: Any, state: Any) -> None:
@@ -276,6 +281,8 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, FakeTensor) or isinstance(b, FakeTensor):         # of a part that another rank holds
         return type(a) is type(b)
     if isinstance(a, Tensor) or isinstance(b, Tensor):
+        if isinstance(a, Tensor) and isinstance(b, Tensor) and (a.is_meta or b.is_meta):           # as in a model given away
+            return a.is_meta and b.is_meta and a.shape == b.shape
         return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and (
             torch.equal(a, b) or (a.is_floating_point() and a.shape == b.shape and bool(
                 torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True))))

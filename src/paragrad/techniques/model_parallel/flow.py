@@ -12,6 +12,7 @@ A plan says what crosses: one forward without values, made anew for inputs of ot
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import warnings
 from collections.abc import Collection, Iterator, Sequence
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
 from paragrad.datasets.loading import copied
 from paragrad.errors import StepFailed, told
@@ -93,11 +95,7 @@ class Flow(Hollow):
         inputs = copied(inputs)
         before = [(each, each._version) for each in tensors_in(inputs)]
         running = Planning(self, inputs)
-        # what modules of other parts keep has no values here, by which it is seen where something reads it
-        own = {name for (name, _), part in self.part_of.items() if part in self.mine}
-        run = {each for module, name in self.units.items() if name in own for each in module.modules()}
-        others = {each for module, name in self.units.items() if name not in own for each in module.modules()} - run
-        with unchanged(self.model, others), silent():
+        with unchanged(self.model, self.others()), silent():
             try:
                 out = running.run(inputs)
             except StepFailed:
@@ -114,6 +112,21 @@ class Flow(Hollow):
         if isinstance(inputs, Tensor):
             chain = straight(self.model, self.parts, [each.out for each in plan.stand_ins])
         return replace(plan, changes=any(each._version != version for each, version in before), straight=chain)
+
+    def others(self) -> set[nn.Module]:
+        """Modules of other parts alone: what they keep has no values here, by which it is seen where something reads it."""
+        own = {name for (name, _), part in self.part_of.items() if part in self.mine}
+        run = {each for module, name in self.units.items() if name in own for each in module.modules()}
+        return {each for module, name in self.units.items() if name not in own for each in module.modules()} - run
+
+    def keep(self, planned: StandIn) -> None:
+        """What a call of another part's unit leaves in Python attributes."""
+        if changing := self.changing.get(planned.name, set()) & planned.kept.keys():
+            others = self.others()
+            for module, attribute in changing:
+                if module in others:
+                    value = planned.kept[module, attribute]         # a list may be appended to, and the plan's stays
+                    vars(module)[attribute] = value if isinstance(value, Tensor) else copy.copy(value)
 
     def tried(self, inputs: Any) -> None:
         """Every part of the whole model, one after another, as ranks will run them; what it does to buffers is undone. Raises
@@ -137,6 +150,8 @@ class Flow(Hollow):
     def run(self, inputs: Any, part: int, plan: Plan, received: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
         """(what crosses the end of the part, the model's output where it is the last)."""
         if plan.straight is not None:
+            for each in plan.stand_ins if any(self.changing.values()) else ():
+                self.keep(each)
             given, shape = received[0] if part else inputs, plan.crossing[part][0].shape if part < self.last else None
             made = through(plan.straight[part], given, shape)
             return ([], made) if shape is None else ([made], None)
@@ -159,6 +174,7 @@ class OfPart(Running):
         super().__init__(flow)
         self.mine, self.plan = mine, plan
         self.kept: dict[Place, Tensor] = {}
+        self.clones: Any = WeakIdKeyDictionary()        # of the plan's stand-ins, where something is written
         self.wanted = {each.place for each in plan.crossing[mine]} if mine < flow.last else set()
         if mine:
             self.kept = {each.place: tensor for each, tensor in zip(plan.crossing[mine - 1], received, strict=True)}
@@ -193,7 +209,10 @@ class OfPart(Running):
                     isinstance(each, FakeTensor) for each in tensors_in((args, kwargs))):   # into something with values here
                 return None if getattr(func, "__name__", "") == "__setitem__" else kwargs.get("out", args[0])
             return func(*args, **kwargs)
-        return self.with_all(func(*self.with_values(args), **self.with_values(kwargs)), "an operation between modules")
+        args, kwargs = self.with_values(args), self.with_values(kwargs)
+        if written:                             # which would be left out where something else has no values
+            self.with_all((args, kwargs), "an operation between modules")
+        return self.with_all(func(*args, **kwargs), "an operation between modules")
 
     def with_all(self, out: Any, name: str) -> Any:
         """What was made here. Raises StepFailed where something had no values here."""
@@ -232,11 +251,15 @@ class OfPart(Running):
         out = planned.out
         with self.unwatched():
             if self.plan.writes:                        # into the plan's own otherwise, forward after forward
-                out = tree_map_only(Tensor, lambda each: each.detach().requires_grad_(each.requires_grad).clone(), out)
+                out = tree_map_only(Tensor, self.cloned, out)
             noted(self.flow.model.get_submodule(planned.name), args, kwargs, out)
         for tensor, (_, place) in zip(tensors_in(out), planned.found, strict=True):
             self.make(tensor, place)
-        for each in self.flow.changing[planned.name] & planned.kept.keys():
-            module, attribute = each
-            vars(module)[attribute] = planned.kept[each]
+        self.flow.keep(planned)
         return out
+
+    def cloned(self, tensor: Tensor) -> Tensor:
+        """Of one tensor one."""
+        if tensor not in self.clones:
+            self.clones[tensor] = tensor.detach().requires_grad_(tensor.requires_grad).clone()
+        return self.clones[tensor]              # type: ignore[no-any-return]

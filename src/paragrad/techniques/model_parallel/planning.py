@@ -49,6 +49,7 @@ class Planning(Running):
         self.crossing: list[dict[Place, Crossing]] = [{} for _ in range(flow.last)]
         self.stand_ins: list[StandIn] = []
         self.hollow: Any = WeakIdKeyDictionary()        # of a tensor with values, what stands for it without
+        self.copies: Any = WeakIdKeyDictionary()        # of what units gave
         self.writes = False
         self.tape = Tape(inputs)
         self.failed: nn.Module | None = None            # the first module that raised
@@ -126,14 +127,18 @@ class Planning(Running):
         for tensor, each in found:
             self.make(tensor, each)
         with self.unwatched():
-            gave = fresh(out)               # which what follows does not change
+            gave = self.fresh(out)          # which what follows does not change
+            self.writes = self.writes or any(each._forward_hooks for each in module.modules())      # a hook may write
         self.stand_ins.append(StandIn(name, gave, list(zip(tensors_in(gave), (each for _, each in found), strict=True)), kept))
         return out
 
-
-def fresh(tree: Any) -> Any:
-    """The same tensors without values, of no graph."""
-    try:
-        return tree_map_only(Tensor, lambda each: each.detach().requires_grad_(each.requires_grad), tree)
-    except Exception:                       # a tuple that looks at what it holds, such as a PackedSequence
-        return tree
+    def fresh(self, tree: Any) -> Any:
+        """The same tensors without values, of no graph; of one tensor one, whoever gives it (a dropout that does nothing)."""
+        def copy(tensor: Tensor) -> Tensor:
+            if tensor not in self.copies or self.copies[tensor].shape != tensor.shape:
+                self.copies[tensor] = tensor.detach().requires_grad_(tensor.requires_grad)
+            return self.copies[tensor]              # type: ignore[no-any-return]
+        try:
+            return tree_map_only(Tensor, copy, tree)
+        except Exception:                       # a tuple that looks at what it holds, such as a PackedSequence
+            return tree
