@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sysconfig
+import time
 import traceback
 from functools import partial
 from pathlib import Path
@@ -65,18 +66,24 @@ class RankFailed(RuntimeError):
 
 
 class StepFailed(RuntimeError):
-    """Raised inside a rank when a step cannot go on; the launcher turns it into RankFailed, with what it knows."""
+    """Raised inside a rank when a step cannot go on; the launcher turns it into RankFailed, with what it knows.
 
-    def __init__(self, message: str, *, step: int | None = None, tensor: str | None = None, differs: bool = False) -> None:
+    when: on the host's monotonic clock; of what several ranks say, the first is the cause.
+    """
+
+    def __init__(self, message: str, *, step: int | None = None, tensor: str | None = None, differs: bool = False,
+                 when: float | None = None) -> None:
         super().__init__(message)
         self.step, self.tensor, self.differs = step, tensor, differs
+        self.when = time.monotonic() if when is None else when
 
     @classmethod
     def of(cls, error: BaseException, step: int | None = None) -> StepFailed:
         """Any error, with what it knows; one that is no StepFailed is told with its kind. step: the one under way, if known."""
         message = str(error) if isinstance(error, cls) else told(error)
         return cls(message, step=getattr(error, "step", None) if step is None else step,
-                   tensor=getattr(error, "tensor", None), differs=getattr(error, "differs", False))
+                   tensor=getattr(error, "tensor", None), differs=getattr(error, "differs", False),
+                   when=getattr(error, "when", None))
 
 
 def told(error: BaseException) -> str:

@@ -163,7 +163,7 @@ def test_which_running_statistics_were_changed() -> None:
     assert not trainer.batch_norm.computed
     trainer.step(*next(trainer.batches(found.train, 12, 0)))
     assert trainer.batch_norm.computed
-    assert trainer.normed == {"rest.1.running_mean", "rest.1.running_var"}
+    assert trainer.batch_norm.normed == {"rest.1.running_mean", "rest.1.running_var"}
 
 
 def test_nothing_stays_replaced() -> None:

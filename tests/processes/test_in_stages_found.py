@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -15,7 +16,9 @@ from torch.utils.data import TensorDataset
 
 import paragrad as pg
 from paragrad.jobs.loss import Summed
-from paragrad.techniques.untouched import untouched
+from paragrad.techniques.model_parallel.flow import Flow
+from paragrad.techniques.model_parallel.part import Part
+from paragrad.techniques.untouched import Before, untouched
 from paragrad.training.trainer import Trainer
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
@@ -373,3 +376,38 @@ def test_what_is_read_only_is_left_alone() -> None:
     model.known = numpy.frombuffer(b"read", dtype=numpy.uint8)
     with untouched(Summed(model, torch.nn.functional.mse_loss)):
         model(torch.randn(5, 10))
+
+
+class Measured(nn.Linear):
+    """Counts its calls in an object that it keeps, and keeps something for each of its modules."""
+
+    def __init__(self) -> None:
+        super().__init__(10, 4)
+        self.meter, self.scales, self.loss = SimpleNamespace(calls=0), {self: 1.0}, nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.meter.calls += 1
+        return super().forward(x) * self.meter.calls
+
+
+def test_what_a_forward_changes_is_seen_in_objects() -> None:
+    """Objects that a module keeps were not looked into; a dict of modules was taken for a plain one, and always another."""
+    model, loss = Measured(), nn.MSELoss()
+    loss.calls = 0
+    module = Summed(model, loss)
+    with untouched(module):
+        before = Before(module)
+        model(torch.randn(5, 10))
+        loss.calls += 1
+        assert before.changed() == ({}, {"meter.calls": 1, "the loss.calls": 1})
+    assert model.meter.calls == loss.calls == 0
+
+
+def test_a_part_is_the_model_itself_for_those_who_look() -> None:
+    """Whoever put back what a forward changed on modules left the outermost one as it was."""
+    model = Counted()
+    part = Part(Flow(model, [[("first", 0), ("second", 0)], [("out", 0)]]), 0, {})
+    assert next(part.modules()) is model
+    assert list(part.parameters()) == list(model.parameters())
+    part.eval()
+    assert not model.training

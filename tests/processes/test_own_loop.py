@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -138,13 +139,13 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.middle, self.last = nn.Linear(10, 6), nn.Linear(6, 6), nn.Linear(6, 10)
-        self.end, self.out = nn.Linear(10, 6, bias=False), nn.Linear(6, 4)
+        self.end, self.out, self.act = nn.Linear(10, 6, bias=False), nn.Linear(6, 4), nn.ReLU()
         self.end.weight = self.first.weight
         self.register_buffer("scale", torch.tensor(2.0), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = functional.dropout(torch.tanh(self.first(x)), 0.2, self.training)
-        return self.out(self.end(self.last(torch.relu(self.middle(hidden))))) * self.scale
+        return self.out(self.end(self.last(self.act(self.middle(hidden))))) * self.scale
 
 
 def cut_loop(world: World, strategy: str) -> tuple[dict[str, torch.Tensor], list[float], float, bool]:
@@ -195,11 +196,12 @@ CHANGES = {
     "eval": (lambda model, optimizer: model.eval(), "the model is in eval mode, other than when"),
     "group": (lambda model, optimizer: optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]}),
               "group 1 of the optimizer has other parameters"),
-    "replaced": (lambda model, optimizer: setattr(model, "out", nn.Linear(6, 4)), "the parameter out.weight is another tensor"),
+    "replaced": (lambda model, optimizer: setattr(model, "out", nn.Linear(6, 4)), "what is called out is another module"),
     "loaded": (lambda model, optimizer: model.load_state_dict(Tied().state_dict(), assign=True), "is another tensor"),
     "hooked": (lambda model, optimizer: model.middle.register_forward_hook(lambda *_: None),
                "middle's list of hooks has others"),
-    "removed": (lambda model, optimizer: setattr(model, "out", nn.Identity()), "the parameter out.weight is gone")}
+    "removed": (lambda model, optimizer: setattr(model, "out", nn.Identity()), "what is called out is another module"),
+    "quiet": (lambda model, optimizer: setattr(model, "act", nn.ReLU()), "what is called act is another module, other than")}
 
 
 def changing_loop(world: World, change: str) -> str:
@@ -237,26 +239,34 @@ class Annealed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.drop, self.middle, self.out = nn.Linear(10, 6), nn.Dropout(0.5), nn.Linear(6, 6), nn.Linear(6, 4)
-        self.heat = 1.0
+        self.heat, self.config, self.wide = 1.0, SimpleNamespace(gain=1.0), 6
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(torch.tanh(self.middle(self.drop(torch.tanh(self.first(x))) / self.heat)))
+        hidden = self.drop(torch.tanh(self.first(x)))[:, :self.wide] / self.heat
+        deep = self.middle(functional.pad(hidden, (0, 6 - self.wide)) * self.config.gain)
+        return self.out(torch.tanh(deep) + functional.pad(hidden, (0, 6 - self.wide)))
 
 
 def annealing_loop(world: World, strategy: str) -> list[float]:
     torch.manual_seed(3)
-    model, losses = Annealed().double(), []
+    model, found = Annealed().double(), []
     with pg.parallelize(model, functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), strategy) as trainer:
         for epoch in range(3):
-            model.drop.p, model.heat = 0.5 / (1 + epoch), 1.0 + epoch
-            losses += [trainer.step(*batch).loss for batch in trainer.batches(VECTORS, batch=12, epoch=epoch)]
-    return losses
+            model.drop.p, model.heat, model.config.gain, model.wide = 0.5 / (1 + epoch), 1.0 + epoch, 1.0 - epoch / 4, 6 - epoch
+            found += [trainer.step(*batch).loss for batch in trainer.batches(VECTORS, batch=12, epoch=epoch)]
+            model.eval()
+            model.heat = 0.5                        # for a test alone
+            found.append(trainer.evaluate(VECTORS))
+            model.train()
+    return found
 
 
-def test_what_is_set_on_a_module_while_it_is_cut_is_set_on_its_part(pool: Ranks) -> None:
-    """A dropout that a loop makes weaker, a temperature: the parts kept those of the first step, in silence."""
+@pytest.mark.parametrize("strategy", ["place(2)", "pipeline(2, micro=2, schedule=interleaved(chunks=2))"])
+def test_what_is_set_on_a_module_while_it_is_cut_is_set_on_its_part(pool: Ranks, strategy: str) -> None:
+    """A dropout that a loop makes weaker, a temperature, a width that crosses a cut, for steps or for a test: the parts kept
+    those of the first step, in silence."""
     expected = annealing_loop(World(), "serial")
-    for losses in pool.run(annealing_loop, "place(2)", size=2):
+    for losses in pool.run(annealing_loop, strategy, size=2):
         assert losses == pytest.approx(expected, rel=1e-10)
 
 

@@ -140,9 +140,11 @@ class Play:
         except Exception as error:
             if not self.computing and not isinstance(error, RuntimeError):
                 raise
+            if self.computing:              # no failure of the exchange: it tells its own story, and was first
+                error.when = time.monotonic()                           # type: ignore[attr-defined]
             lines = Lines(self.world, self.standing())
             self.world.hang_up()
-            if self.computing:              # no failure of the exchange: it tells its own story, and first
+            if self.computing:
                 raise
             raise StepFailed(lines.picture(error)) from error
 

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.storage import UntypedStorage
 
-from paragrad.errors import StepFailed, told
+from paragrad.errors import told
 from paragrad.record.log import Log
+from paragrad.world import waiting
 from paragrad.world.backends.shm.region import TOKEN, OwnRegion, Region, aligned, begins, host_name, opened, unavailable
 from paragrad.world.generators import set_states, states
 from paragrad.world.pickles import pickled, unpickled
@@ -95,11 +96,8 @@ def built(world: World, build: Callable[[], nn.Module]) -> Start:
         return Start(build(), hosts)
     if hosts.firsts[world.rank] != world.rank:
         model = None
-        try:
+        with waiting.meanwhile("the first rank of this host builds the model, once for all of them"):
             offer = _offers(world, Offer())[hosts.firsts[world.rank]]
-        except Exception as error:
-            raise StepFailed(f"{told(error)}; meanwhile the first rank of this host builds the model, once for all of them: "
-                             "where that takes longer than ranks wait for each other, give a longer --timeout") from error
         try:
             model, because = _taken(offer), ""
         except Exception as error:

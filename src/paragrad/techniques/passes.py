@@ -70,6 +70,9 @@ class Passes(ABC):
     def close(self) -> None:        # noqa: B027         # most hold nothing
         """The training has ended: let go of what the passes hold of the model."""
 
+    def changed(self) -> None:      # noqa: B027         # most conclude nothing
+        """Python attributes of the model were set by its user: what was concluded from them is to be found out again."""
+
     in_flight = 1                   # batches that `outputs` may be given at once
 
     def outputs(self, batches: list[Any]) -> list[Any]:

@@ -8,7 +8,7 @@ import functools
 import random
 import types
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 INTERNAL = frozenset(name for name in vars(nn.Module()) if name[0] == "_")
 HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "hooks" in name and isinstance(value, dict))
 UNCHANGING = (type(None), bool, int, float, str, bytes, complex, torch.Size, torch.dtype, torch.device)
+NO_OWNERS = (Tensor, nn.Module, type, functools.partial, types.FunctionType, types.MethodType, types.ModuleType)
 GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
 
 
@@ -51,13 +52,13 @@ def restored(module: Summed) -> Iterator[None]:
 
 class State:
     """What objects keep in Python attributes, as it is; later, what changed. Of what can be copied and compared: numbers, text,
-    generators, tensors that want no gradient, and lists, dicts, tuples of these."""
+    generators, tensors that want no gradient, and lists, dicts, tuples of these. compared: it may be asked what changed."""
 
-    def __init__(self, owners: Iterable[tuple[str, Any]]) -> None:
-        self.owners = dict(owners)
+    def __init__(self, owners: Mapping[str, Any], compared: bool = True) -> None:
+        self.owners = owners
         self.names = {name: set(vars(owner)) for name, owner in self.owners.items()}
-        self.values = {name: {what: (_copied(vars(owner)[what]), _keeping(vars(owner)[what])) for what in _names(owner)
-                              if _plain(vars(owner)[what])} for name, owner in self.owners.items()}
+        self.values = {name: {what: (_copied(vars(owner)[what]) if compared else None, _keeping(vars(owner)[what]))
+                              for what in _names(owner) if _plain(vars(owner)[what])} for name, owner in self.owners.items()}
 
     def changed(self) -> dict[tuple[str, str], Any]:
         """What is not as it was, by owner and attribute, as it is now."""
@@ -69,7 +70,7 @@ class State:
         """apart: owners that stay as they are. Each attribute is the same object again, with what it held: others have it too.
         """
         for name, owner in self.owners.items():
-            if owner in apart:
+            if isinstance(owner, nn.Module) and owner in apart:
                 continue
             now = vars(owner)
             for what in [what for what in _names(owner) if what not in self.names[name]]:
@@ -123,7 +124,7 @@ class Before:
 def unchanged(model: nn.Module, apart: Container[nn.Module] = ()) -> Iterator[None]:
     """What a forward does to buffers, hooks and Python state is undone. apart: modules whose Python state stays what it is
     then."""
-    state = State(model.named_modules())
+    state = State(owners(model), compared=False)
     kept = [keeping(each) for keeping in (_buffers_kept, _hooks_kept) for each in model.modules()]
     try:
         yield
@@ -183,14 +184,27 @@ def set_values(buffer: Tensor, values: Tensor) -> None:
         buffer.data.copy_(values)
 
 
-def _owners(module: Summed) -> Iterator[tuple[str, Any]]:
-    """What may keep something in Python, by name: the modules of the model and of the loss; a loss that is an object."""
-    yield from module.model.named_modules()
+def owners(model: nn.Module, prefix: str = "") -> dict[str, Any]:
+    """Who of a model may keep something in Python, by name, each once: its modules, and objects in attributes of these, such as
+    a configuration."""
+    found: dict[str, Any] = dict(model.named_modules(prefix=prefix))
+    known = set(map(id, found.values()))
+    for name, module in list(found.items()):
+        for what in _names(module):
+            value = vars(module)[what]
+            if hasattr(value, "__dict__") and not isinstance(value, NO_OWNERS) and id(value) not in known:
+                known.add(id(value))
+                found[f"{name}.{what}".lstrip(".")] = value
+    return found
+
+
+def _owners(module: Summed) -> dict[str, Any]:
+    """Those of the model and of the loss, or a loss that is an object."""
     loss = module.loss.__self__ if isinstance(module.loss, types.MethodType) else module.loss
     if isinstance(loss, nn.Module):
-        yield from loss.named_modules(prefix="loss")
-    elif hasattr(loss, "__dict__") and not isinstance(loss, types.FunctionType | functools.partial | type):
-        yield "loss", loss
+        return {**owners(module.model), **owners(loss, "the loss")}
+    own = {"the loss": loss} if hasattr(loss, "__dict__") and not isinstance(loss, NO_OWNERS) else {}
+    return {**owners(module.model), **own}
 
 
 def _names(owner: Any) -> list[str]:
@@ -206,11 +220,15 @@ class Drawing:
 
 def _plain(value: Any) -> bool:
     if isinstance(value, dict):
-        return all(map(_plain, value.values()))
+        return all(map(_unchanging, value)) and all(map(_plain, value.values()))
     if isinstance(value, list | tuple | set | deque):
         return all(map(_plain, value))
     return isinstance(value, (*UNCHANGING, *GENERATORS, numpy.ndarray)) or (
         isinstance(value, Tensor) and not value.requires_grad)
+
+
+def _unchanging(key: Any) -> bool:
+    return isinstance(key, UNCHANGING) or (isinstance(key, tuple) and all(map(_unchanging, key)))
 
 
 def _copied(value: Any) -> Any:

@@ -12,7 +12,8 @@ from paragrad.datasets.loading import called
 from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed
 from paragrad.techniques.layout import vacate
-from paragrad.techniques.untouched import State, hooks_of, untouched
+from paragrad.techniques.passes import Passes
+from paragrad.techniques.untouched import State, hooks_of, owners, untouched
 
 OWN = {"_parameters", "_buffers", "_modules"}
 
@@ -64,30 +65,36 @@ class Given:
         self.model, self.optimizer = model, optimizer
         self.were: dict[str, tuple[str, object]] | None = None      # modules, parameters and groups, once it is cut
         self.state: State | None = None
-        self.parameters: list[Tensor] = []                          # kept, that their ids stay theirs
+        self.kept: list[object] = []                                # that their ids stay theirs
 
     def vacate(self) -> None:
         """It has no values from here on: what they were would be taken for what they are."""
         vacate(self.model)
-        self.parameters, self.were, self.state = list(self.model.parameters()), self._are(), State(self.model.named_modules())
+        self.kept = [*self.model.parameters(), *self.model.modules()]
+        self.were, self.state = self._are(), State(owners(self.model))
 
-    def followed(self, part: nn.Module) -> None:
-        """What was set on modules since then is set on the part's, too. Raises StepFailed where something was frozen, set to
-        eval, replaced, given a hook, or given to the optimizer."""
-        if self.were is None or self.state is None:
-            return
-        are = self._are()
-        for what in (*self.were, *are):
-            if self.were.get(what) != are.get(what):
+    def refuse_changes(self) -> None:
+        """Raises StepFailed where something was frozen, set to eval, replaced, given a hook, or given to the optimizer since
+        then."""
+        are = {} if self.were is None else self._are()
+        for what in (*(self.were or {}), *are):
+            if self.were is not None and self.were.get(what) != are.get(what):
                 now, _ = are.get(what, ("is gone", None))
                 raise StepFailed(f"{what} {now}, other than when the model was cut, and its parts on the ranks would not "
                                  "follow; change it before the first step, or between one parallelize and the next, or train "
                                  "it with data(n)")
-        if changed := self.state.changed():
-            modules = dict(part.named_modules(remove_duplicate=False))
-            for (name, attribute), value in changed.items():
-                setattr(modules[name], attribute, value)
-            self.state = State(self.model.named_modules())
+
+    def followed(self, part: nn.Module, passes: Passes | None) -> None:
+        """What was set on modules since then, and on objects that they keep, is set on the part's, too. Modes are no steps'."""
+        changed = {} if self.state is None else self.state.changed()
+        if any(what != "training" for _, what in changed):
+            ours = owners(part)
+            for (name, what), value in changed.items():
+                if what != "training":
+                    vars(ours[name])[what] = value
+            self.state = State(owners(self.model))
+            if passes is not None:
+                passes.changed()
 
     def _are(self) -> dict[str, tuple[str, object]]:
         """Of each what to say of it, and what it is compared by."""
@@ -95,6 +102,7 @@ class Given:
         for name, module in self.model.named_modules():
             found[f"the module {name}" if name else "the model"] = (
                 "is in training mode" if module.training else "is in eval mode", module.training)
+            found[f"what is called {name}" if name else "it"] = "is another module", id(module)
             found[f"{name or 'the model'}'s list of hooks"] = "has others", [*map(list, hooks_of(module))]
         for name, parameter in self.model.named_parameters():
             found[f"the parameter {name}"] = "is another tensor", id(parameter)

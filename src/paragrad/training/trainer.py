@@ -245,17 +245,14 @@ class Trainer:
     def evaluation(self, dataset: Dataset, metric: Metric | None = None, loaders: int = 0) -> dict[str, float]:
         """The same with the weight it stands on: {"value", "weight"}."""
         samples = Samples(dataset, self.seed, self.collate, self.world.timeout)
+        if self.given is not None:
+            self.given.followed(self.model, self.passes)
         with self.for_evaluation(), evaluating(self.model), self.casting():
             return evaluated(self.replicated, self.module, self.passes, self.layout, samples, metric, self.dtype, loaders)
 
     def for_evaluation(self) -> contextlib.AbstractContextManager[Any]:
         """Parameters in the eval mode of an optimizer that has one (schedule-free); afterwards as they were. Collective."""
         return self.exchange.evaluating() if self.exchange else in_eval_mode(self.optimizer, list(self.parameters.values()))
-
-    @property
-    def normed(self) -> set[str]:
-        """The names of the running statistics that batch norms in training changed."""
-        return self.batch_norm.normed
 
     def gradients(self) -> dict[str, Tensor | None]:
         """The gradient of every parameter as the last update used it (mean, clipped); until any rank begins the next step.

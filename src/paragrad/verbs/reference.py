@@ -39,7 +39,7 @@ class Reference:
     def __init__(self, device: torch.device, job: Job, strategy: Strategy, train: Dataset, places: list[tuple[int, range]],
                  twin: bool) -> None:
         tried = _tried(job, train, places[0], device)
-        self.normed = None if isinstance(tried, str) or not tried.batch_norm.computed else tried.normed
+        self.normed = None if isinstance(tried, str) or not tried.batch_norm.computed else tried.batch_norm.normed
         self.micro = 1 if self.normed is None else strategy.division.micro
         like = strategy if self.micro > 1 else None
         self.serial = Trainer.of_job(World(device=device), job, Serial(), like=like)

@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
-from paragrad.errors import StepFailed
+from paragrad.errors import StepFailed, told
 from paragrad.world.world import World
 
 AFTER = 10.0            # seconds in one step, after which it is asked who else is in it
 LOOK = 0.5              # seconds between two looks
 HEARD = 2.0             # for the others to say that they fail too: connections to a rank that died close at once, on all
 CLOSED = re.compile("connection (closed|reset|refused)|broken pipe|timed? ?out", re.IGNORECASE)     # what gloo and stores say
+LATE = re.compile("timed? ?out|gave up waiting", re.IGNORECASE)         # gloo and stores; shm
 
 
 class Watch:
@@ -101,10 +102,22 @@ def away(world: World, error: BaseException) -> str:
             "nor does the store answer in which the ranks met: where rank 0 ran, nobody is left")
 
 
+@contextmanager
+def meanwhile(what: str, repair: str = "") -> Iterator[None]:
+    """Around a wait for a rank that does what may take long. Raises StepFailed that says so, where it took too long."""
+    try:
+        yield
+    except Exception as error:
+        if not LATE.search(str(error)):
+            raise
+        raise StepFailed(f"{told(error)}; meanwhile {what}: where that takes longer than ranks wait for each other, give a "
+                         f"longer --timeout{repair}") from error
+
+
 def failure(world: World, error: Exception, step: int) -> StepFailed:
     """What was raised in a step, and whom it is about."""
     failed, said = StepFailed.of(error, step), away(world, error)
-    return StepFailed(f"{failed}; {said}", step=failed.step, tensor=failed.tensor) if said else failed
+    return StepFailed(f"{failed}; {said}", step=failed.step, tensor=failed.tensor, when=failed.when) if said else failed
 
 
 def _failed(rank: int) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
@@ -41,16 +40,14 @@ class Part(nn.Module):
         self.__dict__.update(flow=flow, trained=trained, draws=draws, _modules=flow.model._modules,
                              _parameters=flow.model._parameters, _buffers=flow.model._buffers)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """On the model, whose forward is run."""
-        if "flow" in self.__dict__:
-            setattr(self.flow.model, name, value)
-        else:                                           # where nn.Module begins
-            super().__setattr__(name, value)
+    def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "",
+                      remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+        """The model itself, whose forward is run, and those inside of it."""
+        return self.flow.model.named_modules(memo, prefix, remove_duplicate)
 
     @property
     def training(self) -> bool:                         # type: ignore[override]
-        """The mode of the model itself, which is none of these modules, and whose forward is run."""
+        """The mode of the model itself."""
         return self.flow.model.training
 
     @training.setter

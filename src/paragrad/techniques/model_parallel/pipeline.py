@@ -95,6 +95,9 @@ class InStages(Passes):
         for hook in self.hooks:
             hook.remove()
 
+    def changed(self) -> None:
+        self.part.flow.plans.clear()
+
     def gradients(self, micros: Iterable[tuple[Micro, Any, Any]], count: int) -> Sums:
         schedule = self.strategy.pipelined.schedule
         pipelined = Pipelined(schedule, schedule.filled(count, self.line.size), self.part.trained)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paragrad.datasets.loading import brought, parted
-from paragrad.errors import StepFailed, told
 from paragrad.jobs.loss import Summed, loss_in
 from paragrad.jobs.precision import move
 from paragrad.strategies.shares import micro_batches
@@ -29,6 +28,7 @@ from paragrad.training.additive import Excerpt
 from paragrad.training.batches import Batch
 from paragrad.training.first_step.made import Made
 from paragrad.training.first_step.proof import ORDERS, Order, Proof, in_numbers, made_alone, precise, spread
+from paragrad.world import waiting
 from paragrad.world.launched import memory_left
 
 if TYPE_CHECKING:
@@ -110,14 +110,9 @@ def proof(trainer: Trainer, batch: Batch, inputs: Any, target: Any, as_loaded: b
                 give_back()
         except Exception as error:              # on rank 1: then there is no twin
             because = f"one worker's step ended with {type(error).__name__}: {error}"
-    try:
+    waits = waiting.meanwhile("rank 0 makes the step of one worker, whole, to compare this one with", ", or --unchecked")
+    with waits if beside is None else contextlib.nullcontext():
         everywhere, because = in_numbers(world, serial, because) if alone else spread(world, serial, like, because=because)
-    except Exception as error:
-        if beside is not None:
-            raise
-        raise StepFailed(f"{told(error)}; meanwhile rank 0 makes the step of one worker, whole, to compare this one with: "
-                         "where that takes longer than ranks wait for each other, give a longer --timeout, or --unchecked"
-                         ) from error
     if everywhere is None:
         return None, because or "not one worker's step was made"
     eps = trainer.coarsest if trainer.precision == torch.float64 else 0.0       # what a model in float64 computes in less

@@ -47,7 +47,8 @@ def before(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> None:
     """
     if trainer.exchange is not None:
         if trainer.given is not None:
-            trainer.given.followed(trainer.model)
+            trainer.given.refuse_changes()
+            trainer.given.followed(trainer.model, trainer.passes)
         if trainer.splits and trainer.taken == 1 and apart(trainer):
             trainer.log.choice("loss again", "not checked", apart(trainer))
         elif trainer.splits and not apart(trainer) and (trainer.taken + 1).bit_count() == 1:            # the 2nd, 4th, 8th, ...

@@ -14,7 +14,6 @@ import queue
 import signal
 import sys
 import threading
-import time
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -99,7 +98,7 @@ def _failure(task: Task, error: BaseException) -> Failure:
     told = StepFailed.of(error)
     failed = RankFailed(str(told), rank=task.rank, step=told.step, tensor=told.tensor, differs=told.differs,
                         traceback=traced(error))
-    return Failure(failed, time.monotonic())
+    return Failure(failed, told.when)
 
 
 if __name__ == "__main__":
