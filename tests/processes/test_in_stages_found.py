@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -226,9 +227,15 @@ class Counted(nn.Module):
         return self.out(self.second(self.first(x)))
 
 
-def test_a_forward_without_values_leaves_nothing_in_python(tmp_path: Path) -> None:
+def counted_in_turn() -> nn.Module:
+    notes: list[Tensor] = []
+    return nn.Sequential(Counts(notes), Counts(notes), nn.Linear(10, 4))
+
+
+@pytest.mark.parametrize("model", [Counted, pytest.param(counted_in_turn, marks=pytest.mark.table)])
+def test_a_forward_without_values_leaves_nothing_in_python(model: Callable[[], nn.Module], tmp_path: Path) -> None:
     """One more call was counted for every shape that came; and a mask without values was kept where others were wanted."""
-    job = make_job("counted", Counted, VECTORS, epochs=3, dtype=torch.float64)
+    job = make_job("counted", model, VECTORS, epochs=3, dtype=torch.float64)
     reference, run = pg.train(job, runs=tmp_path, unchecked=True), pg.train(job, "place(2)", runs=tmp_path, unchecked=True)
     assert run.losses == pytest.approx(reference.losses, rel=1e-10)
 

@@ -169,6 +169,37 @@ def cut_loop(world: World, strategy: str) -> tuple[dict[str, torch.Tensor], list
         return state, losses, float(model(VECTORS.tensors[0].double()).sum()), hollow
 
 
+class Recurrent(nn.Module):
+    """The first layer is a frozen LSTM, which keeps its weights in a list of its own, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.LSTM(10, 6, batch_first=True), nn.LSTM(6, 6, batch_first=True), nn.Linear(6, 4)
+        self.first.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.second(self.first(x[:, None])[0])[0][:, 0])
+
+
+def recurrent_loop(world: World, strategy: str) -> list[float]:
+    torch.manual_seed(3)
+    model = Recurrent().double()
+    optimizer = torch.optim.Adam([each for each in model.parameters() if each.requires_grad], lr=0.01)
+    with pg.parallelize(model, functional.cross_entropy, optimizer, strategy) as trainer:
+        losses = [trainer.step(*batch).loss for batch in trainer.batches(VECTORS, batch=8, epoch=0)]
+        losses.append(trainer.evaluate(VECTORS))
+    goes_on(model, optimizer)
+    with torch.no_grad():
+        return [*losses, float(model(VECTORS.tensors[0].double()).sum())]
+
+
+@pytest.mark.parametrize("strategy", ["place(2)", "pipeline(2, micro=2)"])
+def test_a_frozen_lstm_in_a_loop_of_ones_own(pool: Ranks, strategy: str) -> None:
+    expected = recurrent_loop(World(), "serial")
+    for losses in pool.run(recurrent_loop, strategy, size=2):
+        assert losses == pytest.approx(expected, rel=1e-9)
+
+
 def goes_on(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Three steps of plain PyTorch. The optimizer held the parameters and the state of its rank's part for ever."""
     for _ in range(3):

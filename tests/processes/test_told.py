@@ -20,12 +20,14 @@ from equality import job as make_job
 from torch import nn
 
 import paragrad as pg
+from paragrad.errors import StepFailed
 from paragrad.record.record import Record
 from paragrad.training import room
 from paragrad.training.admission import admitted
 from paragrad.training.door import examined
 from paragrad.verbs.cli import answering
 from paragrad.world.launching import Ranks
+from paragrad.world.waiting import meanwhile
 
 JOB_FILES = Path(__file__).parents[1] / "job_files"
 SHORT = ("train", "digits", "--epochs", "1", "--no-check")
@@ -319,3 +321,17 @@ def test_the_error_that_others_are_raised_from_is_told() -> None:
     with pytest.raises(pg.Refused, match=r"model raised RuntimeError: Failed to import some.models.gpt2 .* \(it began with "
                                          r"ImportError: operator torchvision::nms does not exist\) \(.*test_told.py:"):
         admitted(MANY.replace(model=missing_library), "serial")
+
+
+def test_a_wait_that_was_too_long_is_told_with_what_it_was_for() -> None:
+    """Of a rank 0 that was killed in the step of one worker, the others advised a longer timeout."""
+    with pytest.raises(StepFailed, match=r"Timed out waiting 20000ms.*; meanwhile rank 0 sleeps: where that takes longer than "
+                                         r"ranks wait for each other, give a longer --timeout, or none"):
+        waits("Timed out waiting 20000ms for recv operation to complete")
+    with pytest.raises(RuntimeError, match=r"^Connection closed by peer$"):
+        waits("Connection closed by peer")
+
+
+def waits(told: str) -> None:
+    with meanwhile("rank 0 sleeps", ", or none"):
+        raise RuntimeError(told)

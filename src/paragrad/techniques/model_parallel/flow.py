@@ -129,7 +129,7 @@ class Flow(Hollow):
                     vars(module)[attribute] = value if isinstance(value, Tensor) else copy.copy(value)
 
     def tried(self, inputs: Any) -> None:
-        """Every part of the whole model, one after another, as ranks will run them; what it does to buffers is undone. Raises
+        """Every part of the whole model, one after another, as ranks will run them; what it changes is undone. Raises
         StepFailed where a part gets from another one what does not cross."""
         received, out = list[Tensor](), None
         for part in range(self.last + 1):
