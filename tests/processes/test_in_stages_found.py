@@ -418,3 +418,17 @@ def test_a_part_is_the_model_itself_for_those_who_look() -> None:
     assert list(part.parameters()) == list(model.parameters())
     part.eval()
     assert not model.training
+
+
+def short_batch() -> nn.Module:
+    return nn.Sequential(nn.Unflatten(1, (2, 5)), nn.Linear(5, 5), nn.BatchNorm1d(2, momentum=None), nn.Tanh(),
+                         nn.Linear(5, 5), nn.BatchNorm1d(2, momentum=None), nn.Tanh(), nn.Flatten(), nn.Linear(10, 4))
+
+
+def test_what_fills_a_schedule_up_leaves_nothing_behind(tmp_path: Path) -> None:
+    """A last batch of 3 micro-batches is filled up to 4: its batch norms counted one more, and their averages were others."""
+    data = TensorDataset(numbers(11, 10, seed=1), whole(4, 11, seed=2))
+    job = make_job("short", short_batch, data, test=data, epochs=2, batch=8, dtype=torch.float64)
+    strategy = "pipeline(2, micro=4, schedule=interleaved(chunks=2))"
+    reference, run = (pg.train(job, each, runs=tmp_path, unchecked=True) for each in ("serial(micro=4)", strategy))
+    assert [run.test, *run.losses] == pytest.approx([reference.test, *reference.losses], rel=1e-10)

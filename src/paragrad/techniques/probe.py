@@ -141,6 +141,18 @@ def _is_linear(module: nn.Module, total: Tensor) -> bool:
                for one, each in zip(first, module.parameters(), strict=True))
 
 
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """In eval mode; afterwards every module is in the mode it was in (a frozen batch norm stays frozen)."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
 def first_not_finite(model: nn.Module, inputs: Any, target: Any) -> str:
     """The first tensor with a value that is not finite: inputs, target, parameters, buffers, then outputs in forward order."""
     named = {"inputs": inputs, "target": target, **dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -152,11 +164,11 @@ def first_not_finite(model: nn.Module, inputs: Any, target: Any) -> str:
         None if _finite(output) else bad.append(f"output of {name or type(model).__name__}")))
         for name, module in model.named_modules()]
     try:
-        called(model.eval(), inputs)        # eval: batch norm in training would wait for the other ranks
+        with evaluating(model):             # batch norm in training would wait for the other ranks
+            called(model, inputs)
     finally:
         for hook in hooks:
             hook.remove()
-        model.train()
     return bad[0] if bad else "loss"
 
 

@@ -15,6 +15,7 @@ from paragrad.strategies.strategy import Strategy, factors_of
 from paragrad.techniques.cut import Share
 from paragrad.techniques.exchange import Alone, Exchange, How, Replica
 from paragrad.techniques.passes import OneByOne, Passes, Within
+from paragrad.world import waiting
 from paragrad.world.world import World
 
 # modules with a function exchange(strategy, replica, world, log, how), or share(strategy, model, example, axis) (with another
@@ -60,7 +61,8 @@ def share_of(strategy: Strategy, model: nn.Module, example: Any, world: World, l
             try:
                 looked = _part(factor, "look")          # once, and told to all: replicas are cut alike
                 if looked and factor.name not in looks:
-                    looks[factor.name] = world.agreed(looked(share.model, example) if world.rank == 0 else None)
+                    with waiting.meanwhile("rank 0 looks where to cut the model"):
+                        looks[factor.name] = world.agreed(looked(share.model, example) if world.rank == 0 else None)
                 found = made(share.model, example, world.along(axes), *([looks[factor.name]] if looked else []))
             except Exception as error:
                 if ours(factor) or isinstance(error, StepFailed):

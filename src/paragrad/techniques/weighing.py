@@ -89,7 +89,7 @@ def messages(passes: InStages, inputs: Any) -> Iterator[int]:
 def weighed(passes: InStages, given: Given) -> Iterator[Weight]:
     """Of a micro-batch, on each part."""
     schedule, given = passes.strategy.pipelined.schedule, (given[0], *copied(given[1:]))
-    step = Step(passes, [given], Pipelined(schedule, 1, passes.part.trained))
+    step = Step(passes, [given], Pipelined(schedule, 1, passes.part.trained), 1)
     step.again, stages = set(), passes.stages
     step.in_halves = any(what == "W" for what, *_ in Pipelined(schedule, 1).tasks(0, 1))
     alives = []

@@ -20,10 +20,11 @@ from paragrad.strategies.pipeline import InParts
 from paragrad.strategies.strategy import Strategy, factors_of
 from paragrad.techniques import weighing
 from paragrad.techniques.model_parallel import split
+from paragrad.techniques.probe import evaluating
 from paragrad.techniques.table import cuts, ours
 from paragrad.training.batches import batch_of
 from paragrad.training.door import Findings
-from paragrad.training.evaluation import BATCH, evaluating
+from paragrad.training.evaluation import BATCH
 from paragrad.world.generators import generators_kept
 
 

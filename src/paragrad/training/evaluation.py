@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paragrad.datasets.ahead import loaded
 from paragrad.datasets.loading import Samples, brought, called, copied, parted
@@ -87,15 +86,3 @@ def without_gradients(function: Callable[[], Found]) -> Found:
     except RuntimeError:
         with torch.enable_grad():
             return function()
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """In eval mode; afterwards every module is in the mode it was in (a frozen batch norm stays frozen)."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

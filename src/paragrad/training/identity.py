@@ -15,8 +15,8 @@ from paragrad.errors import Refused
 from paragrad.jobs.described import described, with_settings
 from paragrad.jobs.job import CPU, Job
 from paragrad.jobs.loss import Summed
+from paragrad.techniques.probe import evaluating
 from paragrad.techniques.untouched import restored
-from paragrad.training.evaluation import evaluating
 from paragrad.world.generators import generator_states, generators_kept
 
 LOOKED_AT = 8                       # samples by whose loss a training is known

@@ -11,7 +11,8 @@ from torch.nn.parameter import is_lazy
 
 from paragrad.datasets.loading import called, copied
 from paragrad.errors import Refused
-from paragrad.training.evaluation import evaluating, without_gradients
+from paragrad.techniques.probe import evaluating
+from paragrad.training.evaluation import without_gradients
 
 
 @dataclass(frozen=True)

@@ -35,14 +35,14 @@ from paragrad.techniques.draws import Calls, Draws, keyed
 from paragrad.techniques.exchange import Exchange, How, counted, unmoved
 from paragrad.techniques.layout import Layout, filled
 from paragrad.techniques.passes import COUNTED, Passes, Sums, counting, sums_of
-from paragrad.techniques.probe import Probe
+from paragrad.techniques.probe import Probe, evaluating
 from paragrad.techniques.untouched import Before
 from paragrad.techniques.updating import Alike, in_eval_mode
 from paragrad.training import checkpoint
 from paragrad.training.apart import Given
 from paragrad.training.batches import Batch, batch_of
 from paragrad.training.checkpoint import Snapshot
-from paragrad.training.evaluation import Metric, evaluated, evaluating
+from paragrad.training.evaluation import Metric, evaluated
 from paragrad.training.feed import Feed
 from paragrad.training.first_step.proof import Proof
 from paragrad.training.first_step.start import before, certain, prove

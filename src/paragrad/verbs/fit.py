@@ -85,7 +85,7 @@ class Fitting:
         return whole or (self.facts.samples if batch >= self.facts.samples else 0)
 
     def because(self, batch: int, fullest: dict[str, int], limit: str = "") -> str:
-        limit = limit or "all samples of the dataset" if batch + self.grain > self.facts.samples else (
+        limit = limit or ("all samples of the dataset" if batch + self.grain > self.facts.samples else
             f"the largest multiple of {self.grain}, which makes micro-batches equal, of which no rank is to hold more than "
             f"{sized(self.budget)}, by a straight line through two smaller steps")
         return f"{limit}; in a step of it the fullest rank held {sized(sum(fullest.values()))}: {held(fullest)}"

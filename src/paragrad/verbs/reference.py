@@ -21,8 +21,8 @@ from paragrad.jobs.job import Job
 from paragrad.jobs.precision import move
 from paragrad.strategies.serial import Serial
 from paragrad.strategies.strategy import Strategy
+from paragrad.techniques.probe import evaluating
 from paragrad.training.additive import statistics_apart
-from paragrad.training.evaluation import evaluating
 from paragrad.training.trainer import Trainer
 from paragrad.world.generators import generators_kept, seed_everything
 from paragrad.world.world import World

@@ -152,9 +152,10 @@ class Flow(Hollow):
         if plan.straight is not None:
             for each in plan.stand_ins if any(self.changing.values()) else ():
                 self.keep(each)
-            given, shape = received[0] if part else inputs, plan.crossing[part][0].shape if part < self.last else None
-            made = through(plan.straight[part], given, shape)
-            return ([], made) if shape is None else ([made], None)
+            crossing = plan.crossing[part][0] if part < self.last else None
+            made = through(plan.straight[part], received[0] if part else inputs,
+                           (crossing.shape, crossing.dtype) if crossing else None)
+            return ([made], None) if crossing else ([], made)
         running = OfPart(self, part, plan, received)
         out = None
         with contextlib.suppress(Ended):

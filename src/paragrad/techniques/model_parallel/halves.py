@@ -2,8 +2,8 @@
 
 Functions in which a weight meets the data run apart from the graph around them: its backward asks them for the gradient of
 their input alone, and keeps that of their output for `Deferring.weights`. Autograd computes both halves, so they are to the bit
-what one backward gives. In between, a function keeps its input and the gradient of its output, and of the output itself no
-more than an edge of the graph.
+what one backward gives (under autocast, of a weight that is met twice, but for the type in which its gradient is summed). In
+between, a function keeps its input and the gradient of its output, and of the output itself no more than an edge of the graph.
 """
 
 from __future__ import annotations

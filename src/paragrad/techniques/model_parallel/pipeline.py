@@ -104,7 +104,7 @@ class InStages(Passes):
         given = list(micros)
         last, *rest = given[-1]
         given += [(replace(last, positions=[]), *rest)] * (pipelined.micro - count)     # of no samples
-        step = Step(self, given, pipelined)
+        step = Step(self, given, pipelined, count)
         step.play()
         if step.in_halves and not self.told:
             self.tell_moved()
@@ -123,7 +123,7 @@ class InStages(Passes):
         schedule = self.strategy.pipelined.schedule
         count = schedule.filled(len(batches), self.line.size)
         given = [(Micro([0], [0]), inputs, None) for inputs in [*batches, *batches[-1:] * (count - len(batches))]]
-        step = Step(self, given, Pipelined(schedule, count, trained=self.stages), training=False)
+        step = Step(self, given, Pipelined(schedule, count, trained=self.stages), len(batches), training=False)
         step.play()
         return [step.outs.get(number) for number in range(len(batches))]
 
@@ -157,11 +157,12 @@ class Pending:
 
 
 class Step:
-    """One batch through the parts of this rank."""
+    """One batch through the parts of this rank. real: its micro-batches, without those that fill the schedule up, which leave
+    nothing behind."""
 
-    def __init__(self, passes: InStages, given: list[tuple[Micro, Any, Any]], pipelined: Pipelined,
+    def __init__(self, passes: InStages, given: list[tuple[Micro, Any, Any]], pipelined: Pipelined, real: int,
                  training: bool = True) -> None:
-        self.passes, self.given, self.pipelined, self.training = passes, given, pipelined, training
+        self.passes, self.given, self.pipelined, self.real, self.training = passes, given, pipelined, real, training
         self.within, self.flow, self.line = passes.within, passes.part.flow, passes.line
         with self.within.casting(), self.within.batch_norm.looking():
             self.plans = [self.flow.planned(inputs) for _, inputs, _ in given]
@@ -226,7 +227,8 @@ class Step:
         came, again = f"x{stage}.{number}", (stage, number) in self.again
         received = self.messages.read(came) if stage else []
         last, keep = stage == self.passes.stages - 1, self.training and stage >= self.pipelined.trained
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not again and (keep or last)):     # a loss may be in the model
+        graph = torch.is_grad_enabled() and not again and (keep or last)         # a loss may be in the model
+        with torch.set_grad_enabled(graph), contextlib.nullcontext() if number < self.real else unchanged(self.flow.model):
             sends, made, weight = self.run(stage, number, received)
         self.count(made, weight)
         if not last:

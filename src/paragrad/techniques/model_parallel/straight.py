@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -36,11 +37,11 @@ def _called(module: nn.Module, name: str) -> Iterator[Unit]:
         yield from _called(each, f"{name}.{child}" if name else child)
 
 
-def through(modules: Sequence[nn.Module], given: Tensor, shape: tuple[int, ...] | None) -> Tensor:
-    """What modules make of a tensor, one after another. shape: that it must have then, where it goes on to another part."""
+def through(modules: Sequence[nn.Module], given: Tensor, like: tuple[tuple[int, ...], torch.dtype] | None) -> Tensor:
+    """What modules make of a tensor, one after another. like: what it must be then, where it goes on to another part."""
     for module in modules:
         given = module(given)
-    if shape is not None and given.shape != shape:
-        raise StepFailed(f"a part of the model gave a tensor of the shape {tuple(given.shape)}, and without values of {shape}; "
-                         "let modules look at no values that decide a shape, or train it without cutting it")
+    if like is not None and (tuple(given.shape), given.dtype) != like:
+        raise StepFailed(f"a part of the model gave a tensor of {tuple(given.shape)}, {given.dtype}, and without values of "
+                         f"{like[0]}, {like[1]}; let modules look at no values that decide these, or train it with data(n)")
     return given
