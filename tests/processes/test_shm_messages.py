@@ -381,6 +381,36 @@ def test_who_gives_up_tells_the_others(pool: Ranks, by_daemon: bool) -> None:
         assert "all_reduce SUM of float32 [5], 20 bytes, collective 2 of its group of 3" in message
 
 
+def asked_for_early(world: World, asked: bool) -> str:
+    """Rank 1 sends when more than the group's limit has gone by since rank 0 asked. asked: somebody wants its future."""
+    group = dist.new_group(timeout=timedelta(seconds=0.3))
+    if world.rank == 1:
+        world.store.wait(["asked"])
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until and not world.store.check(["given up"]):
+            os.sched_yield()
+        if not asked:
+            dist.send(torch.ones(3), 0, group)
+        return ""
+    given = torch.zeros(3)
+    work = dist.irecv(given, 1, group)
+    world.store.set("asked", "")
+    if asked:
+        with pytest.raises(RuntimeError) as caught:
+            work.get_future().wait()
+        world.store.set("given up", "")
+        return str(caught.value)
+    work.wait(timedelta(seconds=20))
+    return str(given.tolist())
+
+
+def test_a_receive_that_is_asked_for_early(pool: Ranks) -> None:
+    """Nobody waited for it, and after the group's limit the daemon gave the group up: a pipeline asks for three at a time, and
+    computes meanwhile. What somebody waits for in a future ends at the limit."""
+    assert pool.run(asked_for_early, False, size=2, backend="shm")[0] == "[1.0, 1.0, 1.0]"
+    assert "rank 0 gave up waiting for rank 1 in receive" in pool.run(asked_for_early, True, size=2, backend="shm")[0]
+
+
 def in_two_groups(world: World) -> str:
     """Rank 1 comes nowhere; rank 0 waits for it in another group than ranks 2 and 3."""
     both = world.twin(), world.twin()

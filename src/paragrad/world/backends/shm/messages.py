@@ -18,7 +18,9 @@ aside as soon as a later one is wanted.
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -40,7 +42,9 @@ NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
 class Message(Work):
-    """A send or receive of the bytes at an address.  peer: None takes from any rank."""
+    """A send or receive of the bytes at an address.  peer: None takes from any rank;  until: when it must be done, once
+    somebody has asked whether it is: of what was only posted, nobody waits for the other rank."""
+    until = math.inf
 
     def __init__(self, lane: Messages, verb: str, tensor: Tensor, peer: int | None, tag: int, seconds: float) -> None:
         super().__init__(lane, [tensor], seconds)
@@ -128,7 +132,17 @@ class Messages(Lane):
     def leave(self, work: Work) -> None:
         super().leave(work)
         if isinstance(work, Message) and work.verb == SEND:             # the ring is full, and its receiver may wait
-            self.hurry(work)
+            super().hurry(work)
+
+    def hurry(self, work: Work) -> None:
+        assert isinstance(work, Message)
+        work.until = min(work.until, time.monotonic() + work.seconds)
+        super().hurry(work)
+
+    def until(self) -> float:
+        """When the first of those must be done that were left to the daemon."""
+        with self.left.guard:
+            return min((each.until for each in self.left.works if not each.done), default=math.inf)      # type: ignore[attr-defined]
 
     def make_way(self) -> None:
         self.bells.post(self.rank)
@@ -149,7 +163,8 @@ class Messages(Lane):
                     return
                 if self.bells.wait(self.rank, 0 if patient else self.peers.spins):
                     continue
-                while not work.done and not self.peers.look(self.bells, self.rank, work.peer, deadline, work.__str__):
+                while not work.done and not self.peers.look(self.bells, self.rank, work.peer,
+                                                            self.until() if patient else deadline, work.__str__):
                     pass
         except GroupError as error:
             self._fail(error)
