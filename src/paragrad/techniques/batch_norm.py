@@ -104,7 +104,11 @@ class BatchNorm:
                    running_var: Tensor | None, training: bool, momentum: float, eps: float, cudnn_enabled: bool) -> Tensor:
         """As torch.batch_norm."""
         def plain(training: bool) -> Tensor:
-            return PLAIN(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
+            given = input.contiguous() if (either := _either_layout(input)) else input
+            out = PLAIN(given, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
+            if either and out.requires_grad:
+                out.register_hook(Tensor.contiguous)
+            return out
 
         if not training:
             return plain(False)
@@ -162,6 +166,13 @@ def _inside(x: Tensor, weight: Tensor | None) -> bool:
     So instance norms are written with batch_norm (samples x channels as channels), and the standardisation of a weight.
     """
     return x.shape[0] == 1 and not isinstance(weight, nn.Parameter)
+
+
+def _either_layout(x: Tensor) -> bool:
+    """Images of which one can be taken for both of torch's layouts, as a batch, a height or a width of 1 makes it: torch's
+    backward on the CPU (2.13) takes the gradient for one and the input for the other, and is wrong, unless both are contiguous.
+    """
+    return x.dim() == 4 and x.device.type == "cpu" and 1 in (x.shape[0], *x.shape[2:])
 
 
 def _moments(x: Tensor, counted: bool) -> Tensor:
