@@ -229,6 +229,8 @@ CHANGES = {
               "group 1 of the optimizer has other parameters"),
     "replaced": (lambda model, optimizer: setattr(model, "out", nn.Linear(6, 4)), "what is called out is another module"),
     "loaded": (lambda model, optimizer: model.load_state_dict(Tied().state_dict(), assign=True), "is another tensor"),
+    "written": (lambda model, optimizer: torch.no_grad()(model.middle.weight.mul_)(0.5),
+                "the value of middle.weight was written to, other than when the model was cut"),
     "hooked": (lambda model, optimizer: model.middle.register_forward_hook(lambda *_: None),
                "middle's list of hooks has others"),
     "removed": (lambda model, optimizer: setattr(model, "out", nn.Identity()), "what is called out is another module"),
@@ -248,6 +250,9 @@ def changing_loop(world: World, change: str) -> str:
         trainer.evaluate(VECTORS)
         model.train()
         trainer.step(*next(batches))
+        for use in (model.state_dict, model.out.state_dict, lambda: model(VECTORS.tensors[0])):
+            with pytest.raises(StepFailed, match=r"the model is cut, and this object has no values .* read trainer.state\(\)"):
+                use()
         CHANGES[change][0](model, optimizer)
         with pytest.raises(StepFailed) as failed:
             trainer.step(*next(batches))

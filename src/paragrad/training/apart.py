@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from paragrad.datasets.loading import called
 from paragrad.errors import StepFailed
@@ -57,6 +58,12 @@ def refuse_reading(module: Summed, inputs: Any, target: Any) -> None:
                              "copy; let the model return what its loss needs of it, such as (output, penalty)")
 
 
+def no_values(*called: object) -> None:
+    """A hook of a model that is cut."""
+    raise StepFailed("the model is cut, and this object has no values from the first step to the end of the with: test by "
+                     "trainer.evaluate(dataset), read trainer.state() and trainer.gradients(), save by trainer.save(folder)")
+
+
 class Given:
     """The model and optimizer of a loop of one's own, of which ranks train parts: these do not hear of what is done to it, but
     for Python attributes, in which they follow it."""
@@ -65,13 +72,21 @@ class Given:
         self.model, self.optimizer = model, optimizer
         self.were: dict[str, tuple[str, object]] | None = None      # modules, parameters and groups, once it is cut
         self.state: State | None = None
+        self.hooks: list[RemovableHandle] = []                      # on the model while it is cut
         self.kept: list[object] = []                                # that their ids stay theirs
 
     def vacate(self) -> None:
         """It has no values from here on: what they were would be taken for what they are."""
         vacate(self.model)
+        for module in self.model.modules():
+            self.hooks += [module.register_forward_pre_hook(no_values), module.register_state_dict_pre_hook(no_values)]
         self.kept = [*self.model.parameters(), *self.model.modules()]
         self.were, self.state = self._are(), State(owners(self.model))
+
+    def filled(self) -> None:
+        """It has values again."""
+        for hook in self.hooks:
+            hook.remove()
 
     def refuse_changes(self) -> None:
         """Raises StepFailed where something was frozen, set to eval, replaced, given a hook, or given to the optimizer since
@@ -106,7 +121,10 @@ class Given:
             found[f"{name or 'the model'}'s list of hooks"] = "has others", [*map(list, hooks_of(module))]
         for name, parameter in self.model.named_parameters():
             found[f"the parameter {name}"] = "is another tensor", id(parameter)
+            found[f"the value of {name}"] = "was written to", parameter._version
             found[f"{name}.requires_grad"] = f"is {parameter.requires_grad}", parameter.requires_grad
+        for name, buffer in self.model.named_buffers():
+            found[f"the value of {name}"] = "was written to", (id(buffer), buffer._version)
         for number, group in enumerate(self.optimizer.param_groups):
             found[f"group {number} of the optimizer"] = "has other parameters", [id(each) for each in group["params"]]
         return found

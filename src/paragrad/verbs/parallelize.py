@@ -73,6 +73,8 @@ def _whole_again(trainer: Trainer, model: nn.Module, optimizer: torch.optim.Opti
     """The user's model as the parts make it up, and the optimizer over it, with the state that serial's has. Collective."""
     layout = trainer.layout
     assert trainer.exchange is not None
+    assert trainer.given is not None
+    trainer.given.filled()
     parameters = fill(model, layout.whole({**trainer.parameters, **dict(trainer.model.named_buffers())}))
     state = layout.world.agreed(layout.state(trainer.exchange.state()))
     for group, names in zip(optimizer.param_groups, trainer.groups, strict=False):      # more, where the user added one
