@@ -130,7 +130,8 @@ def tables(bench: Bench) -> str:
     means = ", ".join(f"over {name} {bench.figures[f'speed over {name}, geometric mean']['value']:.2f}" for name in PEERS)
     return (table(["pipeline(2), one_f_one_b", *map(str, SETTINGS)],
                   [[name, *(shown(name, setting) for setting in SETTINGS)] for name in rows])
-            + f"\n\nGeometric means of speed: {means}.")
+            + f"\n\nGeometric means of speed: {means}."
+            + "".join(f"\n\nShort of its bar: {line}." for line in bench.short()))
 
 
 def bound(halves: Workers, setting: Setting) -> Callable[[], float]:

@@ -9,7 +9,7 @@ import typing
 
 if typing.TYPE_CHECKING:
     from paragrad.datasets.loading import WholeBatch
-    from paragrad.errors import RankFailed, Refused
+    from paragrad.errors import RankFailed, Refused, StepFailed
     from paragrad.jobs.finding import job
     from paragrad.jobs.job import Job, accuracy
     from paragrad.notation.choices import Decimal, Flag, Integer, Word, option
@@ -46,13 +46,14 @@ if typing.TYPE_CHECKING:
 __all__ = ["AllReduce", "Axis", "Butterfly", "Certificate", "Data", "Decimal", "Direct", "DoubleTree", "Exchange",
            "Flag", "Gpipe", "Halving", "Held", "Integer", "Interleaved", "Job", "Native", "OneFOneB", "Passes", "Pipeline",
            "PipelineSchedule", "Place", "Promise", "RankFailed", "Recv", "Refused", "Ring", "RingAsync", "Run", "Send",
-           "Serial", "Share", "Star", "Strategy", "Sums", "Table", "Tree", "TwoLevel", "WholeBatch", "Word", "ZeroBubble",
-           "accuracy", "compare", "hook", "job", "option", "parallelize", "strategy", "train", "verify"]
+           "Serial", "Share", "Star", "StepFailed", "Strategy", "Sums", "Table", "Tree", "TwoLevel", "WholeBatch", "Word",
+           "ZeroBubble", "accuracy", "compare", "hook", "job", "option", "parallelize", "strategy", "train", "verify"]
 
 # where each public name is, AllReduce and Strategy where all of ours are defined, so that no other takes a name before them;
 # tests/test_structure.py compares it with what type checkers are told above
 _HOMES = {name: home for home, names in {
-    "datasets.loading": "WholeBatch", "errors": "RankFailed Refused", "jobs.finding": "job", "jobs.job": "Job accuracy",
+    "datasets.loading": "WholeBatch", "errors": "RankFailed Refused StepFailed", "jobs.finding": "job",
+    "jobs.job": "Job accuracy",
     "notation.choices": "Decimal Flag Integer Word option", "report.certificate": "Certificate", "report.run": "Run",
     "report.table": "Table", "schedules.actions": "Recv Send",
     "schedules.butterfly": "Butterfly", "schedules.direct": "Direct", "schedules.double_tree": "DoubleTree",

@@ -55,14 +55,7 @@ class RankFailed(RuntimeError):
                        traceback=self.traceback, differs=self.differs), ()
 
     def __str__(self) -> str:
-        if self.rank is None:
-            return self.message
-        where = f"rank {self.rank}"
-        if self.step is not None:
-            where += f", step {self.step}"
-        if self.tensor is not None:
-            where += f", tensor {self.tensor}"
-        return f"{where}: {self.message}"
+        return self.message if self.rank is None else where(self.rank, self.step, self.tensor) + self.message
 
 
 class StepFailed(RuntimeError):
@@ -74,16 +67,26 @@ class StepFailed(RuntimeError):
     def __init__(self, message: str, *, step: int | None = None, tensor: str | None = None, differs: bool = False,
                  when: float | None = None) -> None:
         super().__init__(message)
-        self.step, self.tensor, self.differs = step, tensor, differs
+        self.message, self.step, self.tensor, self.differs = message, step, tensor, differs
         self.when = time.monotonic() if when is None else when
 
     @classmethod
     def of(cls, error: BaseException, step: int | None = None) -> StepFailed:
         """Any error, with what it knows; one that is no StepFailed is told with its kind. step: the one under way, if known."""
-        message = str(error) if isinstance(error, cls) else told(error)
+        message = error.message if isinstance(error, cls) else told(error)
         return cls(message, step=getattr(error, "step", None) if step is None else step,
                    tensor=getattr(error, "tensor", None), differs=getattr(error, "differs", False),
                    when=getattr(error, "when", None))
+
+    def __str__(self) -> str:
+        return where(None, self.step, self.tensor) + self.message
+
+
+def where(rank: int | None, step: int | None, tensor: str | None) -> str:
+    """What begins a failure's sentence; what is None is left out."""
+    named = {"rank": rank, "step": step, "tensor": tensor}
+    return ", ".join(f"{what} {value}" for what, value in named.items() if value is not None) + ": " * any(
+        value is not None for value in named.values())
 
 
 def told(error: BaseException) -> str:

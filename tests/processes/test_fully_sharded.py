@@ -247,7 +247,7 @@ def otherwise(world: World, chosen: Strategy, way: str) -> None:
 
 
 @pytest.mark.parametrize(("way", "wanted", "told"), [
-    ("without", "gather layer", "gather out"), ("detached", "reduce out", "reduce layer"),
+    ("without", "gather layer", "gather out"), ("detached", "reduce-scatter out", "reduce-scatter layer"),
     *(pytest.param(way, "gather out", "gather layer", marks=pytest.mark.story) for way in ("short", "twice"))])
 def test_a_rank_that_goes_another_way_ends_the_step(pool: Ranks, way: str, wanted: str, told: str) -> None:
     """Parameters are gathered from all ranks when a module is called, and half of them do not call it: a sentence, no wait, and

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from paragrad.record.record import Record
 from paragrad.techniques.alive import Alive
 from paragrad.training.account import account
 from paragrad.training.admission import admitted
+from paragrad.verbs import fit
 from paragrad.verbs.cli import app
 from paragrad.verbs.memory import one_step
 from paragrad.verbs.trial import tried
@@ -121,7 +123,18 @@ def test_a_batch_that_cannot_be_found(tmp_path: Path) -> None:
         pg.compare(job, "serial; data(2)", runs=tmp_path)
     with pytest.raises(pg.Refused, match="memory 2GB says what a rank may hold where the batch is to be found"):
         pg.train(BLOCKS, "serial", memory="2GB", runs=tmp_path)
+    with mock.patch.object(fit, "memory_left", return_value=1 << 30), pytest.raises(
+            pg.Refused, match=r"memory 600 MB for each of 2 rank\(s\) is more than the .* left; give at most 5"):
+        pg.train(job, "data(2)", memory="600MB", runs=tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_reason_that_is_given_for_a_batch() -> None:
+    """That larger ones did not fit was written over, but for the largest batch of all."""
+    found = fit.Fitting(None, BLOCKS, pg.strategy("serial"), None, mock.Mock(samples=96), 2, 1 << 20)   # type: ignore[arg-type]
+    assert found.because(16, {"parameters": 100}, "the largest that was seen to fit").startswith("the largest that was seen to")
+    assert found.because(16, {"parameters": 100}).startswith("the largest multiple of 2,")
+    assert found.because(96, {"parameters": 100}).startswith("all samples of the dataset;")
 
 
 def test_a_batch_of_all_samples(tmp_path: Path) -> None:

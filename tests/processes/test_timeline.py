@@ -102,6 +102,7 @@ def test_of_every_strategy_a_step_is_told(pool: Ranks, tmp_path: Path, text: str
 
 # ---- the trace --------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("text", ["pipeline(2, micro=2)", "data(2, reduce=ring)", "data(2)", "serial",
+                                  "data(2, state=fully_sharded)",
                                   pytest.param("data(2, reduce=ring) * pipeline(2, micro=2)", marks=pytest.mark.table)])
 def test_the_trace_is_what_perfetto_reads(pool: Ranks, tmp_path: Path, text: str) -> None:
     """A name for every process and thread; slices of a thread one after the other, or one within another; every arrow leaves
@@ -114,6 +115,7 @@ def test_the_trace_is_what_perfetto_reads(pool: Ranks, tmp_path: Path, text: str
     named = {(event["pid"], event["tid"]) for event in found if event["name"] == "thread_name"}
     assert {(event["pid"], event["tid"]) for event in slices} == named
     assert {event["pid"] for event in found if event["name"] == "process_name"} == set(range(record.header["workers"]))
+    assert ("fully_sharded" in text) == any(event["name"].startswith("reduce-scatter ") for event in slices)
     assert (BUCKETS in {thread for _, thread in named}) == ("ring" in text)
     steps = [event["name"] for event in slices if event["pid"] == 0 and event["tid"] == STEPS]
     assert {f"step {number}" for number in range(20)} <= set(steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from torch import nn
 import paragrad as pg
 from paragrad.errors import StepFailed
 from paragrad.record.record import Record
+from paragrad.techniques.probe import first_not_finite
 from paragrad.training import room
 from paragrad.training.admission import admitted
 from paragrad.training.door import examined
@@ -82,6 +84,22 @@ def test_a_batch_that_does_not_fit() -> None:
     with mock.patch.object(room, "memory_left", return_value=room.PROCESS + (40 << 20)):
         admitted(job, "serial")
         admitted(job, "data(1, micro=2)")
+
+
+def test_a_pipeline_keeps_less_than_its_ranks_do_together() -> None:
+    """Each rank of a pipeline was counted with the whole model's activations, and recompute not at all."""
+    job = make_job("wide", lambda: nn.Sequential(*(nn.Sequential(nn.Linear(10, 10), Wide(), nn.Linear(10, 10))
+                                                   for _ in range(3)), nn.Linear(10, 4)), VECTORS, batch=28)
+    sizes = []
+    for row in ("gpipe", "one_f_one_b", "one_f_one_b, recompute=true"):
+        told = refused_with(room.PROCESS, f"pipeline(2, micro=4, schedule={row}, cut=[4, 6])", job)
+        sizes.append(int(re.search(r"that backward keeps of (\d+) sample", told)[1]))      # type: ignore[index]
+    assert sizes == [28, 7, 7]
+
+
+class Wide(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.repeat(1, 1 << 12).tanh().unflatten(1, (1 << 12, 10)).mean(1)
 
 
 def test_a_model_that_does_not_fit() -> None:
@@ -330,6 +348,21 @@ def test_a_wait_that_was_too_long_is_told_with_what_it_was_for() -> None:
         waits("Timed out waiting 20000ms for recv operation to complete")
     with pytest.raises(RuntimeError, match=r"^Connection closed by peer$"):
         waits("Connection closed by peer")
+
+
+def test_a_failure_of_a_step_names_step_and_tensor() -> None:
+    """In a loop of one's own "it has a hook" said nothing of what has one."""
+    assert str(pg.StepFailed("it has a hook", step=3, tensor="0.weight")) == "step 3, tensor 0.weight: it has a hook"
+    assert str(StepFailed.of(StepFailed("no", tensor="w"), 5)) == "step 5, tensor w: no"
+    assert str(StepFailed("no")) == "no"
+
+
+def test_a_look_for_what_is_not_finite_leaves_modes() -> None:
+    """A batch norm that was frozen by eval() was in training afterwards."""
+    model = nn.Sequential(nn.Linear(10, 4), nn.BatchNorm1d(4).eval(), nn.Dropout())
+    nn.init.constant_(model[0].weight, 1e38)            # type: ignore[arg-type]
+    assert first_not_finite(model, torch.full((2, 10), 10.0), None) == "output of 0"
+    assert [each.training for each in model] == [True, False, True]
 
 
 def waits(told: str) -> None:

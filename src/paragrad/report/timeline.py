@@ -25,8 +25,10 @@ RANKS = 16                      # more are no picture
 
 def kind_of(span: Span) -> str | None:
     """What its box is; None of what is none: parts of an exchange, which say how long and not when."""
-    if span.name.startswith("reduce"):
-        return "exchange" if span.lane == "send" or span.name == "reduce" else None
+    if span.name == "reduce":
+        return "exchange"
+    if span.name.startswith("reduce "):
+        return "exchange" if span.lane == "send" else None
     if span.lane == "compute" and span.name not in ("load", "update"):
         return {"F": "forward", "W": "weights' part"}.get(span.name[:1], "backward")
     if span.lane == "send":

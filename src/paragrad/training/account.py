@@ -24,7 +24,7 @@ from paragrad.techniques.probe import evaluating
 from paragrad.techniques.table import cuts, ours
 from paragrad.training.batches import batch_of
 from paragrad.training.door import Findings
-from paragrad.training.evaluation import BATCH
+from paragrad.training.evaluation import BATCH, at_a_time
 from paragrad.world.generators import generators_kept
 
 
@@ -82,6 +82,7 @@ def account(job: Job, resolved: Strategy, facts: Findings, data: Path | None = N
         micros = {len(each[0].positions): each for each in batch.parts(inputs, target) if each[0].positions}
         sizes = [len(each.positions) for each in batch.micros if each.positions]
         module = Summed(job.built_model(), job.built_loss())
+        module.traced = facts.probe.known
         try:
             if parts is None:
                 weights = {size: [weighing.whole(module, facts.probe.draws, job.autocast, each)]
@@ -116,7 +117,7 @@ def _in_parts(job: Job, resolved: Strategy, replica: int, parts: InParts, facts:
         given, _ = parted(brought(tests[0, list(range(count))], CPU, job.parameter_dtype))
         with evaluating(module.model), torch.no_grad():
             came = list(weighing.messages(passes, given))
-        under_way = schedule.filled(min(parts.pipelined.micro, -(-mine // BATCH)), parts.size)
+        under_way = schedule.filled(min(at_a_time(module, job.metric, parts.pipelined.micro), -(-mine // BATCH)), parts.size)
         tested = Pipelined(schedule, under_way, trained=stages), [Weight(each, 0, 0) for each in came]
     cut_here = functools.reduce(operator.mul, [settled if each is parts else each for each in factors_of(resolved)])
     return Account(cut_here, replica * parts.size, pipelined, parts.size, settled.recompute, sizes, weights, tested)

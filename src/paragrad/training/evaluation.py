@@ -41,7 +41,7 @@ def evaluated(world: World, module: Summed, passes: Passes | None, layout: Layou
     batches = [mine[start:start + BATCH] for start in range(0, len(mine), BATCH)]
     fetched = loaded(samples, ((0, list(indices)) for indices in batches), loaders)
     scored = functools.partial(_scored, module, outputs, metric)
-    at_once = passes.in_flight if passes and not gradients else 1           # each with its graph
+    at_once = at_a_time(module, metric, passes.in_flight) if passes else 1
     for start in range(0, len(batches), at_once):
         counts = [len(indices) for indices in batches[start:start + at_once]]
         given = [parted(brought(each, world.device, dtype)) for each in itertools.islice(fetched, at_once)]
@@ -59,6 +59,11 @@ def evaluated(world: World, module: Summed, passes: Passes | None, layout: Layou
     if layout.cut and not weight:
         raise StepFailed("the rank that has the output gives none in a test: output(inputs) of the passes is None there")
     return {"value": total / weight if weight else math.nan, "weight": weight}
+
+
+def at_a_time(module: Summed, metric: Metric | None, in_flight: int) -> int:
+    """Batches that are evaluated at a time: of one whose loss is weighed by its graph each has its graph."""
+    return 1 if metric is None and module.by_graph else in_flight
 
 
 def _scored(module: Summed, outputs: Callable[[list[Any]], list[Any]], metric: Metric | None, batches: list[tuple[Any, Any]],

@@ -9,8 +9,9 @@ from paragrad.datasets.order import refuse_unordered
 from paragrad.errors import Refused
 from paragrad.jobs.job import CPU, Job, opened
 from paragrad.jobs.loss import Summed
+from paragrad.strategies.pipeline import InParts
 from paragrad.strategies.shares import Micro, divide
-from paragrad.strategies.strategy import Strategy
+from paragrad.strategies.strategy import Strategy, factors_of
 from paragrad.techniques.draws import Draws
 from paragrad.techniques.table import cuts
 from paragrad.techniques.untouched import restored
@@ -38,29 +39,40 @@ def refuse_crowded(job: Job, asked: Strategy, resolved: Strategy, facts: Finding
     model, full, micro = facts.parameters * job.parameter_dtype.itemsize, min(job.batch, facts.samples), resolved.division.micro
     largest = -(-max(divide(full, resolved.division.shares)) // micro)
 
+    kept = min(full, largest * (len(resolved.division.shares) * in_flight(resolved) if cuts(resolved) else here))
+
     def gradients(ranks: int) -> int:
         return model * (len(resolved.division.shares) if cuts(resolved) else ranks)         # of a cut model, once a replica
 
     def wanted(ranks: int, of_sample: int) -> int:
-        return model + ranks * PROCESS + gradients(ranks) + min(ranks * largest, full) * of_sample
+        return model + ranks * PROCESS + gradients(ranks) + kept * of_sample
 
     if wanted(here, facts.probe.activations) <= left:
         return
     of_sample = _by_sample(job, facts.probe.draws, data)
     if wanted(here, of_sample) <= left:
         return
-    kept = min(here * largest, full)
     told = (f"{asked} wants at least {_sized(wanted(here, of_sample))} here: {here} process{'es' if here > 1 else ''} of "
             f"{_sized(PROCESS + gradients(here) // here)} with gradients, {_sized(model)} of parameters, "
             f"{_sized(kept * of_sample)} that backward keeps of {kept} sample{'s' if kept > 1 else ''}; "
             f"{_sized(left)} are left: ")
-    if here > 1 and (fit := (left - model - full * of_sample - (gradients(here) if cuts(resolved) else 0)) // (
-            PROCESS + (0 if cuts(resolved) else model))) > 0:
+    once, each = (gradients(here) + kept * of_sample, PROCESS) if cuts(resolved) else (full * of_sample, PROCESS + model)
+    if here > 1 and (fit := (left - model - once) // each) > 0:
         raise Refused(f"{told}at most {fit} rank{'s fit' if fit > 1 else ' fits'}")
     if wanted(here, 0) > left:
         raise Refused(f"{told}the model does not fit; train a smaller one, or on a host with more memory")
     raise Refused(f"{told}the batch does not fit; make it smaller"
                   + (f", or cut it into micro-batches (micro={2 * micro})" if largest > 1 else ""))
+
+
+def in_flight(strategy: Strategy) -> int:
+    """Micro-batches of a replica whose activations its parts keep at a time, at least, however unlike the parts are."""
+    parts = next((each for each in factors_of(strategy) if isinstance(each, InParts)), None)
+    if parts is None or parts.recompute:
+        return 1
+    pipelined = parts.pipelined
+    kept = min(pipelined.kept(rank, parts.size) for rank in range(parts.size))
+    return max(1, kept * parts.size // pipelined.stages(parts.size))
 
 
 def _by_sample(job: Job, draws: Draws, data: Path | None) -> int:

@@ -15,6 +15,7 @@ from paragrad.training.door import Findings, examined
 from paragrad.training.settings import Settings
 from paragrad.verbs.memory import one_step
 from paragrad.world.joining import launched_size
+from paragrad.world.launched import memory_left
 from paragrad.world.launching import Ranks
 
 FEW, MORE = 2, 4            # samples of each micro-batch in the steps from which it is foretold
@@ -38,6 +39,9 @@ def fitted(job: Job, asked: str | Strategy, settings: Settings) -> tuple[Job, Se
     chosen, plain = strategy(asked), replace(settings, memory=None)
     refuse_unbuilt(chosen)
     resolved = ready(chosen, here_for(plain))
+    if (left := memory_left()) is not None and settings.budget * resolved.size > left:
+        raise Refused(f"job {job.name}: memory {sized(settings.budget)} for each of {resolved.size} rank(s) is more than the "
+                      f"{sized(left)} that this host has left; give at most {sized(left // resolved.size)}")
     division = resolved.division
     grain = sum(division.shares) * division.micro
     facts = examined(job.replace(batch=MORE * grain), plain.folder)

@@ -120,7 +120,7 @@ def _under_launcher(checked: Admitted, runs: Path, check: bool, progress: Progre
             try:
                 status = train_rank(world, checked, folder, record.origin, report=progress)
             except StepFailed as error:
-                failed = RankFailed(str(error), rank=world.rank, step=error.step, tensor=error.tensor,
+                failed = RankFailed(error.message, rank=world.rank, step=error.step, tensor=error.tensor,
                                     differs=error.differs)
                 with suppress(OSError):
                     _write_end(record, "failed", failed)

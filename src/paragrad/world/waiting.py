@@ -117,7 +117,7 @@ def meanwhile(what: str, repair: str = "") -> Iterator[None]:
 def failure(world: World, error: Exception, step: int) -> StepFailed:
     """What was raised in a step, and whom it is about."""
     failed, said = StepFailed.of(error, step), away(world, error)
-    return StepFailed(f"{failed}; {said}", step=failed.step, tensor=failed.tensor, when=failed.when) if said else failed
+    return StepFailed(f"{failed.message}; {said}", step=failed.step, tensor=failed.tensor, when=failed.when) if said else failed
 
 
 def _failed(rank: int) -> str:

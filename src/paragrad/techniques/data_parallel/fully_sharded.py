@@ -263,5 +263,5 @@ class _Gather(_Message):
 
 class _Reduce(_Message):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
-        with self.noted("reduce", "gradients", "reduce_scatter", input_tensor.nbytes):
+        with self.noted("reduce-scatter", "gradients", "reduce_scatter", input_tensor.nbytes):
             self.exchange.world.reduce_into(output_tensor, input_tensor, op)

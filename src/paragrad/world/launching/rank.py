@@ -96,7 +96,7 @@ def _answer(task: Task, launcher: Connection, stop: Request) -> tuple[str, Any]:
 
 def _failure(task: Task, error: BaseException) -> Failure:
     told = StepFailed.of(error)
-    failed = RankFailed(str(told), rank=task.rank, step=told.step, tensor=told.tensor, differs=told.differs,
+    failed = RankFailed(told.message, rank=task.rank, step=told.step, tensor=told.tensor, differs=told.differs,
                         traceback=traced(error))
     return Failure(failed, told.when)
 
