@@ -73,6 +73,14 @@ class Frozen(nn.Module):
         return self.rest(self.frozen(x))
 
 
+class Kept(Frozen):
+    """It is never told to train but by who trains it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen.train()
+
+
 class Instances(nn.Module):
     """Instance norm written with batch_norm, samples x channels as channels (as AdaIN is), and a standardised weight."""
 
@@ -188,6 +196,14 @@ def test_one_image_whose_gradient_comes_transposed(strategy: str, tmp_path: Path
     trained = pg.train(job("stem", Stem, data, batch=8, dtype=torch.float64), strategy, runs=tmp_path).model()
     for (name, value), other in zip(trained.named_parameters(), expected.parameters(), strict=True):
         assert torch.allclose(value, other, rtol=1e-9, atol=1e-12), name
+
+
+def test_a_norm_that_train_keeps_in_eval() -> None:
+    """A loop begins with model.train(), for which the model has a way of its own: a job's never heard it."""
+    model = job("kept", Kept, VECTORS).built_model()
+    assert not model.frozen.training
+    assert model.rest.training
+    assert not job("eval", lambda: nn.Sequential(nn.Linear(10, 4), nn.Dropout().eval()), VECTORS).built_model()[1].training
 
 
 def test_which_running_statistics_were_changed() -> None:

@@ -20,6 +20,7 @@ from paragrad.jobs.loss import Summed
 from paragrad.techniques.model_parallel.flow import Flow
 from paragrad.techniques.model_parallel.part import Part
 from paragrad.techniques.untouched import Before, untouched
+from paragrad.training.admission import admitted
 from paragrad.training.trainer import Trainer
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
@@ -432,3 +433,29 @@ def test_what_fills_a_schedule_up_leaves_nothing_behind(tmp_path: Path) -> None:
     strategy = "pipeline(2, micro=4, schedule=interleaved(chunks=2))"
     reference, run = (pg.train(job, each, runs=tmp_path, unchecked=True) for each in ("serial(micro=4)", strategy))
     assert [run.test, *run.losses] == pytest.approx([reference.test, *reference.losses], rel=1e-10)
+
+
+class PastCall(nn.Module):
+    """Calls what its modules do, and not them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(10, 10), nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out.forward(torch.tanh(self.first.forward(x)))
+
+
+def scripted() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 10), torch.jit.script(nn.Linear(10, 10)), nn.Linear(10, 4))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(("model", "strategy", "told"), [
+    (PastCall, "place(2)", r"calls none of its modules \(where it calls their forward\(\) instead, nobody sees it\), and 2"),
+    (scripted, "place(2)", "1 is a script of torch.jit, which keeps its parameters to itself; give the module that it was"),
+    (scripted, "data(2, state=fully_sharded)", "1 is a script of torch.jit")])
+def test_what_cannot_be_cut_is_told(model: Callable[[], nn.Module], strategy: str, told: str) -> None:
+    """Empty parentheses; "cannot delete methods or parameters of a script module"; and "the model mixes samples"."""
+    with pytest.raises(pg.Refused, match=told):
+        admitted(make_job("past", model, VECTORS), strategy)

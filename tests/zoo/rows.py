@@ -86,7 +86,7 @@ def in_parts(match: str) -> Outcomes:
 
 
 # ---- why a row has another outcome in parts ----------------------------------------------------------------------------------
-ONE_MODULE = in_parts(r"the model calls 1 module\(s\) one after another .* give fewer workers, or a model of more modules")
+ONE_MODULE = in_parts(r"the model calls 1 module\(s\) one after another .* give fewer workers or chunks, or a model that calls")
 GRADIENTS = in_parts("a model that takes gradients itself is not cut, .* train it with data")
 LOOKS = in_parts("let Python look at values of the inputs alone, and modules at none that decide a shape")
 UNCUT: Outcomes = {PIPELINE: Refused("cannot be cut into micro-batches|let the samples be its first dimension")}

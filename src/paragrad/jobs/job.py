@@ -63,6 +63,9 @@ class Job:
         model = self.model()
         if not isinstance(model, nn.Module):
             raise Refused(f"job {self.name}: model() returned {type(model).__name__}; return a torch.nn.Module")
+        for module in model.modules():              # as a loop does that begins with model.train(): one may keep a norm in eval
+            if type(module).train is not nn.Module.train:
+                module.train(module.training)
         return in_precision(model, self.parameter_dtype)
 
     def model_to_train(self) -> nn.Module:

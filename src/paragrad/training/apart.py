@@ -21,7 +21,10 @@ OWN = {"_parameters", "_buffers", "_modules"}
 
 def refuse_views(model: nn.Module) -> None:
     """Raises StepFailed where a module keeps a parameter's values in an attribute that is none: on a rank the parameter moves
-    elsewhere, and the attribute stays what it was."""
+    elsewhere, and the attribute stays what it was. Nor can those of a script be moved."""
+    if scripts := [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]:
+        raise StepFailed(f"{scripts[0] or 'the model'} is a script of torch.jit, which keeps its parameters to itself; give "
+                         "the module that it was made of, or train it with data(n)")
     places = {each.untyped_storage()._cdata: name for name, each in model.named_parameters() if each.layout == torch.strided}
     known = {id(each) for each in (*model.parameters(), *model.buffers())}
     for name, module in model.named_modules():

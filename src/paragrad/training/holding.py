@@ -23,6 +23,7 @@ from paragrad.techniques.slices import FOREACH
 from paragrad.techniques.table import bringing, cuts, ours, share_of
 from paragrad.techniques.untouched import same
 from paragrad.techniques.updating import ALL, ELEMENT, hooked, updates_by
+from paragrad.training.apart import refuse_views
 from paragrad.training.settings import Settings
 from paragrad.world.world import World
 
@@ -77,6 +78,7 @@ def divided(strategy: Strategy, module: Summed, optimizer: torch.optim.Optimizer
     Raises StepFailed where the parts do not make up the model, or where the optimizer cannot update parts.
     """
     kind = updates_by(optimizer, known=type(optimizer) in FOREACH)
+    refuse_views(module.model)
     parameters = dict(module.model.named_parameters())
     if hooked := [name for name, each in parameters.items() if each._backward_hooks or each._post_accumulate_grad_hooks]:
         raise StepFailed(f"{strategy} cuts it, and it has a hook, which its parts would not have; hook the module",

@@ -48,8 +48,12 @@ def verify(job: Job, strategy: str | Strategy, *, runs: str | Path = "runs", dat
                                on_report=lambda rank, told: progress(told) if progress else None)[0]
         except RankFailed as error:
             if not error.differs:
+                own = checked.facts.order.steps * checked.job.epochs
+                ended = "" if error.step is None or error.step < own else (
+                    f"; a comparison makes {STEPS} steps and the job {own}: if something of it ends with these (a scheduler), "
+                    "give it more epochs")
                 raise error.saying(
-                    f"{error.message} (the run failed, so whether it is the same training is not known)") from error
+                    f"{error.message}{ended} (the run failed, so whether it is the same training is not known)") from error
             failure = str(error)
     tensor = found.first[0] if found.first else None
     cause = None if tensor is None else of_difference(tensor, tensor in checked.facts.shapes and (

@@ -157,8 +157,10 @@ def _chosen(model: nn.Module, tree: Call, parts: int, asked: Asked | None, close
     if len(units) < parts:                                  # split as far as can be
         units = _numbered(_units(tree, lambda each: each.name in closed))
     if len(units) < parts:
-        raise StepFailed(f"the model calls {len(units)} module(s) one after another ({listed(units)}), and {parts} parts are "
-                         "wanted; give fewer workers, or a model of more modules")
+        inner = any(name for name, _ in units)
+        called = f"the model calls {len(units)} module(s) one after another ({listed(units)})" if inner else (
+            "the model calls none of its modules (where it calls their forward() instead, nobody sees it)")
+        raise StepFailed(f"{called}, and {parts} parts are wanted; give fewer workers or chunks, or a model that calls more")
     return units
 
 
