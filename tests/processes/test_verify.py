@@ -89,8 +89,8 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSc
 
 def test_a_scheduler_that_ends_with_the_job(tmp_path: Path) -> None:
     """torch's sentence of a step too many said nothing of why there were more."""
-    with pytest.raises(pg.RankFailed, match=r"step 3: .*; a comparison makes 20 steps and the job 3: if something of it ends with "
-                                         r"these \(a scheduler\), give it more epochs"):
+    with pytest.raises(pg.RankFailed, match=r"step 3: .*; a comparison makes 20 steps and the job 3: if something of it ends "
+                                         r"with these \(a scheduler\), give it more epochs"):
         pg.verify(make_job("cycle", mlp, VECTORS, batch=12, epochs=1, scheduler=one_cycle), "data(2)", runs=tmp_path)
 
 

@@ -230,10 +230,13 @@ def _divided(state: State) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]
     """(tensors by "parameter/what", plain values by parameter)."""
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
+    places: set[int] = set()            # safetensors takes no two of one memory
     for name, values in state.items():
         for what, value in values.items():
             if isinstance(value, Tensor):
-                tensors[f"{name}/{what}"] = value.detach().clone().contiguous()
+                tensor = value.detach().contiguous()
+                tensors[f"{name}/{what}"] = tensor.clone() if tensor.untyped_storage()._cdata in places else tensor
+                places.add(tensor.untyped_storage()._cdata)
             else:
                 scalars.setdefault(name, {})[what] = value
     return tensors, scalars

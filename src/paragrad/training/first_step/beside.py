@@ -30,6 +30,7 @@ from paragrad.training.first_step.made import Made
 from paragrad.training.first_step.proof import ORDERS, Order, Proof, in_numbers, made_alone, precise, spread
 from paragrad.world import waiting
 from paragrad.world.launched import memory_left
+from paragrad.world.world import World
 
 if TYPE_CHECKING:
     from paragrad.training.trainer import Trainer
@@ -189,3 +190,10 @@ def fewer(trainer: Trainer, batch: Batch) -> Batch | None:
     """Of the batch as many samples as there is room for, or None where that is all, or not one for every share. Collective."""
     room = int(trainer.world.all_reduced(torch.tensor(float(_room(trainer, batch)[0])), "MIN"))
     return None if room >= len(batch.indices) else batch.fewer(room, trainer.division, trainer.replicas)
+
+
+def copies_fit(world: World, module: Summed) -> bool:
+    """May every rank have the whole model once more, to put back, and in float64, with gradients, hollow parts beside it?
+    Collective."""
+    left, wanted = memory_left(), 7 * world.size * sum(each.nbytes for each in module.parameters())
+    return bool(world.all_reduced(torch.tensor(float(left is None or wanted <= left)), "MIN"))
