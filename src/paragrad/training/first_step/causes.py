@@ -51,6 +51,9 @@ def likely(trainer: Trainer, misses: list[Miss]) -> str:
         return OWN.format("cut" if trainer.layout.cut else "exchange", " and ".join(own))
     if kinds & {"parameter", "state"}:
         return PARAMETER if "parameter" in kinds else STATE
+    moved = [miss.gap.tensor for miss in misses if miss.kind == "buffer" and miss.gap.tensor not in trainer.batch_norm.normed]
+    if moved and trainer.division.micro > 1:
+        return FORWARDS.format(moved[0])
     if "weight" in kinds:
         return WEIGHT
     if "loss" in kinds and trainer.module.traced is False:
@@ -97,5 +100,7 @@ NOT_LINEAR = ("Likely cause: what a hook or an autograd function of the model do
               "(it clips, or divides by a norm), and is another thing for a share's; do it in the optimizer")
 UNSEEN = ("Likely cause: a tensor goes from part to part by a way that is not seen, or the model keeps something from one call "
           "to the next; cut it elsewhere (cut=[...]), or train it with data(n) and nothing else")
+FORWARDS = ("Likely cause: every forward changes the buffer {} (a count, the vectors of a spectral norm), and a batch of several "
+            "micro-batches has as many; train it with micro=1")
 BUFFER = ("Likely cause: the buffer counts what a share has, not what the batch has; make what it holds a function of the "
           "step, or go without (register_buffer is for what is equal on all workers)")
