@@ -355,14 +355,14 @@ def unfreezing(world: World) -> str:
         try:
             trainer.step(*next(batches))
         except StepFailed as error:
-            return f"{error.tensor}: {error}"
+            return str(error)
     return "it trained on"
 
 
 def test_unfreezing_is_named_and_not_left_to_drift(pool: Ranks) -> None:
     """DDP exchanges what could be trained when it was made: what is unfrozen later would differ by rank, silently."""
     for told in pool.run(unfreezing, size=2):
-        assert told.startswith("0.weight, 0.bias: it was frozen or unfrozen after step 0")
+        assert told.startswith("step 1, tensor 0.weight, 0.bias: it was frozen or unfrozen after step 0")
 
 
 def test_modules_that_were_in_eval_mode_stay_there() -> None:

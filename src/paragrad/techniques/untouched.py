@@ -201,9 +201,10 @@ def owners(model: nn.Module, prefix: str = "") -> dict[str, Any]:
 def _owners(module: Summed) -> dict[str, Any]:
     """Those of the model and of the loss, or a loss that is an object."""
     loss = module.loss.__self__ if isinstance(module.loss, types.MethodType) else module.loss
+    name = "the loss" if hasattr(module.model, "loss") else "loss"
     if isinstance(loss, nn.Module):
-        return {**owners(module.model), **owners(loss, "the loss")}
-    own = {"the loss": loss} if hasattr(loss, "__dict__") and not isinstance(loss, NO_OWNERS) else {}
+        return {**owners(module.model), **owners(loss, name)}
+    own = {name: loss} if hasattr(loss, "__dict__") and not isinstance(loss, NO_OWNERS) else {}
     return {**owners(module.model), **own}
 
 

@@ -100,7 +100,7 @@ NOT_LINEAR = ("Likely cause: what a hook or an autograd function of the model do
               "(it clips, or divides by a norm), and is another thing for a share's; do it in the optimizer")
 UNSEEN = ("Likely cause: a tensor goes from part to part by a way that is not seen, or the model keeps something from one call "
           "to the next; cut it elsewhere (cut=[...]), or train it with data(n) and nothing else")
-FORWARDS = ("Likely cause: every forward changes the buffer {} (a count, the vectors of a spectral norm), and a batch of several "
-            "micro-batches has as many; train it with micro=1")
+FORWARDS = ("Likely cause: every forward changes the buffer {} (a count, the vectors of a spectral norm), and a batch of "
+            "several micro-batches has as many; train it with micro=1")
 BUFFER = ("Likely cause: the buffer counts what a share has, not what the batch has; make what it holds a function of the "
           "step, or go without (register_buffer is for what is equal on all workers)")
