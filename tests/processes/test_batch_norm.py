@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, TensorDataset
 import paragrad as pg
 from paragrad.errors import RankFailed, StepFailed
 from paragrad.jobs.job import Job
+from paragrad.techniques.batch_norm import BatchNorm
 from paragrad.training.trainer import Trainer
 from paragrad.world.world import World
 
@@ -198,11 +199,35 @@ def test_one_image_whose_gradient_comes_transposed(strategy: str, tmp_path: Path
         assert torch.allclose(value, other, rtol=1e-9, atol=1e-12), name
 
 
+def built_in_eval() -> nn.Module:
+    model = Kept()
+    model.rest[1].eval()
+    return model
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.BatchNorm3d(4), nn.InstanceNorm2d(4, affine=True),
+                                  nn.BatchNorm2d(4).eval()])
+def test_backward_of_norms_in_either_layout(norm: nn.Module) -> None:
+    norm = norm.double()
+    shape = (1, 4, 3, 3, 3) if isinstance(norm, nn.BatchNorm3d) else (1, 4, 3, 3)
+    x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    gradient = torch.randn((1, *shape[2:], 4), dtype=torch.float64, generator=torch.Generator().manual_seed(2)).movedim(-1, 1)
+    with BatchNorm(World(), norm, lambda payload: None, samples=1):
+        found, = torch.autograd.grad(norm(x), x, gradient)
+    over = [each for each in range(x.dim()) if each != 1]
+    variance, mean = torch.var_mean(x, over, correction=0, keepdim=True)
+    if not norm.training:
+        variance, mean = torch.ones_like(variance), torch.zeros_like(mean)
+    expected, = torch.autograd.grad((x - mean) / (variance + norm.eps).sqrt(), x, gradient)        # type: ignore[operator]
+    assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
+
+
 def test_a_norm_that_train_keeps_in_eval() -> None:
     """A loop begins with model.train(), for which the model has a way of its own: a job's never heard it."""
     model = job("kept", Kept, VECTORS).built_model()
     assert not model.frozen.training
     assert model.rest.training
+    assert not job("kept by a caller", built_in_eval, VECTORS).built_model().rest[1].training
     assert not job("eval", lambda: nn.Sequential(nn.Linear(10, 4), nn.Dropout().eval()), VECTORS).built_model()[1].training
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -459,3 +460,67 @@ def test_what_cannot_be_cut_is_told(model: Callable[[], nn.Module], strategy: st
     """Empty parentheses; "cannot delete methods or parameters of a script module"; and "the model mixes samples"."""
     with pytest.raises(pg.Refused, match=told):
         admitted(make_job("past", model, VECTORS), strategy)
+
+
+class Told(nn.Linear):
+    """Leaves something of its input in an object that another module has too."""
+
+    def __init__(self, context: SimpleNamespace) -> None:
+        super().__init__(10, 10)
+        self.context = context
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.context.scale = x.detach().mean(1, keepdim=True)
+        return super().forward(x)
+
+
+class Told2(Told):
+    def forward(self, x: Tensor) -> Tensor:
+        made = nn.functional.linear(x, self.weight)
+        return made if self.context.scale is None else made * self.context.scale
+
+
+def through_an_object() -> nn.Module:
+    context = SimpleNamespace(scale=None)
+    return nn.Sequential(Told(context), Told2(context), nn.Linear(10, 4))
+
+
+def test_what_goes_from_part_to_part_in_an_object_is_refused() -> None:
+    """To put objects back after a forward without values took away that by which it is seen."""
+    with pytest.raises(pg.Refused, match="in an object that is no tuple, list or dict, or in an attribute"):
+        admitted(make_job("object", through_an_object, VECTORS), "place(2, cut=[1, 2])")
+
+
+class Odd(nn.Linear):
+    """Keeps what cannot be looked into."""
+
+    def __init__(self) -> None:
+        super().__init__(10, 4)
+        gone = nn.Identity()
+        self.kind, self.proxy, self.words = list[int], weakref.proxy(gone), Frozen(a=1)
+        del gone
+
+
+class Frozen(dict[str, int]):
+    def update(self, *_: object, **__: object) -> None:
+        raise TypeError("it is frozen")
+
+    def __setitem__(self, *_: object) -> None:
+        raise TypeError("it is frozen")
+
+
+def test_what_cannot_be_looked_into_is_left_alone() -> None:
+    model = Odd()
+    with untouched(Summed(model, nn.functional.mse_loss)):
+        model(torch.randn(5, 10))
+    assert model.words == {"a": 1}
+
+
+def spectral() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 10), nn.utils.parametrizations.spectral_norm(nn.Linear(10, 4)))
+
+
+def test_a_spectral_norm_in_micro_batches(tmp_path: Path) -> None:
+    """The model was said to mix samples."""
+    with pytest.raises(pg.RankFailed, match=r"every forward changes the buffer 1\.parametrizations.weight.0._[uv] .* micro=1"):
+        pg.train(make_job("spectral", spectral, VECTORS), "pipeline(2, micro=4)", runs=tmp_path)

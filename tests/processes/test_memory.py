@@ -124,7 +124,7 @@ def test_a_batch_that_cannot_be_found(tmp_path: Path) -> None:
     with pytest.raises(pg.Refused, match="memory 2GB says what a rank may hold where the batch is to be found"):
         pg.train(BLOCKS, "serial", memory="2GB", runs=tmp_path)
     with mock.patch.object(fit, "memory_left", return_value=1 << 30), pytest.raises(
-            pg.Refused, match=r"memory 600 MB for each of 2 rank\(s\) is more than the .* left; give at most 5"):
+            pg.Refused, match=r"memory 600 MB for each of 2 rank\(s\) is more than the .* left; give at most 512MiB"):
         pg.train(job, "data(2)", memory="600MB", runs=tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -82,11 +82,11 @@ def test_a_run_that_failed_is_neither_the_same_nor_another_training(tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.story
 def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=3)
 
 
+@pytest.mark.story
 def test_a_scheduler_that_ends_with_the_job(tmp_path: Path) -> None:
     """torch's sentence of a step too many said nothing of why there were more."""
     with pytest.raises(pg.RankFailed, match=r"step 3: .*; a comparison makes 20 steps and the job 3: if something of it ends "
@@ -94,6 +94,7 @@ def test_a_scheduler_that_ends_with_the_job(tmp_path: Path) -> None:
         pg.verify(make_job("cycle", mlp, VECTORS, batch=12, epochs=1, scheduler=one_cycle), "data(2)", runs=tmp_path)
 
 
+@pytest.mark.story
 def test_what_a_failure_is_does_not_hang_on_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A difference of replicas was told from a run that failed by a part of its message: this job's error was certified as
     another training."""

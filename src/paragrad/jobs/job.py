@@ -63,9 +63,7 @@ class Job:
         model = self.model()
         if not isinstance(model, nn.Module):
             raise Refused(f"job {self.name}: model() returned {type(model).__name__}; return a torch.nn.Module")
-        for module in model.modules():              # as a loop does that begins with model.train(): one may keep a norm in eval
-            if type(module).train is not nn.Module.train:
-                module.train(module.training)
+        _as_train_says(model)
         return in_precision(model, self.parameter_dtype)
 
     def model_to_train(self) -> nn.Module:
@@ -114,3 +112,14 @@ def opened(dataset: Dataset | Callable[[Path | None], Dataset], data: Path | Non
     """The dataset itself, or what its function makes of the data folder."""
     is_dataset = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, type)
     return dataset if is_dataset else dataset(data)
+
+
+def _as_train_says(model: nn.Module) -> None:
+    """As a loop does that begins with model.train(), of which a module may have a way of its own (a norm that stays in eval);
+    what was built in eval mode stays in it."""
+    before = [(module, module.training) for module in model.modules()]
+    for module, training in before:
+        if type(module).train is not nn.Module.train:
+            module.train(training)
+    for module, training in before:
+        module.training = module.training and training

@@ -26,6 +26,7 @@ from paragrad.errors import StepFailed
 from paragrad.world.world import World
 
 PLAIN: Callable[..., Tensor] = torch.batch_norm
+INSTANCES: Callable[..., Tensor] = torch.instance_norm
 VERIFY: Callable[..., None] = functional._verify_batch_size         # type: ignore[attr-defined]
 FEW = "Expected more than 1 value per channel when training"               # torch's sentence
 REPAIR = "a micro-batch of one sample has no variance: give fewer micro-batches, or another batch size"
@@ -52,16 +53,18 @@ class BatchNorm:
         self.before: list[tuple[Any, ...]] = []
 
     def __enter__(self) -> BatchNorm:
-        self.before.append((torch.batch_norm, functional._verify_batch_size, nn.SyncBatchNorm.forward))  # type: ignore
+        self.before.append((torch.batch_norm, torch.instance_norm, functional._verify_batch_size,      # type: ignore
+                            nn.SyncBatchNorm.forward))
         self.call = 0
-        self._replace(self.batch_norm, self._verify, _BatchNorm.forward)        # SyncBatchNorm refuses the CPU
+        self._replace(self.batch_norm, instance_norm, self._verify, _BatchNorm.forward)         # SyncBatchNorm refuses the CPU
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._replace(*self.before.pop())
 
-    def _replace(self, batch_norm: Any, verify: Any, forward: Any) -> None:
+    def _replace(self, batch_norm: Any, instance_norm: Any, verify: Any, forward: Any) -> None:
         torch.batch_norm = batch_norm
+        torch.instance_norm = instance_norm
         functional._verify_batch_size = verify          # type: ignore[attr-defined]
         nn.SyncBatchNorm.forward = forward              # type: ignore[method-assign]
 
@@ -104,11 +107,8 @@ class BatchNorm:
                    running_var: Tensor | None, training: bool, momentum: float, eps: float, cudnn_enabled: bool) -> Tensor:
         """As torch.batch_norm."""
         def plain(training: bool) -> Tensor:
-            given = input.contiguous() if (either := _either_layout(input)) else input
-            out = PLAIN(given, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
-            if either and out.requires_grad:
-                out.register_hook(Tensor.contiguous)
-            return out
+            return in_one_layout(PLAIN, 1 in (input.shape[0], *input.shape[2:]), input, weight, bias, running_mean, running_var,
+                                 training, momentum, eps, cudnn_enabled)
 
         if not training:
             return plain(False)
@@ -168,11 +168,22 @@ def _inside(x: Tensor, weight: Tensor | None) -> bool:
     return x.shape[0] == 1 and not isinstance(weight, nn.Parameter)
 
 
-def _either_layout(x: Tensor) -> bool:
-    """Images of which one can be taken for both of torch's layouts, as a batch, a height or a width of 1 makes it: torch's
-    backward on the CPU (2.13) takes the gradient for one and the input for the other, and is wrong, unless both are contiguous.
+def in_one_layout(norm: Callable[..., Tensor], ambiguous: bool, x: Tensor, *rest: Any) -> Tensor:
+    """A norm of torch. ambiguous: the images or volumes can be taken for both of torch's layouts, as a batch, a height or a
+    width of 1 makes them. Its backward on the CPU (2.13) takes the gradient for one and the input for the other, and is wrong,
+    unless both are contiguous.
     """
-    return x.dim() == 4 and x.device.type == "cpu" and 1 in (x.shape[0], *x.shape[2:])
+    if not ambiguous or x.dim() not in (4, 5) or x.device.type != "cpu":
+        return norm(x, *rest)
+    out = norm(x.contiguous(), *rest)
+    if out.requires_grad:
+        out.register_hook(Tensor.contiguous)
+    return out
+
+
+def instance_norm(x: Tensor, *rest: Any, **named: Any) -> Tensor:
+    """As torch.instance_norm, which is a batch norm of one image with samples x channels."""
+    return in_one_layout(lambda given, *rest: INSTANCES(given, *rest, **named), True, x, *rest)
 
 
 def _moments(x: Tensor, counted: bool) -> Tensor:

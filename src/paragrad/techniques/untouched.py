@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import random
 import types
-from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from paragrad.techniques.values import GENERATORS, UNCHANGING, copied, keeping, plain, same, set_values
 from paragrad.world.generators import generators_kept
 
 if TYPE_CHECKING:
@@ -26,9 +22,7 @@ if TYPE_CHECKING:
 
 INTERNAL = frozenset(name for name in vars(nn.Module()) if name[0] == "_")
 HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "hooks" in name and isinstance(value, dict))
-UNCHANGING = (type(None), bool, int, float, str, bytes, complex, torch.Size, torch.dtype, torch.device)
 NO_OWNERS = (Tensor, nn.Module, type, functools.partial, types.FunctionType, types.MethodType, types.ModuleType)
-GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
 
 
 @contextlib.contextmanager
@@ -57,20 +51,24 @@ class State:
     def __init__(self, owners: Mapping[str, Any], compared: bool = True) -> None:
         self.owners = owners
         self.names = {name: set(vars(owner)) for name, owner in self.owners.items()}
-        self.values = {name: {what: (_copied(vars(owner)[what]) if compared else None, _keeping(vars(owner)[what]))
-                              for what in _names(owner) if _plain(vars(owner)[what])} for name, owner in self.owners.items()}
+        self.values = {name: {what: (copied(vars(owner)[what]) if compared else None, keeping(vars(owner)[what]))
+                              for what in seen_of(owner)} for name, owner in self.owners.items()}
 
     def changed(self) -> dict[tuple[str, str], Any]:
         """What is not as it was, by owner and attribute, as it is now."""
-        return {(name, what): _copied(vars(owner)[what]) for name, owner in self.owners.items() for what in _names(owner)
-                if _plain(vars(owner)[what]) and not (what in self.values[name] and same(
-                    vars(owner)[what], self.values[name][what][0]))}
+        return {(name, what): copied(vars(owner)[what]) for name, owner in self.owners.items() for what in seen_of(owner)
+                if not (what in self.values[name] and same(vars(owner)[what], self.values[name][what][0]))}
 
-    def put_back(self, apart: Container[Any] = ()) -> None:
-        """apart: owners that stay as they are. Each attribute is the same object again, with what it held: others have it too.
-        """
+    def gone(self) -> list[tuple[str, str]]:
+        """Attributes that are there no more."""
+        return [(name, what) for name, owner in self.owners.items() for what in self.values[name] if what not in vars(owner)]
+
+    def put_back(self, apart: Iterable[nn.Module] = ()) -> None:
+        """apart: modules that stay as they are, with their objects. Each attribute is the same object again, with what it held:
+        others have it too."""
+        spared = {id(each) for module in apart for each in (module, *vars(module).values())}
         for name, owner in self.owners.items():
-            if isinstance(owner, nn.Module) and owner in apart:
+            if id(owner) in spared:
                 continue
             now = vars(owner)
             for what in [what for what in _names(owner) if what not in self.names[name]]:
@@ -121,7 +119,7 @@ class Before:
 
 
 @contextlib.contextmanager
-def unchanged(model: nn.Module, apart: Container[nn.Module] = ()) -> Iterator[None]:
+def unchanged(model: nn.Module, apart: Iterable[nn.Module] = ()) -> Iterator[None]:
     """What a forward does to buffers, hooks and Python state is undone. apart: modules whose Python state stays what it is
     then."""
     state = State(owners(model), compared=False)
@@ -136,8 +134,8 @@ def unchanged(model: nn.Module, apart: Container[nn.Module] = ()) -> Iterator[No
 
 def kept_by(module: nn.Module) -> dict[tuple[nn.Module, str], Any]:
     """What modules have in Python attributes, tensors and arrays with values left out."""
-    return {(inner, what): _copied(vars(inner)[what]) for inner in module.modules() for what in _names(inner)
-            if _plain(vars(inner)[what]) and all(isinstance(each, (*UNCHANGING, FakeTensor))
+    return {(inner, what): copied(vars(inner)[what]) for inner in module.modules() for what in _names(inner)
+            if plain(vars(inner)[what]) and all(isinstance(each, (*UNCHANGING, FakeTensor))
                                                  for each in tree_leaves(vars(inner)[what]))}
 
 
@@ -170,20 +168,6 @@ def _hooks_kept(module: nn.Module) -> Callable[[], None]:
     return put_back
 
 
-def differentiable(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def set_values(buffer: Tensor, values: Tensor) -> None:
-    """In place where the shape is the same."""
-    if isinstance(buffer, FakeTensor) or buffer.is_meta:
-        return
-    if buffer.shape != values.shape:
-        buffer.data = values.clone()
-    elif not torch.equal(buffer, values):
-        buffer.data.copy_(values)
-
-
 def owners(model: nn.Module, prefix: str = "") -> dict[str, Any]:
     """Who of a model may keep something in Python, by name, each once: its modules, and objects in attributes of these, such as
     a configuration."""
@@ -192,10 +176,22 @@ def owners(model: nn.Module, prefix: str = "") -> dict[str, Any]:
     for name, module in list(found.items()):
         for what in _names(module):
             value = vars(module)[what]
-            if hasattr(value, "__dict__") and not isinstance(value, NO_OWNERS) and id(value) not in known:
+            if _owns(value) and id(value) not in known:
                 known.add(id(value))
                 found[f"{name}.{what}".lstrip(".")] = value
     return found
+
+
+def _owns(value: Any) -> bool:
+    with contextlib.suppress(Exception):                # a proxy of what has gone
+        return not isinstance(value, NO_OWNERS) and type(getattr(value, "__dict__", None)) is dict
+    return False
+
+
+def seen_of(owner: Any) -> list[str]:
+    """Attributes that are copied and compared; of an object no containers, which may be a vocabulary or a dataset."""
+    return [what for what in _names(owner) if plain(vars(owner)[what]) and (
+        isinstance(owner, nn.Module) or isinstance(vars(owner)[what], (*UNCHANGING, *GENERATORS, Tensor)))]
 
 
 def _owners(module: Summed) -> dict[str, Any]:
@@ -204,113 +200,8 @@ def _owners(module: Summed) -> dict[str, Any]:
     name = "the loss" if hasattr(module.model, "loss") else "loss"
     if isinstance(loss, nn.Module):
         return {**owners(module.model), **owners(loss, name)}
-    own = {name: loss} if hasattr(loss, "__dict__") and not isinstance(loss, NO_OWNERS) else {}
-    return {**owners(module.model), **own}
+    return {**owners(module.model), **({name: loss} if _owns(loss) else {})}
 
 
 def _names(owner: Any) -> list[str]:
     return [name for name in vars(owner) if name not in INTERNAL] if isinstance(owner, nn.Module) else list(vars(owner))
-
-
-# ---- values that can be copied and compared ----------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Drawing:
-    """A random generator's state."""
-    state: Any
-
-
-def _plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(_unchanging, value)) and all(map(_plain, value.values()))
-    if isinstance(value, list | tuple | set | deque):
-        return all(map(_plain, value))
-    return isinstance(value, (*UNCHANGING, *GENERATORS, numpy.ndarray)) or (
-        isinstance(value, Tensor) and not value.requires_grad)
-
-
-def _unchanging(key: Any) -> bool:
-    return isinstance(key, UNCHANGING) or (isinstance(key, tuple) and all(map(_unchanging, key)))
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, (*UNCHANGING, FakeTensor)):
-        return value
-    if isinstance(value, GENERATORS):
-        return Drawing(_generator_state(value))
-    return copy.deepcopy(value, {id(each): each for each in tree_leaves(value) if isinstance(each, FakeTensor)})
-
-
-def _generator_state(generator: Any) -> Any:
-    if isinstance(generator, numpy.random.Generator):
-        return copy.deepcopy(generator.bit_generator.state)
-    if isinstance(generator, numpy.random.RandomState):
-        return generator.get_state(legacy=False)
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
-
-
-def _keeping(value: Any) -> Callable[[], Any]:
-    """Gives the same object back, with what it holds now."""
-    if isinstance(value, (*UNCHANGING, FakeTensor)):
-        return lambda: value
-    put_back = _contents(value)
-
-    def again() -> Any:
-        put_back()
-        return value
-    return again
-
-
-def _contents(value: Any) -> Callable[[], Any]:
-    if isinstance(value, GENERATORS):
-        return functools.partial(_set_generator, value, _generator_state(value))
-    if isinstance(value, Tensor):
-        return functools.partial(set_values, value, value.detach().clone())
-    if isinstance(value, numpy.ndarray):
-        return functools.partial(_set_array, value, value.copy())
-    held = {key: _keeping(each) for key, each in (value.items() if isinstance(value, dict) else enumerate(value))}
-
-    def put_back() -> None:
-        again = {key: each() for key, each in held.items()}
-        if isinstance(value, dict | set):
-            value.clear()
-            value.update(again if isinstance(value, dict) else again.values())
-        elif not isinstance(value, tuple):
-            value.clear()
-            value.extend(again.values())
-    return put_back
-
-
-def _set_array(array: numpy.ndarray[Any, Any], values: numpy.ndarray[Any, Any]) -> None:
-    if not numpy.array_equal(array, values):            # it may be for reading alone
-        numpy.copyto(array, values)
-
-
-def _set_generator(generator: Any, state: Any) -> None:
-    if isinstance(generator, numpy.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(b, Drawing):
-        return same(a.state if isinstance(a, Drawing) else _generator_state(a) if isinstance(a, GENERATORS) else None, b.state)
-    if isinstance(a, FakeTensor) or isinstance(b, FakeTensor):         # of a part that another rank holds
-        return type(a) is type(b)
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        if isinstance(a, Tensor) and isinstance(b, Tensor) and (a.is_meta or b.is_meta):           # as in a model given away
-            return a.is_meta and b.is_meta and a.shape == b.shape
-        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and (
-            torch.equal(a, b) or (a.is_floating_point() and a.shape == b.shape and bool(
-                torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True))))
-    if isinstance(a, numpy.ndarray) or isinstance(b, numpy.ndarray):
-        return bool(numpy.array_equal(a, b))
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple | deque):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b) or (a != a and b != b)

@@ -19,7 +19,8 @@ from torch.nn import functional
 from paragrad.datasets.loading import Samples, brought, called, copied, cut, parted, tensors_of
 from paragrad.jobs.loss import Summed
 from paragrad.techniques.draws import Draws, keyed
-from paragrad.techniques.untouched import Before, Drawing, restored
+from paragrad.techniques.untouched import Before, restored
+from paragrad.techniques.values import Drawing
 
 ASKED = 5               # samples of the whole: 2 and 3, since some models take no single sample
 TIGHT = 1e-9            # relative, in float64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed
 from paragrad.techniques.layout import vacate
 from paragrad.techniques.passes import Passes
-from paragrad.techniques.untouched import State, hooks_of, owners, untouched
+from paragrad.techniques.untouched import INTERNAL, State, hooks_of, owners, seen_of, untouched
 
 OWN = {"_parameters", "_buffers", "_modules"}
 
@@ -77,42 +78,61 @@ class Given:
         self.state: State | None = None
         self.hooks: list[RemovableHandle] = []                      # on the model while it is cut
         self.kept: list[object] = []                                # that their ids stay theirs
+        self.versions: dict[str, tuple[Tensor, int]] = {}
 
     def vacate(self) -> None:
         """It has no values from here on: what they were would be taken for what they are."""
         vacate(self.model)
         for module in self.model.modules():
-            self.hooks += [module.register_forward_pre_hook(no_values), module.register_state_dict_pre_hook(no_values)]
-        self.kept = [*self.model.parameters(), *self.model.modules()]
+            self.hooks += [module.register_forward_pre_hook(no_values), module.register_state_dict_pre_hook(no_values),
+                           module.register_load_state_dict_pre_hook(no_values)]
+        self.kept = [*self.model.parameters(), *self.model.buffers(), *self.model.modules(), *self._others().values()]
         self.were, self.state = self._are(), State(owners(self.model))
+        self.versions = {name: (each, each._version) for name, each in (
+            *self.model.named_parameters(), *self.model.named_buffers())}
 
     def filled(self) -> None:
-        """It has values again."""
+        """The context has ended."""
         for hook in self.hooks:
             hook.remove()
 
-    def refuse_changes(self) -> None:
-        """Raises StepFailed where something was frozen, set to eval, replaced, given a hook, or given to the optimizer since
-        then."""
-        are = {} if self.were is None else self._are()
-        for what in (*(self.were or {}), *are):
-            if self.were is not None and self.were.get(what) != are.get(what):
-                now, _ = are.get(what, ("is gone", None))
-                raise StepFailed(f"{what} {now}, other than when the model was cut, and its parts on the ranks would not "
-                                 "follow; change it before the first step, or between one parallelize and the next, or train "
-                                 "it with data(n)")
-
-    def followed(self, part: nn.Module, passes: Passes | None) -> None:
-        """What was set on modules since then, and on objects that they keep, is set on the part's, too. Modes are no steps'."""
-        changed = {} if self.state is None else self.state.changed()
-        if any(what != "training" for _, what in changed):
+    def followed(self, part: nn.Module, passes: Passes | None, modes: bool = True) -> None:
+        """What was set on modules since then, and on objects that they keep, is set on the part's, too. modes: they are to be
+        what they were. Raises StepFailed where something was frozen, set to eval, written to, replaced, given a hook, or given
+        to the optimizer."""
+        if self.were is None or self.state is None:
+            return
+        if changes := [each for each in self._changes() if modes or "mode, other" not in each]:
+            raise StepFailed(changes[0])
+        if changed := {each: value for each, value in self.state.changed().items() if each[1] != "training"}:
             ours = owners(part)
             for (name, what), value in changed.items():
-                if what != "training":
-                    vars(ours[name])[what] = value
+                vars(ours[name])[what] = value
             self.state = State(owners(self.model))
             if passes is not None:
                 passes.changed()
+
+    def written(self) -> list[str]:
+        """Names of those tensors without values that were written to."""
+        return [name for name, (tensor, version) in self.versions.items() if tensor._version != version]
+
+    def _changes(self) -> Iterator[str]:
+        if self.were is None or self.state is None:
+            return
+        were, are = self.were, self._are()
+        for each in self.state.gone():
+            are[f"the attribute {'.'.join(filter(None, each))}"] = "is gone", None
+        for what in dict.fromkeys((*were, *are)):
+            if were.get(what) != are.get(what):
+                now, _ = are.get(what, ("is gone", None))
+                yield (f"{what} {now}, other than when the model was cut, and its parts on the ranks would not follow; change "
+                       "it before the first step, or between one parallelize and the next, or train it with data(n)")
+
+    def _others(self) -> dict[str, object]:
+        """What modules, and objects that they keep, have in attributes that cannot be followed."""
+        return {f"{name}.{what}".lstrip("."): value for name, owner in owners(self.model).items()
+                for what, value in vars(owner).items() if what not in (INTERNAL if isinstance(owner, nn.Module) else ()) and (
+                    what not in seen_of(owner))}
 
     def _are(self) -> dict[str, tuple[str, object]]:
         """Of each what to say of it, and what it is compared by."""
@@ -128,6 +148,11 @@ class Given:
             found[f"{name}.requires_grad"] = f"is {parameter.requires_grad}", parameter.requires_grad
         for name, buffer in self.model.named_buffers():
             found[f"the value of {name}"] = "was written to", (id(buffer), buffer._version)
+        for what, value in self._others().items():
+            found[f"the attribute {what}"] = "is another object", id(value)
+        for name, owner in owners(self.model).items():
+            if not isinstance(owner, nn.Module):
+                found[f"the object {name}"] = "is another one", id(owner)
         for number, group in enumerate(self.optimizer.param_groups):
             found[f"group {number} of the optimizer"] = "has other parameters", [id(each) for each in group["params"]]
         return found

@@ -21,8 +21,8 @@ from paragrad.techniques.draws import Draws
 from paragrad.techniques.layout import Held, Layout
 from paragrad.techniques.slices import FOREACH
 from paragrad.techniques.table import bringing, cuts, ours, share_of
-from paragrad.techniques.untouched import same
 from paragrad.techniques.updating import ALL, ELEMENT, hooked, updates_by
+from paragrad.techniques.values import same
 from paragrad.training.apart import refuse_views
 from paragrad.training.settings import Settings
 from paragrad.world.world import World

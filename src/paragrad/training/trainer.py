@@ -246,7 +246,7 @@ class Trainer:
         """The same with the weight it stands on: {"value", "weight"}."""
         samples = Samples(dataset, self.seed, self.collate, self.world.timeout)
         if self.given is not None:
-            self.given.followed(self.model, self.passes)
+            self.given.followed(self.model, self.passes, modes=False)
         with self.for_evaluation(), evaluating(self.model), self.casting():
             return evaluated(self.replicated, self.module, self.passes, self.layout, samples, metric, self.dtype, loaders)
 

@@ -39,9 +39,10 @@ def fitted(job: Job, asked: str | Strategy, settings: Settings) -> tuple[Job, Se
     chosen, plain = strategy(asked), replace(settings, memory=None)
     refuse_unbuilt(chosen)
     resolved = ready(chosen, here_for(plain))
-    if (left := memory_left()) is not None and settings.budget * resolved.size > left:
+    left = memory_left() if settings.device == "cpu" else None
+    if left is not None and settings.budget * resolved.size > left:
         raise Refused(f"job {job.name}: memory {sized(settings.budget)} for each of {resolved.size} rank(s) is more than the "
-                      f"{sized(left)} that this host has left; give at most {sized(left // resolved.size)}")
+                      f"{sized(left)} that this host has left; give at most {left // resolved.size >> 20}MiB")
     division = resolved.division
     grain = sum(division.shares) * division.micro
     facts = examined(job.replace(batch=MORE * grain), plain.folder)

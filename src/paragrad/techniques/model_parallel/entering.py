@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paragrad.techniques.untouched import differentiable
+from paragrad.techniques.values import differentiable
 
 
 def entered(received: Sequence[Tensor], wants: Iterable[bool]) -> tuple[list[Tensor], list[Tensor | None]]:

@@ -32,7 +32,8 @@ from paragrad.techniques.model_parallel.plan import ANOTHER_WAY, HIDDEN, Crossin
 from paragrad.techniques.model_parallel.planning import Hollow, Planning, Standing
 from paragrad.techniques.model_parallel.straight import straight, through
 from paragrad.techniques.model_parallel.watch import Place, Running, Unit, noted, tensors_in, tensors_within
-from paragrad.techniques.untouched import differentiable, unchanged
+from paragrad.techniques.untouched import unchanged
+from paragrad.techniques.values import differentiable
 
 SHAPES, WAYS = 64, 4            # of inputs, and ways through the model for one, of which plans are kept
 

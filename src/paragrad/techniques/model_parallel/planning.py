@@ -16,7 +16,8 @@ from paragrad.errors import StepFailed
 from paragrad.techniques.model_parallel.plan import HIDDEN, Crossing, Plan, StandIn
 from paragrad.techniques.model_parallel.tape import Tape
 from paragrad.techniques.model_parallel.watch import InUnits, Place, Running, Unit, noted, tensors_in
-from paragrad.techniques.untouched import differentiable, kept_by, same
+from paragrad.techniques.untouched import kept_by
+from paragrad.techniques.values import differentiable, same
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from paragrad.strategies.pipeline import Asked
 from paragrad.techniques.model_parallel.flow import Flow, Unplanned
 from paragrad.techniques.model_parallel.planning import Like, Standing
 from paragrad.techniques.model_parallel.watch import Unit, calls_watched, tensors_in
-from paragrad.techniques.untouched import UNCHANGING, untouched
+from paragrad.techniques.untouched import untouched
+from paragrad.techniques.values import UNCHANGING
 
 FINE = 8                # units are split further while one is more than an eighth of a part's work
 NO_LOSS = nn.functional.mse_loss        # of models that are looked at without one

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paragrad.datasets.loading import brought, parted
+from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed, loss_in
 from paragrad.jobs.precision import move
 from paragrad.strategies.shares import micro_batches
@@ -23,12 +24,14 @@ from paragrad.techniques.batch_norm import BatchNorm
 from paragrad.techniques.draws import Draws
 from paragrad.techniques.one_copy import give_back
 from paragrad.techniques.table import cuts
-from paragrad.techniques.untouched import Before, set_values, untouched
+from paragrad.techniques.untouched import Before, untouched
+from paragrad.techniques.values import set_values
 from paragrad.training.additive import Excerpt
 from paragrad.training.batches import Batch
 from paragrad.training.first_step.made import Made
 from paragrad.training.first_step.proof import ORDERS, Order, Proof, in_numbers, made_alone, precise, spread
 from paragrad.world import waiting
+from paragrad.world.joining import ranks_here
 from paragrad.world.launched import memory_left
 from paragrad.world.world import World
 
@@ -192,8 +195,12 @@ def fewer(trainer: Trainer, batch: Batch) -> Batch | None:
     return None if room >= len(batch.indices) else batch.fewer(room, trainer.division, trainer.replicas)
 
 
-def copies_fit(world: World, module: Summed) -> bool:
-    """May every rank have the whole model once more, to put back, and in float64, with gradients, hollow parts beside it?
-    Collective."""
-    left, wanted = memory_left(), 7 * world.size * sum(each.nbytes for each in module.parameters())
-    return bool(world.all_reduced(torch.tensor(float(left is None or wanted <= left)), "MIN"))
+def refuse_copies(world: World, module: Summed) -> None:
+    """Raises StepFailed where not every rank may have the whole model some times more: to put back, and in float64, with
+    gradients and parts beside it. Collective."""
+    left = memory_left() if world.device.type == "cpu" else None
+    wanted = 7 * (ranks_here() or world.size) * sum(each.nbytes for each in module.parameters())
+    if not world.all_reduced(torch.tensor(float(left is None or wanted <= left)), "MIN"):
+        raise StepFailed(f"this step is off from one worker's by more than rounding in its type explains at once, and to make "
+                         f"it again in float64 wants about {wanted >> 20} MiB on each host, which is not there; train it in "
+                         "float64, on fewer ranks of a host, or unchecked (--unchecked, unchecked=True)")

@@ -52,7 +52,7 @@ def likely(trainer: Trainer, misses: list[Miss]) -> str:
     if kinds & {"parameter", "state"}:
         return PARAMETER if "parameter" in kinds else STATE
     moved = [miss.gap.tensor for miss in misses if miss.kind == "buffer" and miss.gap.tensor not in trainer.batch_norm.normed]
-    if moved and trainer.division.micro > 1:
+    if moved and trainer.division.micro > 1 and len(trainer.division.shares) == 1 and not trainer.batch_norm.computed:
         return FORWARDS.format(moved[0])
     if "weight" in kinds:
         return WEIGHT

@@ -23,7 +23,7 @@ from paragrad.techniques.layout import Layout
 from paragrad.techniques.table import cuts, exchange_of, passes_of
 from paragrad.techniques.untouched import Before, untouched
 from paragrad.training.batches import Batch
-from paragrad.training.first_step.beside import copies_fit, fetched, fewer, proof
+from paragrad.training.first_step.beside import fetched, fewer, proof, refuse_copies
 from paragrad.training.first_step.causes import by_layout, not_the_same
 from paragrad.training.first_step.look import all_given_as_loaded, given_as_loaded, looked_at, seen_at_the_door
 from paragrad.training.first_step.made import Made
@@ -47,7 +47,6 @@ def before(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> None:
     """
     if trainer.exchange is not None:
         if trainer.given is not None:
-            trainer.given.refuse_changes()
             trainer.given.followed(trainer.model, trainer.passes)
         if trainer.splits and trainer.taken == 1 and apart(trainer):
             trainer.log.choice("loss again", "not checked", apart(trainer))
@@ -117,8 +116,8 @@ def _in_double(trainer: Trainer, module: Summed, kept: Before, batch: Batch, giv
     """The misses of the same step in float64, by the strategy's own code on a copy of the whole module; None where that cannot
     be. given: (inputs, target) as they were before the step;  loaded: they are what `batches` gave. Collective."""
     twin: Trainer | None = None
-    if cuts(trainer.strategy) and not copies_fit(trainer.world, module):
-        return None
+    if cuts(trainer.strategy):
+        refuse_copies(trainer.world, module)
     try:
         with untouched(module):
             trainer.world.barrier()                 # parameters that ranks share are as they are, on all of them

@@ -139,10 +139,11 @@ class Messages(Lane):
         work.until = min(work.until, time.monotonic() + work.seconds)
         super().hurry(work)
 
-    def until(self) -> float:
-        """When the first of those must be done that were left to the daemon."""
+    def hurried(self, work: Message) -> Message:
+        """Of what was left to the daemon, what must be done first; this one, where nobody waits for any."""
         with self.left.guard:
-            return min((each.until for each in self.left.works if not each.done), default=math.inf)      # type: ignore[attr-defined]
+            return min((each for each in (work, *self.left.works) if not each.done),        # type: ignore[type-var, return-value]
+                       key=lambda each: each.until, default=work)                           # type: ignore[attr-defined]
 
     def make_way(self) -> None:
         self.bells.post(self.rank)
@@ -163,9 +164,10 @@ class Messages(Lane):
                     return
                 if self.bells.wait(self.rank, 0 if patient else self.peers.spins):
                     continue
-                while not work.done and not self.peers.look(self.bells, self.rank, work.peer,
-                                                            self.until() if patient else deadline, work.__str__):
-                    pass
+                while not work.done:
+                    first = self.hurried(work) if patient else work
+                    if self.peers.look(self.bells, self.rank, first.peer, first.until if patient else deadline, first.__str__):
+                        break
         except GroupError as error:
             self._fail(error)
             if not work.done:

@@ -1,0 +1,143 @@
+"""Values that can be copied, compared and put back: numbers, text, generators, tensors, and what holds them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+UNCHANGING = (type(None), bool, int, float, str, bytes, complex, torch.Size, torch.dtype, torch.device)
+GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A random generator's state."""
+    state: Any
+
+
+def plain(value: Any) -> bool:
+    if type(value) in weakref.ProxyTypes:               # of what may have gone: isinstance asks it
+        return False
+    if isinstance(value, dict):
+        return all(map(_unchanging, value)) and all(map(plain, value.values()))
+    if isinstance(value, list | tuple | set | deque):
+        return all(map(plain, value))
+    return isinstance(value, (*UNCHANGING, *GENERATORS, numpy.ndarray)) or (
+        isinstance(value, Tensor) and not value.requires_grad)
+
+
+def _unchanging(key: Any) -> bool:
+    return isinstance(key, UNCHANGING) or (isinstance(key, tuple) and all(map(_unchanging, key)))
+
+
+def copied(value: Any) -> Any:
+    if isinstance(value, (*UNCHANGING, FakeTensor)):
+        return value
+    if isinstance(value, GENERATORS):
+        return Drawing(_generator_state(value))
+    return copy.deepcopy(value, {id(each): each for each in tree_leaves(value) if isinstance(each, FakeTensor)})
+
+
+def _generator_state(generator: Any) -> Any:
+    if isinstance(generator, numpy.random.Generator):
+        return copy.deepcopy(generator.bit_generator.state)
+    if isinstance(generator, numpy.random.RandomState):
+        return generator.get_state(legacy=False)
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def keeping(value: Any) -> Callable[[], Any]:
+    """Gives the same object back, with what it holds now."""
+    if isinstance(value, (*UNCHANGING, FakeTensor)):
+        return lambda: value
+    put_back = _contents(value)
+
+    def again() -> Any:
+        put_back()
+        return value
+    return again
+
+
+def _contents(value: Any) -> Callable[[], Any]:
+    if isinstance(value, GENERATORS):
+        return functools.partial(_set_generator, value, _generator_state(value))
+    if isinstance(value, Tensor):
+        return functools.partial(set_values, value, value.detach().clone())
+    if isinstance(value, numpy.ndarray):
+        return functools.partial(_set_array, value, value.copy())
+    held = {key: keeping(each) for key, each in (value.items() if isinstance(value, dict) else enumerate(value))}
+
+    def put_back() -> None:
+        again = {key: each() for key, each in held.items()}
+        now = dict(value.items() if isinstance(value, dict) else enumerate(value))
+        if now.keys() == again.keys() and all(now[key] is each for key, each in again.items()):
+            return                      # it may be one that is not to be changed
+        if isinstance(value, dict | set):
+            value.clear()
+            value.update(again if isinstance(value, dict) else again.values())
+        elif not isinstance(value, tuple):
+            value.clear()
+            value.extend(again.values())
+    return put_back
+
+
+def _set_array(array: numpy.ndarray[Any, Any], values: numpy.ndarray[Any, Any]) -> None:
+    if not numpy.array_equal(array, values):            # it may be for reading alone
+        numpy.copyto(array, values)
+
+
+def _set_generator(generator: Any, state: Any) -> None:
+    if isinstance(generator, numpy.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(b, Drawing):
+        return same(a.state if isinstance(a, Drawing) else _generator_state(a) if isinstance(a, GENERATORS) else None, b.state)
+    if isinstance(a, FakeTensor) or isinstance(b, FakeTensor):         # of a part that another rank holds
+        return type(a) is type(b)
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        if isinstance(a, Tensor) and isinstance(b, Tensor) and (a.is_meta or b.is_meta):           # as in a model given away
+            return a.is_meta and b.is_meta and a.shape == b.shape
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and (
+            torch.equal(a, b) or (a.is_floating_point() and a.shape == b.shape and bool(
+                torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True))))
+    if isinstance(a, numpy.ndarray) or isinstance(b, numpy.ndarray):
+        return bool(numpy.array_equal(a, b))
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple | deque):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b) or (a != a and b != b)
+
+
+def differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def set_values(buffer: Tensor, values: Tensor) -> None:
+    """In place where the shape is the same."""
+    if isinstance(buffer, FakeTensor) or buffer.is_meta:
+        return
+    if buffer.shape != values.shape:
+        buffer.data = values.clone()
+    elif not torch.equal(buffer, values):
+        buffer.data.copy_(values)
