@@ -496,9 +496,7 @@ class Odd(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(10, 4)
-        gone = nn.Identity()
-        self.kind, self.proxy, self.words = list[int], weakref.proxy(gone), Frozen(a=1)
-        del gone
+        self.kind, self.proxy, self.words = list[int], weakref.proxy(lambda: None), Frozen(a=1)
 
 
 class Frozen(dict[str, int]):
