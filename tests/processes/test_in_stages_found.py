@@ -496,7 +496,8 @@ class Odd(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(10, 4)
-        self.kind, self.proxy, self.words = list[int], weakref.proxy(lambda: None), Frozen(a=1)
+        self.kind, self.words = list[int], Frozen(a=1)
+        self.__dict__["proxy"] = weakref.proxy(lambda: None)
 
 
 class Frozen(dict[str, int]):
