@@ -6,7 +6,7 @@ import copy
 import functools
 import random
 import weakref
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 UNCHANGING = (type(None), bool, int, float, str, bytes, complex, torch.Size, torch.dtype, torch.device)
 GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
+CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)         # another's own may not let itself be changed
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,9 @@ def plain(value: Any) -> bool:
     if type(value) in weakref.ProxyTypes:               # of what may have gone: isinstance asks it
         return False
     if isinstance(value, dict):
-        return all(map(_unchanging, value)) and all(map(plain, value.values()))
+        return type(value) in CONTAINERS and all(map(_unchanging, value)) and all(map(plain, value.values()))
     if isinstance(value, list | tuple | set | deque):
-        return all(map(plain, value))
+        return (type(value) in CONTAINERS or isinstance(value, tuple)) and all(map(plain, value))
     return isinstance(value, (*UNCHANGING, *GENERATORS, numpy.ndarray)) or (
         isinstance(value, Tensor) and not value.requires_grad)
 
