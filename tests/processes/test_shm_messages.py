@@ -411,6 +411,24 @@ def test_a_receive_that_is_asked_for_early(pool: Ranks) -> None:
     assert "rank 0 gave up waiting for rank 1 in receive" in pool.run(asked_for_early, True, size=2, backend="shm")[0]
 
 
+def one_of_two_is_awaited(world: World) -> str:
+    group = dist.new_group(timeout=timedelta(seconds=0.3))
+    if world.rank:
+        world.store.wait(["given up"])
+        return ""
+    posted = dist.irecv(torch.zeros(3), 1, group)
+    with pytest.raises(RuntimeError) as caught:
+        dist.irecv(torch.zeros(5), 2, group).get_future().wait()
+    world.store.set("given up", "")
+    assert posted.is_completed()
+    return str(caught.value)
+
+
+def test_what_is_awaited_is_named_and_not_what_was_posted_before(pool: Ranks) -> None:
+    told, *_ = pool.run(one_of_two_is_awaited, size=3, backend="shm")
+    assert "in receive from rank 2 of float32 [5]" in told
+
+
 def in_two_groups(world: World) -> str:
     """Rank 1 comes nowhere; rank 0 waits for it in another group than ranks 2 and 3."""
     both = world.twin(), world.twin()
