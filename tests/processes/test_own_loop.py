@@ -196,7 +196,7 @@ def recurrent_loop(world: World, strategy: str) -> list[float]:
         return [*losses, float(model(VECTORS.tensors[0].double()).sum())]
 
 
-@pytest.mark.parametrize("strategy", ["place(2)", "pipeline(2, micro=2)"])
+@pytest.mark.parametrize("strategy", ["place(2)", pytest.param("pipeline(2, micro=2)", marks=pytest.mark.story)])
 def test_a_frozen_lstm_in_a_loop_of_ones_own(pool: Ranks, strategy: str) -> None:
     expected = recurrent_loop(World(), "serial")
     for losses in pool.run(recurrent_loop, strategy, size=2):
@@ -308,7 +308,8 @@ def annealing_loop(world: World, strategy: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("strategy", ["place(2)", "pipeline(2, micro=2, schedule=interleaved(chunks=2))"])
+@pytest.mark.parametrize("strategy", ["place(2)", pytest.param(
+    "pipeline(2, micro=2, schedule=interleaved(chunks=2))", marks=pytest.mark.story)])
 def test_what_is_set_on_a_module_while_it_is_cut_is_set_on_its_part(pool: Ranks, strategy: str) -> None:
     """A dropout that a loop makes weaker, a temperature, a width that crosses a cut, for steps or for a test: the parts kept
     those of the first step, in silence."""

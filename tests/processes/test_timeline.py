@@ -102,7 +102,7 @@ def test_of_every_strategy_a_step_is_told(pool: Ranks, tmp_path: Path, text: str
 
 # ---- the trace --------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("text", ["pipeline(2, micro=2)", "data(2, reduce=ring)", "data(2)", "serial",
-                                  "data(2, state=fully_sharded)",
+                                  pytest.param("data(2, state=fully_sharded)", marks=pytest.mark.story),
                                   pytest.param("data(2, reduce=ring) * pipeline(2, micro=2)", marks=pytest.mark.table)])
 def test_the_trace_is_what_perfetto_reads(pool: Ranks, tmp_path: Path, text: str) -> None:
     """A name for every process and thread; slices of a thread one after the other, or one within another; every arrow leaves
