@@ -159,8 +159,10 @@ def _chosen(model: nn.Module, tree: Call, parts: int, asked: Asked | None, close
         units = _numbered(_units(tree, lambda each: each.name in closed))
     if len(units) < parts:
         inner = any(name for name, _ in units)
-        called = f"the model calls {len(units)} module(s) one after another ({listed(units)})" if inner else (
-            "the model calls none of its modules (where it calls their forward() instead, nobody sees it)")
+        called = "the model calls none of its modules (where it calls their forward() instead, nobody sees it)"
+        if inner or not any(model.children()):
+            called = (f"the model calls {len(units)} module(s) one after another "
+                      f"({listed(units) if inner else type(model).__name__})")
         raise StepFailed(f"{called}, and {parts} parts are wanted; give fewer workers or chunks, or a model that calls more")
     return units
 
