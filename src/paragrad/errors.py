@@ -84,9 +84,8 @@ class StepFailed(RuntimeError):
 
 def where(rank: int | None, step: int | None, tensor: str | None) -> str:
     """What begins a failure's sentence; what is None is left out."""
-    named = {"rank": rank, "step": step, "tensor": tensor}
-    return ", ".join(f"{what} {value}" for what, value in named.items() if value is not None) + ": " * any(
-        value is not None for value in named.values())
+    named = [f"{what} {value}" for what, value in (("rank", rank), ("step", step), ("tensor", tensor)) if value is not None]
+    return f"{', '.join(named)}: " if named else ""
 
 
 def told(error: BaseException) -> str:

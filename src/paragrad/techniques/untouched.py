@@ -123,7 +123,7 @@ def unchanged(model: nn.Module, apart: Iterable[nn.Module] = ()) -> Iterator[Non
     """What a forward does to buffers, hooks and Python state is undone. apart: modules whose Python state stays what it is
     then."""
     state = State(owners(model), compared=False)
-    kept = [keeping(each) for keeping in (_buffers_kept, _hooks_kept) for each in model.modules()]
+    kept = [kept_as(each) for kept_as in (_buffers_kept, _hooks_kept) for each in model.modules()]
     try:
         yield
     finally:

@@ -78,6 +78,7 @@ class Given:
         self.state: State | None = None
         self.hooks: list[RemovableHandle] = []                      # on the model while it is cut
         self.kept: list[object] = []                                # that their ids stay theirs
+        self.modes: dict[str, tuple[str, object]] = {}
         self.versions: dict[str, tuple[Tensor, int]] = {}
 
     def vacate(self) -> None:
@@ -87,7 +88,7 @@ class Given:
             self.hooks += [module.register_forward_pre_hook(no_values), module.register_state_dict_pre_hook(no_values),
                            module.register_load_state_dict_pre_hook(no_values)]
         self.kept = [*self.model.parameters(), *self.model.buffers(), *self.model.modules(), *self._others().values()]
-        self.were, self.state = self._are(), State(owners(self.model))
+        self.were, self.modes, self.state = self._are(), self._modes(), State(owners(self.model))
         self.versions = {name: (each, each._version) for name, each in (
             *self.model.named_parameters(), *self.model.named_buffers())}
 
@@ -102,9 +103,11 @@ class Given:
         to the optimizer."""
         if self.were is None or self.state is None:
             return
-        if changes := [each for each in self._changes() if modes or "mode, other" not in each]:
-            raise StepFailed(changes[0])
-        if changed := {each: value for each, value in self.state.changed().items() if each[1] != "training"}:
+        if change := next(self._changes(modes), None):
+            raise StepFailed(change)
+        known = self.state.owners
+        if changed := {(name, what): value for (name, what), value in self.state.changed().items()
+                       if what != "training" or not isinstance(known[name], nn.Module)}:
             ours = owners(part)
             for (name, what), value in changed.items():
                 vars(ours[name])[what] = value
@@ -116,12 +119,14 @@ class Given:
         """Names of those tensors without values that were written to."""
         return [name for name, (tensor, version) in self.versions.items() if tensor._version != version]
 
-    def _changes(self) -> Iterator[str]:
-        if self.were is None or self.state is None:
-            return
+    def _changes(self, modes: bool) -> Iterator[str]:
+        assert self.were is not None
+        assert self.state is not None
         were, are = self.were, self._are()
-        for each in self.state.gone():
-            are[f"the attribute {'.'.join(filter(None, each))}"] = "is gone", None
+        are |= {f"the value of {name}": ("was written to", True) for name in self.written()}
+        are |= {f"the attribute {'.'.join(filter(None, each))}": ("is gone", True) for each in self.state.gone()}
+        if modes:
+            were, are = were | self.modes, are | self._modes()
         for what in dict.fromkeys((*were, *are)):
             if were.get(what) != are.get(what):
                 now, _ = are.get(what, ("is gone", None))
@@ -134,25 +139,23 @@ class Given:
                 for what, value in vars(owner).items() if what not in (INTERNAL if isinstance(owner, nn.Module) else ()) and (
                     what not in seen_of(owner))}
 
+    def _modes(self) -> dict[str, tuple[str, object]]:
+        return {f"the module {name}" if name else "the model": (f"is in {'training' if module.training else 'eval'} mode",
+                                                                module.training) for name, module in self.model.named_modules()}
+
     def _are(self) -> dict[str, tuple[str, object]]:
         """Of each what to say of it, and what it is compared by."""
         found: dict[str, tuple[str, object]] = {}
         for name, module in self.model.named_modules():
-            found[f"the module {name}" if name else "the model"] = (
-                "is in training mode" if module.training else "is in eval mode", module.training)
             found[f"what is called {name}" if name else "it"] = "is another module", id(module)
             found[f"{name or 'the model'}'s list of hooks"] = "has others", [*map(list, hooks_of(module))]
         for name, parameter in self.model.named_parameters():
             found[f"the parameter {name}"] = "is another tensor", id(parameter)
-            found[f"the value of {name}"] = "was written to", parameter._version
             found[f"{name}.requires_grad"] = f"is {parameter.requires_grad}", parameter.requires_grad
         for name, buffer in self.model.named_buffers():
-            found[f"the value of {name}"] = "was written to", (id(buffer), buffer._version)
+            found[f"the buffer {name}"] = "is another tensor", id(buffer)
         for what, value in self._others().items():
             found[f"the attribute {what}"] = "is another object", id(value)
-        for name, owner in owners(self.model).items():
-            if not isinstance(owner, nn.Module):
-                found[f"the object {name}"] = "is another one", id(owner)
         for number, group in enumerate(self.optimizer.param_groups):
             found[f"group {number} of the optimizer"] = "has other parameters", [id(each) for each in group["params"]]
         return found
