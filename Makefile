@@ -1,13 +1,14 @@
 # make demo    set everything up and run the main job          make check   style, types and pure tests, under a minute
 # make test    set everything up and pass all tests            make table   all tests but the zoo: the whole tables
 # make system  Debian packages that some tests use             make clean   remove what make made
-# make zoo     models from elsewhere, all of them: writes docs/models.md
+# make zoo     models from elsewhere, all of them: writes docs/models.md (over an hour)
+# make cuts    those that can be cut, in two at every place there is (hours)
 # make versions    a part of the tests on the lowest and on the newest versions of what paragrad stands on, in .venv-lowest, .venv-newest
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check table zoo versions lowest newest system clean
+.PHONY: demo test check table zoo cuts versions lowest newest system clean
 .DEFAULT_GOAL := test
 
 demo: .venv/ready
@@ -28,7 +29,10 @@ table: .venv/ready
 
 # the page is written also where rows are not as expected, and says which
 zoo: .venv/zoo
-	PARAGRAD_MODELS_PAGE=docs/models.md $(BIN)/pytest tests/zoo --timeout 300
+	PARAGRAD_MODELS_PAGE=docs/models.md $(BIN)/pytest tests/zoo --ignore tests/zoo/test_every_cut.py --timeout 300 --numprocesses 2 --dist worksteal
+
+cuts: .venv/zoo
+	$(BIN)/pytest tests/zoo/test_every_cut.py --timeout 1800 --numprocesses 2 --dist worksteal
 
 # what they cover: the command line, files, downloads, drawings, pages, the records and ranks of a training
 COVERING := $(addprefix tests/pure/test_,digits.py pages.py profile.py record.py) \

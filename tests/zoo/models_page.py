@@ -54,9 +54,6 @@ class Page:
     strategies: tuple[str, ...]
     lines: list[Line] = field(default_factory=list)
 
-    def note(self, line: Line) -> None:
-        self.lines.append(line)
-
     def text(self) -> str:
         lines = sorted(self.lines, key=lambda line: (line.row.lower(), self.strategies.index(line.strategy)))
         rows = {line.row for line in lines}

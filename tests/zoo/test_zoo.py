@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import odd_jobs
@@ -16,7 +17,7 @@ import torchvision_jobs
 import training_jobs
 import transformers_jobs
 from foreign import missing
-from models_page import Line, Page
+from models_page import Line
 from rows import BOUND, IN_PARTS, STRATEGIES, Equal, Refused, Row
 
 import paragrad as pg
@@ -48,13 +49,13 @@ def line(row: Row, strategy: str, expected: bool, verdict: str, certificate: obj
 
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(("row", "strategy"), cells())
-def test_as_expected(row: Row, strategy: str, page: Page, tmp_path: Path) -> None:
+def test_as_expected(row: Row, strategy: str, note: Callable[[Line], None], tmp_path: Path) -> None:
     if absent := missing(*row.needs):
         pytest.skip(f"{', '.join(absent)} is not installed (make zoo)")
     expected = row.outcome(strategy)
     found = (equal(row, strategy, expected, tmp_path) if isinstance(expected, Equal) else
              refused(row, strategy, expected, tmp_path))
-    page.note(found)
+    note(found)
     assert found.expected, found.verdict
 
 
