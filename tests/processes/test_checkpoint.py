@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ from paragrad.record.record import Record
 from paragrad.report import listing
 from paragrad.strategies.serial import Serial
 from paragrad.strategies.strategy import Strategy
-from paragrad.training import checkpoint, tensor_files
+from paragrad.training import checkpoint, plain, tensor_files
 from paragrad.training.admission import admitted
 from paragrad.training.door import examined
 from paragrad.training.identity import SINCE
@@ -524,6 +525,53 @@ def test_an_own_loop_saves_and_loads(tmp_path: Path) -> None:
             if name == "before":
                 trainer.save(tmp_path)
     assert losses["whole"] == pytest.approx(losses["before"] + losses["after"], rel=1e-12)
+
+
+class Finer(torch.optim.SGD):
+    """Adds up in float64, whatever its parameters are."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state.setdefault("sum", torch.zeros_like(parameter, dtype=torch.float64)).add_(parameter.grad.double())
+        return super().step(closure)
+
+
+def test_state_that_is_finer_than_its_parameter_comes_back_as_it_was(tmp_path: Path) -> None:
+    """torch casts it to the parameter's type, and it was cast back after that: the digits between were lost."""
+    sums = []
+    for loads in (False, True):
+        torch.manual_seed(0)
+        model = mlp().float()
+        optimizer = Finer(model.parameters(), lr=0.01)
+        with pg.parallelize(model, nn.functional.cross_entropy, optimizer) as trainer:
+            if loads:
+                trainer.load(tmp_path)
+            else:
+                data = trainer.batches(VECTORS, batch=12, epoch=0)
+                for _ in range(2):
+                    inputs, target = next(data)
+                    trainer.step(inputs.float(), target)
+                trainer.save(tmp_path)
+            sums.append([optimizer.state[each]["sum"].clone() for each in model.parameters()])
+    assert all(torch.equal(before, after) for before, after in zip(*sums, strict=True))
+    assert any((each != each.float().double()).any() for each in sums[0])
+
+
+def test_saving_leaves_what_others_write_in_the_folder(tmp_path: Path) -> None:
+    """Everything that ended in .partial was removed: a download under way, another command's trace."""
+    for name in ("dataset.zip.partial", "trace.json.partial", "checkpoint-00000001.partial"):
+        (tmp_path / name).write_text("half")
+    model = mlp()
+    with pg.parallelize(model, nn.functional.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.01)) as trainer:
+        trainer.save(tmp_path)
+    assert {path.name for path in tmp_path.glob("*.partial")} == {"dataset.zip.partial", "trace.json.partial"}
+
+
+def test_a_mapping_that_would_not_come_back_is_refused_when_it_is_saved() -> None:
+    assert plain.restored(json.loads(json.dumps(plain.plain({3: 0.1})))) == {3: 0.1}
+    with pytest.raises(StepFailed, match="a checkpoint cannot hold a mappingproxy"):
+        plain.plain(MappingProxyType({3: 0.1}))
 
 
 def test_signals_are_left_alone_elsewhere() -> None:

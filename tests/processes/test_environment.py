@@ -266,6 +266,59 @@ def test_two_ranks_of_one_host_meet_in_a_file(place: Place, variables: Variables
     place.check(2, meetings=3)
 
 
+@pytest.mark.story
+def test_a_run_whose_folder_not_all_ranks_see_is_refused(place: Place, tmp_path: Path) -> None:
+    """Hosts with disks of their own: rank 1 said "No such file or directory", and the others that a connection was closed."""
+    processes = []
+    for rank in (0, 1):
+        (host := tmp_path / f"host-{rank}").mkdir()
+        processes.append(started(["env", "-C", str(host), sys.executable, "-m", "paragrad", "train", "digits", "--strategy",
+                                  "data(2)", "--backend", "gloo"], {**place.shell, **mpich(rank, 2)}))
+    for process in processes:
+        with process:
+            _, complaints = process.communicate(timeout=60)
+        assert process.returncode == 2
+        assert complaints.endswith("which rank 0 has made for the records of all, is not seen by rank(s) 1; give --runs a "
+                                   "folder that all hosts share\n")
+    assert list((tmp_path / "host-0" / "runs").iterdir()) == []
+
+
+@pytest.mark.story
+def test_ranks_of_a_launcher_leave_a_trace_of_a_run_that_fails(place: Place, tmp_path: Path) -> None:
+    (job := tmp_path / "breaks.py").write_text(BREAKS)
+    (trace := tmp_path / "trace.json")
+    processes = [started([sys.executable, "-m", "paragrad", "train", str(job), "--strategy", "data(2)", "--trace", str(trace),
+                          "--runs", str(tmp_path / "runs")], {**place.shell, **mpich(rank, 2)}) for rank in (0, 1)]
+    for process in processes:
+        with process:
+            _, complaints = process.communicate(timeout=60)
+        assert process.returncode == 1, complaints
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {event["args"].get("step") for event in events if event["ph"] == "X"} >= {0, 1}
+    assert list(tmp_path.glob("trace.json.*")) == []
+
+
+BREAKS = """
+import paragrad as pg, torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+class Breaks(nn.Linear):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += self.training
+        if self.calls > 4:
+            raise RuntimeError("enough")
+        return super().forward(x)
+
+numbers = torch.Generator().manual_seed(1)
+data = TensorDataset(torch.randn(48, 6, generator=numbers), torch.randint(3, (48,), generator=numbers))
+JOB = pg.Job(model=lambda: Breaks(6, 3), loss=nn.functional.cross_entropy, train=data, batch=4, epochs=1, name="breaks",
+             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+"""
+
+
 @pytest.mark.table
 def test_nothing_is_left_of_many_meetings(place: Place) -> None:
     """The store's own clean-up counts who has finished and who still holds it, one after the other: of ranks that left at the

@@ -17,7 +17,12 @@ from torch.utils.data import TensorDataset
 
 import paragrad as pg
 from paragrad.datasets.loading import parted
+from paragrad.jobs.loss import Summed
+from paragrad.record.log import Log
+from paragrad.strategies.data import Native
 from paragrad.strategies.strategy import Strategy
+from paragrad.techniques.data_parallel.own_buckets import OwnBuckets
+from paragrad.techniques.exchange import How, Replica
 from paragrad.techniques.model_parallel import split
 from paragrad.techniques.model_parallel.flow import SHAPES, Flow
 from paragrad.techniques.model_parallel.units import units_of
@@ -682,3 +687,30 @@ def test_two_halves_of_a_backward_give_the_same_bits(tmp_path: Path) -> None:
     assert all(torch.equal(plain[name], halves[name]) for name in plain)
     told = [line["picked"] for line in runs["zero_bubble"].of("choice") if line["what"] == "weights' part"]
     assert told == ["92% of the parameters"]
+
+
+def in_buckets(world: World) -> tuple[list[bool], list[float]]:
+    """(is the gradient a part of the bucket that travels?, the sums) of two layers, of which one parameter has none."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    exchange = OwnBuckets(Replica(Summed(model, nn.functional.cross_entropy), torch.optim.SGD(model.parameters())), world,
+                          Log(None), How(), Native())
+    try:
+        exchange.begin()
+        *used, unused = model.parameters()
+        for number, parameter in enumerate(used):
+            parameter.grad = torch.full_like(parameter, 10.0 ** number * (1 + world.rank))
+        for parameter in reversed([*used, unused]):
+            exchange.ready(parameter)
+        (bucket,) = exchange.sending
+        travels = [parameter.grad.untyped_storage().data_ptr() == bucket.vector.untyped_storage().data_ptr()
+                   for parameter in used if parameter.grad is not None]
+        exchange.finish(1.0, 0.5)
+        assert unused.grad is None
+        return travels, [float(parameter.grad.mean()) for parameter in used if parameter.grad is not None]
+    finally:
+        exchange.close()
+
+
+def test_gradients_are_where_they_travel(pool: Ranks) -> None:
+    """They lay beside their buckets, all of which were there until the next step: twice what the record said."""
+    assert pool.run(in_buckets, size=2) == [([True] * 3, [3.0, 30.0, 300.0])] * 2

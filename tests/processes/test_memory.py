@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -10,21 +11,25 @@ from unittest import mock
 import pytest
 import torch
 from equality import job as make_job
-from equality import numbers, whole
+from equality import numbers, resolved, whole
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
 
 import paragrad as pg
+from paragrad.datasets.loading import parted
 from paragrad.record.record import Record
+from paragrad.strategies.strategy import Strategy
 from paragrad.techniques.alive import Alive
 from paragrad.training.account import account
 from paragrad.training.admission import admitted
+from paragrad.training.trainer import Trainer
 from paragrad.verbs import fit
 from paragrad.verbs.cli import app
 from paragrad.verbs.memory import one_step
 from paragrad.verbs.trial import tried
 from paragrad.world.launching import Ranks
+from paragrad.world.world import World
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -69,6 +74,47 @@ def test_the_peak_is_foretold(pool: Ranks, row: str) -> None:
     counted = one_step(pool, admitted(BLOCKS, found.strategy, facts=checked.facts))
     for rank in range(found.ranks):
         assert found.peak(rank) == pytest.approx(counted[found.first + rank]["activations"], rel=0.05), rank
+
+
+class Looking(nn.Module):
+    """Notes of how many samples it runs in a test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.tested = nn.Linear(40, 4), set[int]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            self.tested.add(len(x))
+        return self.out(x)
+
+
+def looked(world: World, chosen: Strategy) -> set[int]:
+    model = Looking()
+    trainer = Trainer(world, model, nn.functional.cross_entropy, adam(model.parameters()), chosen, examined=True)
+    try:
+        for fetched in itertools.islice(trainer.batches(DATA, 24, epoch=0), 1):
+            trainer.step(*parted(fetched))
+        trainer.evaluate(DATA, pg.accuracy)
+        return model.tested
+    finally:
+        trainer.close()
+
+
+def test_a_test_runs_no_more_samples_at_once_than_a_step(pool: Ranks) -> None:
+    """256, whatever the batch: with a loss whose weight is read off its graph, that of 256 samples was alive at once."""
+    assert looked(World(), resolved("serial")) == {24}
+    assert looked(World(), resolved("serial(micro=4)")) == {6}
+    assert pool.run(looked, resolved("data(2, shares=[3, 1], reduce=ring)"), size=2) == [{18, 12}, {6}]
+
+
+def test_what_a_test_holds_is_foretold() -> None:
+    """Of a job that is judged by its loss alone, the graph by which that is weighed."""
+    judged = admitted(BLOCKS.replace(metric=None, loss=lambda output, _: output.square().mean()), "serial(micro=3)")
+    found = account(judged.job, judged.resolved, judged.facts)
+    assert found.in_test(0) == found.peak(0) > 0
+    scored = admitted(BLOCKS, "serial")
+    assert account(scored.job, scored.resolved, scored.facts).in_test(0) == 0
 
 
 def test_what_is_counted_is_what_the_allocator_gave() -> None:
@@ -135,12 +181,40 @@ def test_the_reason_that_is_given_for_a_batch() -> None:
     assert found.because(16, {"parameters": 100}, "the largest that was seen to fit").startswith("the largest that was seen to")
     assert found.because(16, {"parameters": 100}).startswith("the largest multiple of 2,")
     assert found.because(96, {"parameters": 100}).startswith("all samples of the dataset;")
+    found.grain = 5
+    assert found.because(95, {"parameters": 100}).startswith("the largest multiple of 5, which makes micro-batches equal, that "
+                                                             "the dataset has;")
 
 
 def test_a_batch_of_all_samples(tmp_path: Path) -> None:
     run = pg.train(BLOCKS.replace(batch="fit"), "serial", memory="1GB", runs=tmp_path)
     assert run.header["job"]["batch"] == 96
     assert next(line["because"] for line in run.choices if line["what"] == "batch").startswith("all samples of the dataset")
+
+
+def test_a_batch_is_found_for_batch_norm(tmp_path: Path) -> None:
+    """Refused, for the small batches that it tries leave a last one of one sample; what it finds must leave none."""
+    norm = make_job("norm", lambda: nn.Sequential(nn.Linear(40, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)),
+                    TensorDataset(numbers(97, 40, seed=1), whole(4, 97, seed=2)), batch="fit", epochs=1)
+    run = pg.train(norm, "serial", memory="1GB", runs=tmp_path / "all", limit=2)
+    assert run.header["job"]["batch"] == 97
+    run = pg.train(norm, "data(2)", memory="1GB", runs=tmp_path / "even", limit=2)
+    assert run.header["job"]["batch"] == 94, "96 leaves one sample"
+
+
+def test_a_run_with_a_batch_that_was_found_goes_on_with_it(tmp_path: Path) -> None:
+    job = BLOCKS.replace(batch="fit", epochs=2)
+    before = pg.train(job, "serial", memory="300KB", runs=tmp_path, save=1, limit=2)
+    after = pg.train(job, "serial", memory="300KB", runs=tmp_path, resume=before.folder, limit=3)
+    assert after.header["job"]["batch"] == before.header["job"]["batch"] < 96
+    assert next(line["because"] for line in after.choices if line["what"] == "batch").startswith("that of ")
+
+
+def test_draw_memory_names_the_ranks_of_the_larger_replica() -> None:
+    result = CliRunner().invoke(app, ["draw", "--memory", "--job", "digits", "data(2, shares=[1, 3]) * pipeline(2, micro=2)"])
+    assert result.exit_code == 0, result.output
+    assert [line.split()[0] for line in result.stdout.splitlines()[-2:]] == ["2", "3"]
+    assert "\n2 | F0" in result.stdout
 
 
 def test_draw_memory(tmp_path: Path) -> None:

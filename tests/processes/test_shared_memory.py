@@ -277,7 +277,8 @@ def held(world: World, each: Job) -> tuple[int, int, int, set[int]]:
         trainer.step(*parted(fetched))
     assert isinstance(trainer.exchange, SharedMemory)
     state = sum(value.numel() for values in trainer.optimizer.state.values() for value in values.values() if value.dim())
-    found = (trainer.exchange.largest, state, sum(parameter.numel() for parameter in trainer.model.parameters()),
+    assert trainer.exchange.largest == 0, "they were counted as gradients, and once more as what the exchange keeps"
+    found = (trainer.exchange.memory.row, state, sum(parameter.numel() for parameter in trainer.model.parameters()),
              {parameter.untyped_storage().nbytes() for parameter in trainer.model.parameters()})
     trainer.close()
     return found

@@ -77,11 +77,23 @@ def test_only_some_steps_are_told_in_detail(pool: Ranks, tmp_path: Path) -> None
 
 
 def test_tests_between_epochs_are_no_part_of_a_step(pool: Ranks, tmp_path: Path) -> None:
-    """The forwards of a test were written to the step after it."""
+    """The forwards of a test were written to the step after it, and what fully_sharded gathers for one."""
     record = trained(pool, tmp_path, "pipeline(2, micro=2)", JOB.replace(test=VECTORS))
     for rank in range(2):
         computed = [(span["step"], span["name"]) for span in record.of("span", rank) if span["lane"] == "compute"]
         assert len(computed) == len(set(computed)) == 20 * 4
+    (folder := tmp_path / "sharded").mkdir()
+    record = trained(pool, folder, "data(2, state=fully_sharded)", JOB.replace(test=VECTORS), trace=folder / "trace.json")
+    for rank in range(2):
+        begun = {step["step"]: step["start"] for step in record.of("step", rank)}
+        assert [span for span in record.of("span", rank) if span["start"] < begun[span["step"]]] == []
+
+
+def test_steps_of_short_batches_are_not_shown_nor_learnt_from(pool: Ranks, tmp_path: Path) -> None:
+    """Of 29 samples in batches of 15 every other step is shorter, and has as many micro-batches."""
+    record = trained(pool, tmp_path, "pipeline(2, micro=2)", JOB.replace(batch=15))
+    assert all(number % 2 == 0 for number in measured(record, DETAILED))
+    assert len(measured(record, DETAILED)) >= 4
 
 
 @pytest.mark.parametrize(("text", "waits"), [("data(2)", {"adding up gradients", "updating parameters"}),

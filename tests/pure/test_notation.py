@@ -154,6 +154,14 @@ def test_built_ones_pass() -> None:
         refuse_unbuilt(strategy(text))
 
 
+def test_what_is_tried_beside_data_auto_is_the_same_training() -> None:
+    """One worker with all threads was, whatever had been asked of the shares: their statistics, their micro-batches, whose
+    batch norm sees other samples, or that no rank has all of the state."""
+    assert strategy("data(auto)").alternatives(Here(2)) == (Serial(threads=2),)
+    for asked in ("data(2)", "data(auto, batch_norm=share)", "data(auto, micro=2)", "data(auto, state=fully_sharded)"):
+        assert strategy(asked).alternatives(Here(2)) == ()
+
+
 def test_auto_is_resolved() -> None:
     assert resolve(Serial(), Here(8)) == Serial(threads=8)
     assert resolve(Data("auto"), Here(8)) == Data(8, reduce="auto", state="replicated")         # picked when first exchanged

@@ -1,4 +1,4 @@
-"""A step as it was, and as the clock foretells it: two Timelines, for the chart of a page and for `paragrad timeline`.
+"""A step as it was, and as the clock foretells it: two Timelines, for the chart of a page and for a benchmark.
 
 The clock plays the strategy's own schedule. How long each task takes it is told from the first of the steps that a run tells in
 detail, the median of its kind on its rank; what it foretells are the steps after them, which it has not seen.
@@ -49,14 +49,17 @@ class WholeStep:
 
 # ---- as it was -------------------------------------------------------------------------------------------------------------
 def measured(record: Record, turns: range = FORETOLD) -> dict[int, Timeline]:
-    """Some of the steps that every worker told in detail, by their numbers. record: read with spans or without.
+    """Some of the steps of full batches that every worker told in detail, by their numbers. record: read with spans or without.
 
     turns: which of the run's steps, from 0. Seconds count from where the first rank began with the step.
     """
+    full = min(record.header["job"]["batch"], record.header["job"]["samples"]) if "job" in record.header else 0
     lines = {rank: list(_first(record, rank, turns.stop)) for rank in range(record.header.get("workers", 0))}
     steps = [[line for line in each if line["kind"] == "step"] for each in lines.values()]
     found = {}
     for turn in range(turns.start, min([turns.stop, *map(len, steps)]) if steps else 0):
+        if sum(stop - first for first, stop in (each[turn]["order"] for each in steps)) < full:
+            continue
         number, start = steps[0][turn]["step"], min(each[turn]["start"] for each in steps)
         ends = tuple(each[turn]["start"] + each[turn]["seconds"] - start for each in steps)
         spans = tuple(_span(rank, line, start) for rank, each in lines.items() for line in each
@@ -111,7 +114,7 @@ def foretold(record: Record, machine: Machine | None = None) -> Foretold | None:
     schedule = replace(schedule, trained=_trained(schedule, size, steps))
     tasks = [{str(each): _kind(each, rank) for each in schedule.program(rank, size) if isinstance(each, Compute)}
              for rank in range(size)]
-    whole = [step for step in steps if _names(step, size) == [set(each) for each in tasks]]      # no short batch
+    whole = [step for step in steps if _names(step, size) == [set(each) for each in tasks]]
     if not whole:
         return None
     taken = _taken(whole, tasks, posting=machine is None)

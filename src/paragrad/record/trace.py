@@ -25,7 +25,7 @@ def check(path: Path) -> None:
         if path.is_dir():
             raise IsADirectoryError(0, "it is a folder")
         (partial := _partial(path)).open("a").close()
-        partial.unlink()
+        partial.unlink(missing_ok=True)         # ranks of a launcher all try it
     except OSError as error:
         raise Refused(f"--trace {path}: {error.strerror}; give a file in a folder that is there and can be written") from None
 

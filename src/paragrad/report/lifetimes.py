@@ -22,6 +22,7 @@ MARGIN, ROW, BAR, LETTER = 34, 86, 48, 6.6      # beside bars; of a rank; of the
 @dataclass(frozen=True)
 class Lifetimes:
     """Of one rank. moments: as foretold, task by task;  tested: at most, in a test;  counted: in a step, as its record says."""
+    rank: int
     moments: Sequence[Moment]
     tested: int | None = None
     counted: dict[str, int] | None = None
@@ -39,11 +40,11 @@ def as_text(title: str, ranks: Sequence[Lifetimes], svg: Path | None = None) -> 
         except OSError as error:
             raise Refused(f"--svg {svg}: {error.strerror}; give a file in a folder that is there and can be written") from None
     most = max(1, *(each.peak.bytes for each in ranks))
-    margin = len(str(len(ranks) - 1))
+    margin = len(str(ranks[-1].rank))
     lines = [f"{title}; █ is {sized(most)}"]
-    for rank, each in enumerate(ranks):
+    for each in ranks:
         bars = " ".join(BARS[-(-8 * moment.bytes // most)] * len(moment.task) for moment in each.moments)
-        lines += [f"{rank:>{margin}} | " + " ".join(moment.task for moment in each.moments), f"{'':>{margin}} | {bars}"]
+        lines += [f"{each.rank:>{margin}} | " + " ".join(moment.task for moment in each.moments), f"{'':>{margin}} | {bars}"]
     return "\n".join([*lines, "", *_table(ranks)])
 
 
@@ -51,9 +52,9 @@ def _table(ranks: Sequence[Lifetimes]) -> list[str]:
     """What each rank holds."""
     kinds = [kind for kind in ("parameters", "gradients", "optimizer", "exchange") if any(each.counted for each in ranks)]
     rows = [("rank", "activations, foretold", "in", "counted", "in a test", *kinds)]
-    for rank, each in enumerate(ranks):
+    for each in ranks:
         counted = each.counted or {}
-        rows.append((str(rank), sized(each.peak.bytes), each.peak.task,
+        rows.append((str(each.rank), sized(each.peak.bytes), each.peak.task,
                      sized(counted["activations"]) if "activations" in counted else "-",
                      "-" if each.tested is None else sized(each.tested), *(sized(counted.get(kind, 0)) for kind in kinds)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -70,10 +71,10 @@ def as_svg(title: str, ranks: Sequence[Lifetimes]) -> str:
         axes: Any = figure.add_axes((0.0, 0.0, 1.0, 1.0))
         axes.set_axis_off()
         axes.set(xlim=(0, width), ylim=(ROW * len(ranks), 0))
-        for rank, each in enumerate(ranks):
-            base = ROW * (rank + 1) - 18
+        for row, each in enumerate(ranks):
+            base = ROW * (row + 1) - 18
             axes.plot([MARGIN, width - MARGIN], [base] * 2, color=MUTED, linewidth=1, zorder=1)
-            axes.text(MARGIN - 12, base, str(rank), color=INK, ha="right", va="bottom")
+            axes.text(MARGIN - 12, base, str(each.rank), color=INK, ha="right", va="bottom")
             axes.text(MARGIN, base - BAR - 4, f"at most {sized(each.peak.bytes)}, in {each.peak.task}", color=MUTED,
                       fontsize=TEXT - 2, va="bottom")
             for place, moment in enumerate(each.moments):
@@ -82,7 +83,6 @@ def as_svg(title: str, ranks: Sequence[Lifetimes]) -> str:
                          color=COLOURS.get(moment.task[:1], ASH), zorder=3)
                 axes.text(MARGIN + column * (place + 0.5), base + 3, moment.task, color=INK, fontsize=TEXT - 2, ha="center",
                           va="top")
-        told = "; ".join(f"rank {rank}: at most {each.peak.bytes:,} bytes, in {each.peak.task}"
-                         for rank, each in enumerate(ranks))
+        told = "; ".join(f"rank {each.rank}: at most {each.peak.bytes:,} bytes, in {each.peak.task}" for each in ranks)
         sized_as = f' width="{width:g}" height="{ROW * len(ranks):g}" viewBox'
         return inline(figure, "memory", f"{title}. {told}").replace(" viewBox", sized_as, 1) + "\n"

@@ -91,14 +91,15 @@ def _rows(axes: Any, timeline: Timeline, top: float, end: float, title: str) -> 
 # ---- of a run ----------------------------------------------------------------------------------------------------------------
 def pictured(name: str, record: Record) -> tuple[str, str] | None:
     """(what there is to say, the chart) of a run's step; None where the run has too few, or too many ranks to draw."""
-    shown = middle(measured(record))
+    steps_told = measured(record)
+    shown = middle(steps_told)
     if shown is None or not shown[1].spans or len(shown[1].ends) > RANKS:
         return None
     number, found = shown
     told = _foretold(record)
     steps = times_of([record], FORETOLD.start)
     title = record.header["strategy"]
-    says = f"Step {number}, the middle one of {len(FORETOLD)} that were told in detail. "
+    says = f"Step {number}, the middle one of {len(steps_told)} of full batches that were told in detail. "
     if isinstance(told, Foretold):
         says += compared(told, steps)
         return says, chart(name, found, told, f"One step of {title}. {compared(told, steps)} {_by_rank(found)}")

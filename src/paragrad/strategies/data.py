@@ -120,7 +120,9 @@ class Data(Strategy):
             yield "reduce", str(resolved.reduce), f"the backend's own is the quickest over {here.backend}"
 
     def alternatives(self, here: Here) -> tuple[Strategy, ...]:
-        return (Serial(threads=here.cores, micro=self.micro),) if self.workers == "auto" else ()
+        # not what was asked to take statistics of shares, or of other micro-batches, or not to have all of the state
+        same = self.batch_norm == "whole" and self.micro == 1 and not self.sharded
+        return (Serial(threads=here.cores),) if self.workers == "auto" and same else ()
 
     def refuse_beside(self, factors: tuple[Strategy, ...]) -> None:
         if self.sharded and len(factors) > 1:

@@ -48,6 +48,11 @@ def micro_batches(batch: range, division: Division) -> list[list[range]]:
     return [[parts[k] if k < len(parts) else parts[-1][:0] for parts in cut] for k in range(number)]
 
 
+def largest(samples: int, division: Division, share: int) -> int:
+    """Samples in the largest micro-batch that a share has of a batch; at least the one that stands in for none."""
+    return max(1, len(micro_batches(range(samples), division)[0][share]))
+
+
 def smallest(samples: int, division: Division, apart: bool = False) -> int:
     """Samples in the smallest micro-batch of a batch, over all shares; apart: in the smallest part of one that is not empty."""
     every = [[len(part) for part in parts if part] for parts in micro_batches(range(samples), division)]

@@ -23,6 +23,8 @@ from paragrad.techniques.updating import in_eval_mode, set_mode
 
 SHARED = ("the forward changes a parameter, which every rank would do, and here they share it; train with state=replicated, or "
           "change it in the optimizer's step")
+CARRIED = ("a forward changes it, besides gradients and buffers, and a cut model does not carry that from part to part; train "
+           "it with data(n)")
 
 
 @dataclass(frozen=True)
@@ -151,13 +153,13 @@ class Exchange(ABC):
 
 
 @contextlib.contextmanager
-def unmoved(exchange: Exchange, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-    """Around the passes of a step. Raises StepFailed where replicas share parameters and a forward changes one, which it may do
-    for the first time long after the first step (an embedding with max_norm)."""
-    before = [(name, each, each._version) for name, each in parameters.items()] if exchange.sharing > 1 else []
+def unmoved(exchange: Exchange, parameters: Mapping[str, Tensor], cut: bool) -> Iterator[None]:
+    """Around the passes of a step. Raises StepFailed where replicas share parameters, or hold parts of them, and a forward
+    changes one, which it may do for the first time long after the first step (an embedding with max_norm)."""
+    before = [(name, each, each._version) for name, each in parameters.items()] if cut or exchange.sharing > 1 else []
     yield
     if moved := [name for name, each, version in before if each._version != version]:
-        raise StepFailed(SHARED, tensor=", ".join(moved[:3]))
+        raise StepFailed(CARRIED if cut else SHARED, tensor=", ".join(moved[:3]))
 
 
 def counted(exchange: Exchange) -> list[float]:

@@ -43,8 +43,9 @@ def cuts(strategy: Strategy) -> bool:
     return bool(bringing(strategy, "share"))
 
 
-def checks_of(strategy: Strategy) -> list[Callable[[nn.Module, Any], None]]:
-    """Of the factors that say at the door whether they can cut a model, how: check(model, example) raises StepFailed."""
+def checks_of(strategy: Strategy) -> list[Callable[[nn.Module, Any, bool], None]]:
+    """Of the factors that say at the door whether they can cut a model, how: check(model, example, tested) raises
+    StepFailed."""
     return [check for factor in factors_of(strategy) if (check := _part(factor, "check") if ours(factor) else None)]
 
 

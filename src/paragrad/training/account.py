@@ -24,7 +24,7 @@ from paragrad.techniques.probe import evaluating
 from paragrad.techniques.table import cuts, ours
 from paragrad.training.batches import batch_of
 from paragrad.training.door import Findings
-from paragrad.training.evaluation import BATCH, at_a_time
+from paragrad.training.evaluation import at_a_time, at_once
 from paragrad.world.generators import generators_kept
 
 
@@ -87,7 +87,9 @@ def account(job: Job, resolved: Strategy, facts: Findings, data: Path | None = N
             if parts is None:
                 weights = {size: [weighing.whole(module, facts.probe.draws, job.autocast, each)]
                            for size, each in micros.items()}
-                tested = None if job.test is None else (Pipelined(OneFOneB(), 1, trained=1), [Weight(0, 0, 0)])
+                graph = job.metric is None and module.by_graph          # which weighs the loss, in a test too
+                tested = None if job.test is None else (Pipelined(OneFOneB(), 1, trained=0 if graph else 1),
+                                                        weights[max(sizes)] if graph else [Weight(0, 0, 0)])
                 return Account(resolved, replica, Pipelined(OneFOneB(), len(sizes)), 1, False, sizes, weights, tested)
             return _in_parts(job, resolved, replica, parts, facts, module, micros, sizes, data)
         except StepFailed as error:
@@ -113,11 +115,12 @@ def _in_parts(job: Job, resolved: Strategy, replica: int, parts: InParts, facts:
     if job.test is not None:
         tests = job.samples(opened(job.test, data))
         mine = -(-facts.test_samples // len(resolved.division.shares))
-        count = min(BATCH, mine)
+        most = at_once(len(facts.order.at(0)), resolved.division, replica)
+        count = min(most, mine)
         given, _ = parted(brought(tests[0, list(range(count))], CPU, job.parameter_dtype))
         with evaluating(module.model), torch.no_grad():
             came = list(weighing.messages(passes, given))
-        under_way = schedule.filled(min(at_a_time(module, job.metric, parts.pipelined.micro), -(-mine // BATCH)), parts.size)
+        under_way = schedule.filled(min(at_a_time(module, job.metric, parts.pipelined.micro), -(-mine // most)), parts.size)
         tested = Pipelined(schedule, under_way, trained=stages), [Weight(each, 0, 0) for each in came]
     cut_here = functools.reduce(operator.mul, [settled if each is parts else each for each in factors_of(resolved)])
     return Account(cut_here, replica * parts.size, pipelined, parts.size, settled.recompute, sizes, weights, tested)

@@ -283,7 +283,7 @@ def check_cut(job: Job, asked: Strategy, resolved: Strategy, data: Path | None) 
         for cuttable in checks_of(resolved):
             module = Summed(job.built_model(), job.built_loss())
             with untouched(module):
-                cuttable(module.model, inputs)
+                cuttable(module.model, inputs, job.test is not None)
     except StepFailed as error:
         raise Refused(f"job {job.name}, {asked}: {error}") from error
 

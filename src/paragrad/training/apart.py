@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from paragrad.datasets.loading import called
 from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed
-from paragrad.techniques.layout import vacate
+from paragrad.techniques.layout import Layout, vacate
 from paragrad.techniques.passes import Passes
 from paragrad.techniques.untouched import INTERNAL, State, hooks_of, owners, seen_of, untouched
+from paragrad.techniques.values import GENERATORS, copied, same
 
 OWN = {"_parameters", "_buffers", "_modules"}
 
@@ -60,6 +64,39 @@ def refuse_reading(module: Summed, inputs: Any, target: Any) -> None:
         if (name := names.get(id(getattr(node, "variable", None)))) is not None:
             raise StepFailed(f"the loss reads the parameter {name} of the model from outside, and it is on another rank, or a "
                              "copy; let the model return what its loss needs of it, such as (output, penalty)")
+
+
+def refuse_unlike(layout: Layout, parameters: Mapping[str, Tensor], model: nn.Module) -> None:
+    """What several ranks of a replica hold is the same to the bit, also where a forward writes to it unseen. Collective."""
+    shared = {name: each for name, each in parameters.items() if layout.held[name].owners}
+    if unequal := layout.unequal({**shared, **dict(model.named_buffers())}, layout.world):
+        raise StepFailed("ranks {} and {} hold copies of it with other values: a forward writes to it (by .data, or later than "
+                         "in the first step), and not on every rank; write to it in the optimizer's step, or train it with "
+                         "data(n)".format(*unequal), tensor=unequal[2], differs=True)
+
+
+def refuse_reaching(module: Summed) -> None:
+    """Raises StepFailed where the loss has the model itself, in its closure, its globals, or as its object: what it reads of it
+    is another rank's, or another copy's."""
+    modules = set(map(id, module.model.modules()))
+    if any(id(each) in modules for each in _reached(module.loss)):
+        raise StepFailed("the loss has the model itself, and would read of it what another rank has, or another copy; let the "
+                         "model return what its loss needs of it, such as (output, penalty)")
+
+
+def _reached(loss: Any) -> Iterator[Any]:
+    """What a loss can read besides what it is given."""
+    if isinstance(loss, functools.partial):
+        yield from (*_reached(loss.func), *loss.args, *loss.keywords.values())
+    elif isinstance(loss, nn.Module):
+        yield from loss.modules()
+    elif inspect.ismethod(loss):
+        yield from (loss.__self__, *_reached(loss.__func__))
+    elif inspect.isfunction(loss):
+        names = inspect.getclosurevars(loss)
+        yield from (*names.nonlocals.values(), *names.globals.values(), *(loss.__defaults__ or ()))
+    else:
+        yield from getattr(loss, "__dict__", {}).values()
 
 
 def no_values(*called: object) -> None:
@@ -114,6 +151,23 @@ class Given:
             self.state = State(owners(self.model))
             if passes is not None:
                 passes.changed()
+
+    def reflects(self, part: nn.Module) -> None:
+        """What forwards changed on the part's modules in Python is so on the model's: its user reads it, may set it back."""
+        if self.state is None:
+            return
+        theirs, moved = owners(part), False
+        for name, owner in owners(self.model).items():
+            tensors = {**getattr(owner, "_parameters", {}), **getattr(owner, "_buffers", {})}
+            for what in seen_of(theirs[name]) if name in theirs else ():
+                value = vars(theirs[name])[what]
+                if what == "training" or what in tensors or isinstance(value, GENERATORS) or any(
+                        isinstance(each, FakeTensor) for each in tree_leaves(value)):
+                    continue
+                if what not in vars(owner) or not same(vars(owner)[what], value):
+                    vars(owner)[what], moved = copied(value), True
+        if moved:
+            self.state = State(owners(self.model))
 
     def written(self) -> list[str]:
         """Names of those tensors without values that were written to."""

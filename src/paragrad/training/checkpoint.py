@@ -194,7 +194,7 @@ def _load(saved: Saved, into: Snapshot, device: str, weights: bool) -> None:
     parameters = dict(into.model.named_parameters())
     for name, each in values.items():           # torch gives floating state its parameter's type; keep what it was
         own = into.optimizer.state[parameters[name]]
-        own.update({key: own[key].to(value.dtype) for key, value in each.items() if isinstance(value, Tensor)})
+        own.update({key: value.to(own[key].device) for key, value in each.items() if isinstance(value, Tensor)})
     if into.scheduler is not None:
         into.scheduler.load_state_dict(copy.deepcopy(saved.state["scheduler"]))     # some take it apart
 

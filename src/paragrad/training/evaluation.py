@@ -16,21 +16,22 @@ from paragrad.datasets.loading import Samples, brought, called, copied, parted
 from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed
 from paragrad.schedules.actions import evenly
+from paragrad.strategies.shares import Division, largest
 from paragrad.techniques.layout import Layout
 from paragrad.techniques.passes import Passes
 from paragrad.world.world import World
 
-BATCH = 256             # samples that are evaluated at once
+BATCH = 256             # samples that are evaluated at once, at most
 
 Metric = Callable[[Any, Any], tuple[Any, Any]]          # f(output, target) -> (sum, weight)
 Found = TypeVar("Found")
 
 
 def evaluated(world: World, module: Summed, passes: Passes | None, layout: Layout, samples: Samples,
-              metric: Metric | None, dtype: torch.dtype | None, loaders: int = 0) -> dict[str, float]:
+              metric: Metric | None, dtype: torch.dtype | None, loaders: int = 0, most: int = BATCH) -> dict[str, float]:
     """{"value", "weight"} of the metric (or, without one, the loss) over all samples and ranks. Collective.
 
-    passes: None before the first step.
+    passes: None before the first step;  most: samples at once, the same on all ranks of a replica.
 
     Without gradients; with them if the first batch fails without, as a model does that takes some itself (forces; one that is
     cut was refused then), and where the weight of a loss is read off its graph.
@@ -38,13 +39,13 @@ def evaluated(world: World, module: Summed, passes: Passes | None, layout: Layou
     total, weight, gradients = 0.0, 0.0, metric is None and module.by_graph
     outputs = passes.outputs if passes else lambda several: [called(module.model, inputs) for inputs in several]
     mine = evenly(len(samples), world.size)[world.rank]
-    batches = [mine[start:start + BATCH] for start in range(0, len(mine), BATCH)]
+    batches = [mine[start:start + most] for start in range(0, len(mine), most)]
     fetched = loaded(samples, ((0, list(indices)) for indices in batches), loaders)
     scored = functools.partial(_scored, module, outputs, metric)
-    at_once = at_a_time(module, metric, passes.in_flight) if passes else 1
-    for start in range(0, len(batches), at_once):
-        counts = [len(indices) for indices in batches[start:start + at_once]]
-        given = [parted(brought(each, world.device, dtype)) for each in itertools.islice(fetched, at_once)]
+    together = at_a_time(module, metric, passes.in_flight) if passes else 1
+    for start in range(0, len(batches), together):
+        counts = [len(indices) for indices in batches[start:start + together]]
+        given = [parted(brought(each, world.device, dtype)) for each in itertools.islice(fetched, together)]
         kept = copied(given) if start == 0 else None
         try:
             more = scored(given, counts, gradients)
@@ -59,6 +60,12 @@ def evaluated(world: World, module: Summed, passes: Passes | None, layout: Layou
     if layout.cut and not weight:
         raise StepFailed("the rank that has the output gives none in a test: output(inputs) of the passes is None there")
     return {"value": total / weight if weight else math.nan, "weight": weight}
+
+
+def at_once(batch: int, division: Division, share: int) -> int:
+    """Samples of which a rank with that share runs the model at once in a test: no more than in a step of a global batch of
+    that size, so that no test holds more than a step; 0: no step was asked for yet."""
+    return min(BATCH, largest(batch, division, share)) if batch else BATCH
 
 
 def at_a_time(module: Summed, metric: Metric | None, in_flight: int) -> int:

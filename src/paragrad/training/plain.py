@@ -19,7 +19,7 @@ def plain(value: Any) -> Any:
     """A value as JSON can hold it: what is no list and no mapping of texts is marked, to come back as it was."""
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: plain(each) for key, each in value.items()}
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and type(value).__name__ in MAPPINGS:
         return {MARK: type(value).__name__, "items": [[plain(key), plain(each)] for key, each in value.items()]}
     if isinstance(value, tuple):
         return {MARK: "tuple", "items": [plain(each) for each in value]}

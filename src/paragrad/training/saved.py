@@ -89,7 +89,7 @@ def folders(parent: Path) -> list[Path]:
 
 def remove_partial(parent: Path) -> None:
     """Remove checkpoints below a folder, or a trained model, that nobody writes any more."""
-    for left in parent.glob("*.partial"):
+    for left in (*parent.glob("checkpoint-*.partial"), *parent.glob("model.safetensors.partial")):
         shutil.rmtree(left, ignore_errors=True) if left.is_dir() else left.unlink(missing_ok=True)
 
 

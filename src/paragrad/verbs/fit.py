@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from paragrad.errors import Refused
 from paragrad.jobs.job import Job
 from paragrad.report.table import held, sized
 from paragrad.strategies.strategy import Strategy
 from paragrad.strategies.table import refuse_unbuilt, strategy
-from paragrad.training.admission import admitted, here_for, ready
+from paragrad.training.admission import Admitted, admitted, here_for, ready
 from paragrad.training.door import Findings, examined
+from paragrad.training.saved import newest
 from paragrad.training.settings import Settings
 from paragrad.verbs.memory import one_step
 from paragrad.world.joining import launched_size
@@ -20,19 +23,25 @@ from paragrad.world.launching import Ranks
 
 FEW, MORE = 2, 4            # samples of each micro-batch in the steps from which it is foretold
 TRIES = 5                   # steps of a batch that was foretold to fit
+FEWER = 64                  # multiples below it that the door is asked about
 
 
 def fitted(job: Job, asked: str | Strategy, settings: Settings) -> tuple[Job, Settings, str | None]:
     """(the job with its batch, settings without the budget, why it is as large as that); as they are where the batch is given.
 
-    Trains two small batches for a step each, extrapolates what every rank held, and makes a step of the batch that was found.
-    Raises Refused.
+    Trains two small batches for a step each, extrapolates what every rank held, and makes a step of the batch that was found;
+    a run that is resumed has one. Raises Refused.
     """
     if not isinstance(job, Job) or job.batch != "fit":
         return job, settings, None
     if settings.budget is None:
         raise Refused(f"job {job.name}: batch='fit' wants to know how much a rank may hold; add memory='2GB' (--memory 2GB), "
                       "or give a whole number")
+    if settings.resume is not None:
+        saved = newest(Path(settings.resume))
+        if (batch := saved.state["identity"].get("batch")) is None:
+            raise Refused(f"{saved.folder} was saved in a loop of its own, and knows no batch; go on with it there")
+        return job.replace(batch=batch), replace(settings, memory=None), f"that of {saved.folder}"
     if launched_size() is not None:
         raise Refused("batch='fit' starts ranks of its own, and cannot under a launcher; find it with plain python, and give "
                       "the number here")
@@ -69,7 +78,7 @@ class Fitting:
                    for each, slope in zip(less, slopes, strict=True))
         batch = self.rounded(min(fits, self.facts.samples))
         for _ in range(TRIES):
-            if batch < 1:
+            if (batch := self.let_in(batch)) < 1:
                 break
             held_by = self.step(batch)
             fullest = max(held_by, key=lambda each: sum(each.values()))
@@ -90,16 +99,30 @@ class Fitting:
         return whole or (self.facts.samples if batch >= self.facts.samples else 0)
 
     def because(self, batch: int, fullest: dict[str, int], limit: str = "") -> str:
-        limit = limit or ("all samples of the dataset" if batch + self.grain > self.facts.samples else
-            f"the largest multiple of {self.grain}, which makes micro-batches equal, of which no rank is to hold more than "
-            f"{sized(self.budget)}, by a straight line through two smaller steps")
+        multiple = f"the largest multiple of {self.grain}, which makes micro-batches equal,"
+        limit = limit or ("all samples of the dataset" if batch == self.facts.samples else
+                          f"{multiple} that the dataset has" if batch + self.grain > self.facts.samples else
+                          f"{multiple} of which no rank is to hold more than {sized(self.budget)}, by a straight line through "
+                          "two smaller steps")
         return f"{limit}; in a step of it the fullest rank held {sized(sum(fullest.values()))}: {held(fullest)}"
 
     def totals(self, batch: int) -> list[int]:
         return [sum(each.values()) for each in self.step(batch)]
 
+    def let_in(self, batch: int) -> int:
+        """The largest multiple up to it whose epochs the door lets in, their short last batch too; itself where none is."""
+        for fewer in range(batch, max(0, batch - FEWER * self.grain), -self.grain):
+            with suppress(Refused):
+                self.admitted(fewer, self.facts.samples)
+                return fewer
+        return batch
+
+    def admitted(self, batch: int, samples: int) -> Admitted:
+        """With that batch, of a dataset of so many samples."""
+        job = self.job.replace(batch=batch)
+        return admitted(job, self.chosen, self.settings, replace(self.facts, samples=samples, order=job.order(samples)))
+
     def step(self, batch: int) -> list[dict[str, int]]:
         """What each rank held in a step of so many samples, by kind; its process left out."""
-        job = self.job.replace(batch=batch)
-        checked = admitted(job, self.chosen, self.settings, replace(self.facts, order=job.order(self.facts.samples)))
+        checked = self.admitted(batch, self.facts.samples // batch * batch)
         return [{kind: size for kind, size in each.items() if kind != "resident"} for each in one_step(self.ranks, checked)]

@@ -42,8 +42,8 @@ def _drawn(job: Job, asked: Strategy, svg: Path | None, data: Path | None) -> st
         checked = admitted(job, found.strategy, Settings(data=data), checked.facts)
         with Ranks(checked.size) as ranks:
             counted = one_step(ranks, checked)
-    ranks_of = [Lifetimes(found.moments(rank), found.in_test(rank), counted[found.first + rank] if counted else None)
-                for rank in range(found.ranks)]
+    ranks_of = [Lifetimes(found.first + rank, found.moments(rank), found.in_test(rank),
+                          counted[found.first + rank] if counted else None) for rank in range(found.ranks)]
     sizes = sorted(set(found.sizes), reverse=True)
     title = (f"{found.strategy}: bytes that a replica's ranks hold of activations and messages, task by task; a step of "
              f"{len(found.sizes)} micro-batch{'es' if len(found.sizes) > 1 else ''} of {' or '.join(map(str, sizes))} samples")

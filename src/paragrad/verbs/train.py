@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from paragrad.errors import Interrupted, RankFailed, StepFailed
+from paragrad.errors import Interrupted, RankFailed, Refused, StepFailed
 from paragrad.jobs.job import Job, accuracy
 from paragrad.planner.timeline import whole_step
 from paragrad.record import trace
@@ -35,6 +35,7 @@ from paragrad.world.joining import joined_from_environment, launched_rank, launc
 from paragrad.world.launched import cores, load
 from paragrad.world.launching import Ranks
 from paragrad.world.signals import Request, asking_to_stop
+from paragrad.world.world import World
 
 
 def train(job: Job, strategy: str | Strategy = "serial", *, runs: str | Path = "runs", check: bool = False,
@@ -73,8 +74,7 @@ def train(job: Job, strategy: str | Strategy = "serial", *, runs: str | Path = "
             try:
                 check_same(ranks, checked, finished.header["id"], record)
             except RankFailed as error:
-                raise error.saying(
-                    f"the training is done ({folder}); its check against serial failed: {error.message}") from error
+                raise error.saying(unchecked(folder, error.message)) from error
     return Run(checked.job, folder)
 
 
@@ -111,6 +111,7 @@ def _under_launcher(checked: Admitted, runs: Path, check: bool, progress: Progre
     with joined_from_environment(checked.backend, checked.settings.timeout, checked.settings.device) as world, \
             asking_to_stop(world.stop.set):
         folder = world.agreed(new_folder(runs, f"{checked.job.name}-{folder_name(checked.asked)}") if leads else None)
+        _refuse_unseen(world, folder)
         origin, clocks = common_origin(world)
         with Recorder(folder / "run.jsonl" if leads else Path("/dev/null"), origin) as record:
             _write_header(record, checked, folder)
@@ -120,18 +121,40 @@ def _under_launcher(checked: Admitted, runs: Path, check: bool, progress: Progre
             try:
                 status = train_rank(world, checked, folder, record.origin, report=progress)
             except StepFailed as error:
-                failed = RankFailed(error.message, rank=world.rank, step=error.step, tensor=error.tensor,
-                                    differs=error.differs)
+                failed = _as_rank(error, world.rank)
                 with suppress(OSError):
                     _write_end(record, "failed", failed)
+                with suppress(OSError):
+                    _write_trace(checked, folder, leads)        # until then
                 raise failed from error
             _write_end(record, status)
+            _write_trace(checked, folder, leads)
             if check and status == "finished" and not checked.resolved.reference:
-                found = difference(world, checked.job, checked.resolved, checked.settings)
+                try:
+                    found = difference(world, checked.job, checked.resolved, checked.settings)
+                except StepFailed as error:
+                    raise _as_rank(error, world.rank).saying(unchecked(folder, error.message)) from error
                 record.write("difference", baseline="serial", run=folder.name, value=found.value, tensor=found.tensor)
-        if leads:
-            _write_trace(checked, folder)
     return Run(checked.job, folder)
+
+
+def unchecked(folder: Path, message: str) -> str:
+    return f"the training is done ({folder}); its check against serial failed: {message}"
+
+
+def _as_rank(error: StepFailed, rank: int) -> RankFailed:
+    return RankFailed(error.message, rank=rank, step=error.step, tensor=error.tensor, differs=error.differs)
+
+
+def _refuse_unseen(world: World, folder: Path) -> None:
+    """Refuse a run's folder that not every rank sees: each writes its record into it, and whoever reads it reads all.
+    Collective."""
+    seen = world.collected(folder.is_dir())
+    if blind := world.agreed([rank for rank, sees in enumerate(seen) if not sees]):
+        if world.rank == 0:
+            folder.rmdir()
+        raise Refused(f"{folder}, which rank 0 has made for the records of all, is not seen by rank(s) "
+                      f"{', '.join(map(str, blind))}; give --runs a folder that all hosts share")
 
 
 def _write_header(record: Recorder, checked: Admitted, folder: Path) -> None:
@@ -196,8 +219,9 @@ def _broke_off(record: Recorder, checked: Admitted, folder: Path, status: str, e
         _write_trace(checked, folder)           # until then
 
 
-def _write_trace(checked: Admitted, folder: Path) -> None:
-    if checked.settings.trace is not None:
+def _write_trace(checked: Admitted, folder: Path, leads: bool = True) -> None:
+    """leads: of ranks that a launcher started, this one writes it."""
+    if leads and checked.settings.trace is not None:
         trace.write(Record(folder), Path(checked.settings.trace))
 
 

@@ -5,7 +5,7 @@ A group of parameters is gathered when its module is called, in forward and agai
 divided among the ranks as soon as backward has them. What is ours:
 
 * The division, once, by the global weight: FSDP2 divides by 1.0 and sums (`set_force_sum_reduction_for_comms`; without it a
-  factor of 1.0 is played as PREMUL_SUM in float32, which neither gloo nor shm know).
+  factor of 1.0 is played as PREMUL_SUM in float32, which gloo does not know).
 * Which modules are groups (`groups.py`); all other parameters are one, gathered around the whole forward, the loss in it.
 * Gathering is collective, so all ranks must do it alike, in forward and in backward: the order of all messages of step 0 is
   compared, and later a rank that is about to send another one than then ends the step. Where some rank's parameters got no
@@ -184,8 +184,9 @@ class FullySharded(Exchange):
         trained = [name for name, trains in self.trained.items() if trains]
         there = [float(name in self.used or (name not in self.sharded and own[name].grad is not None)) for name in trained]
         order = float(zlib.crc32("\n".join(self.script).encode()))
-        every = torch.stack(self.world.gathered(torch.tensor([order, weight, loss, float(self.stop), self.doubt, *there],
-                                                             dtype=torch.float64)))
+        own_told = torch.tensor([order, weight, loss, float(self.stop), self.doubt, *there], dtype=torch.float64)
+        self.count("used", computed_bytes("all_gather", own_told.nbytes, self.world.size), computed=True)
+        every = torch.stack(self.world.gathered(own_told))
         if other := [rank for rank, number in enumerate(every[:, 0].tolist()) if number != float(every[0, 0])]:
             raise StepFailed(f"ranks 0 and {other[0]} gather and sum the parameters of modules in another order: a part of the "
                              f"model is used for some samples alone; use it for all, {WITHOUT}", differs=True)
@@ -252,7 +253,8 @@ class _Message:
         exchange, name = self.exchange, f"{doing} {self.group}"
         exchange.send(name)
         exchange.count(kind, computed_bytes(collective, payload, exchange.world.size), computed=True)
-        return exchange.log.detail(name, "receive")
+        # a test is no part of a step, and of the next one least
+        return contextlib.nullcontext() if exchange.sending is None else exchange.log.detail(name, "receive")
 
 
 class _Gather(_Message):

@@ -69,7 +69,11 @@ class OwnBuckets(Queued):
         return self.told
 
     def _flat(self, bucket: list[nn.Parameter]) -> Tensor:
-        return torch.cat([(torch.zeros_like(each) if each.grad is None else each.grad).reshape(-1) for each in bucket])
+        """The gradients in a row, which are views of it from now on: beside them there is one bucket more, and for a moment."""
+        flat = torch.cat([(torch.zeros_like(each) if each.grad is None else each.grad).reshape(-1) for each in bucket])
+        for parameter, place in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
+            parameter.grad = None if parameter.grad is None else place.view_as(parameter)
+        return flat
 
     def _send(self, vector: Tensor) -> None:
         bucket = waiting_bucket(len(self.sending), vector)

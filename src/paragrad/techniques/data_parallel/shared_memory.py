@@ -58,7 +58,7 @@ class SharedMemory(Exchange):
         self.mean = [self.memory.gradient(0, index) for index in range(len(self.parameters))]
         self.sums = [[self.memory.stretch(rank, *block) for rank in range(world.size)] for block in self._blocks()]
         self.read = sum(rows[0].numel() * rows[0].element_size() for rows in self.sums) * (world.size - 1)
-        self.largest = self.memory.row
+        self.largest = 0                # gradients move into this rank's row of the region, and are nowhere else
         self.cut, self.updates = kind == ELEMENT, kind != ALL or world.rank == 0
         self.own = [(stretch, self._stretch(self.parameters, stretch), self._stretch(self.mean, stretch))
                     for stretch in self.stretches[world.rank]]

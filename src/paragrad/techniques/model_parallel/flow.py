@@ -25,15 +25,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from paragrad.datasets.loading import copied
+from paragrad.datasets.loading import called, copied
 from paragrad.errors import StepFailed, told
 from paragrad.techniques.model_parallel.entering import entered
 from paragrad.techniques.model_parallel.plan import ANOTHER_WAY, HIDDEN, Crossing, Plan, StandIn
-from paragrad.techniques.model_parallel.planning import Hollow, Planning, Standing
+from paragrad.techniques.model_parallel.planning import Hollow, Planning, Standing, anew
 from paragrad.techniques.model_parallel.straight import straight, through
 from paragrad.techniques.model_parallel.watch import Place, Running, Unit, noted, tensors_in, tensors_within
+from paragrad.techniques.probe import evaluating
 from paragrad.techniques.untouched import unchanged
 from paragrad.techniques.values import differentiable
+from paragrad.world.generators import generators_kept
 
 SHAPES, WAYS = 64, 4            # of inputs, and ways through the model for one, of which plans are kept
 
@@ -58,6 +60,14 @@ class Unplanned(StepFailed):
 
 class Ended(BaseException):
     """This rank's part is over: the rest of the model's Python is not its own."""
+
+
+def close(one: Tensor, other: Tensor) -> bool:
+    """The same, but for rounding."""
+    if one.shape != other.shape or not differentiable(one):
+        return one.shape == other.shape
+    bound = 1e4 * torch.finfo(one.dtype).eps
+    return torch.allclose(one, other, rtol=bound, atol=bound * float(one.abs().max()) if one.numel() else 0.0, equal_nan=True)
 
 
 class Flow(Hollow):
@@ -129,9 +139,9 @@ class Flow(Hollow):
                     value = planned.kept[module, attribute]         # a list may be appended to, and the plan's stays
                     vars(module)[attribute] = value if isinstance(value, Tensor) else copy.copy(value)
 
-    def tried(self, inputs: Any) -> None:
-        """Every part of the whole model, one after another, as ranks will run them; what it changes is undone. Raises
-        StepFailed where a part gets from another one what does not cross."""
+    def tried(self, inputs: Any) -> Any:
+        """The output of every part of the whole model, one after another, as ranks will run them; what it changes is undone.
+        Raises StepFailed where a part gets from another one what does not cross."""
         received, out = list[Tensor](), None
         for part in range(self.last + 1):
             try:
@@ -147,6 +157,23 @@ class Flow(Hollow):
                                  "it") from error
             if any(isinstance(each, FakeTensor) for each in tensors_within([received, out])):
                 raise StepFailed(HIDDEN)
+        return out
+
+    def tried_in_test(self, inputs: Any) -> None:
+        """The same in eval mode without gradients, in which modules may take other ways. Raises StepFailed also where the
+        output is not that of the whole model; where that fails, or draws, nothing is known."""
+        with evaluating(self.model), torch.no_grad():
+            try:
+                with unchanged(self.model), generators_kept():
+                    whole, again = (tensors_in(called(self.model, copied(inputs))) for _ in range(2))
+            except Exception:
+                return
+            if not all(map(close, whole, again)):
+                return
+            out = tensors_in(self.tried(inputs))
+        if len(out) != len(whole) or not all(map(close, whole, out)):
+            raise StepFailed("in eval mode the model gives another output in parts than whole; let modules do the same however "
+                             "they are called, or train it without cutting it")
 
     def run(self, inputs: Any, part: int, plan: Plan, received: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
         """(what crosses the end of the part, the model's output where it is the last)."""
@@ -210,11 +237,18 @@ class OfPart(Running):
             if any(not isinstance(each, FakeTensor) for each in written) and any(
                     isinstance(each, FakeTensor) for each in tensors_in((args, kwargs))):   # into something with values here
                 return None if getattr(func, "__name__", "") == "__setitem__" else kwargs.get("out", args[0])
+            if not written:                     # of a parameter that this part has too: another's draw is not made here
+                args, kwargs = (tree_map_only(Tensor, self.hollow, each) for each in (args, kwargs))
             return func(*args, **kwargs)
         args, kwargs = self.with_values(args), self.with_values(kwargs)
         if written:                             # which would be left out where something else has no values
             self.with_all((args, kwargs), "an operation between modules")
         return self.with_all(func(*args, **kwargs), "an operation between modules")
+
+    def hollow(self, tensor: Tensor) -> Tensor:
+        """A parameter, or another tensor of the model that has a gradient, without its values."""
+        return self.flow.fake.from_tensor(tensor) if id(tensor) in self.held and differentiable(tensor) and not isinstance(
+            tensor, FakeTensor) else tensor
 
     def with_all(self, out: Any, name: str) -> Any:
         """What was made here. Raises StepFailed where something had no values here."""
@@ -250,10 +284,8 @@ class OfPart(Running):
     def stand_in(self, planned: StandIn, args: Any, kwargs: Any) -> Any:
         """What another rank's unit gives, as it is without values, and what it then keeps in attributes."""
         next(self.places)
-        out = planned.out
-        with self.unwatched():
-            if self.plan.writes:                        # into the plan's own otherwise, forward after forward
-                out = tree_map_only(Tensor, self.cloned, out)
+        with self.unwatched():              # the plan's own stays what it is, its lists and dicts, and what is written to
+            out = anew(planned.out, self.cloned if self.plan.writes else lambda tensor: tensor)
             noted(self.flow.model.get_submodule(planned.name), args, kwargs, out)
         for tensor, (_, place) in zip(tensors_in(out), planned.found, strict=True):
             self.make(tensor, place)

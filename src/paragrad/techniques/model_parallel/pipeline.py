@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from paragrad.datasets.loading import copied, tensors_of
 from paragrad.errors import StepFailed
 from paragrad.players.memory import POSTS
 from paragrad.players.wire import Play
-from paragrad.schedules.actions import Action, Compute, Recv, Send, Slot, evenly
+from paragrad.schedules.actions import Compute, Recv, Send, Slot, evenly
 from paragrad.schedules.pipeline import Pipelined, stage_of
 from paragrad.strategies.pipeline import InParts
 from paragrad.strategies.shares import Micro
@@ -24,25 +24,30 @@ from paragrad.techniques.cut import Share
 from paragrad.techniques.draws import Calls
 from paragrad.techniques.exchange import Exchange
 from paragrad.techniques.model_parallel import split
+from paragrad.techniques.model_parallel.between import outside, put_back, refuse_unlike
 from paragrad.techniques.model_parallel.entering import entered
 from paragrad.techniques.model_parallel.flow import Flow
 from paragrad.techniques.model_parallel.halves import Deferring
 from paragrad.techniques.model_parallel.messages import Messages
+from paragrad.techniques.model_parallel.order import Order
 from paragrad.techniques.model_parallel.part import Part, share_of
 from paragrad.techniques.model_parallel.units import units_of
 from paragrad.techniques.model_parallel.watch import calls_watched, tensors_in
 from paragrad.techniques.passes import Passes, Sums, Within
-from paragrad.techniques.untouched import unchanged
+from paragrad.techniques.untouched import State, unchanged
 from paragrad.world.world import World
 
 
-def check(strategy: InParts, model: nn.Module, example: Any) -> None:
-    """Can the model be cut so? Raises StepFailed with the repair."""
+def check(strategy: InParts, model: nn.Module, example: Any, tested: bool) -> None:
+    """Can the model be cut so? tested: in eval mode too. Raises StepFailed with the repair."""
     parts = strategy.pipelined.stages(strategy.size)
     found = units_of(model, example, parts, strategy.asked)
     units = list(found.work)
     cuts = split.divided(model, units, parts, strategy.asked) if strategy.asked else evenly(len(units), parts)
-    Flow(model, [[units[at] for at in part] for part in cuts], found.standing).tried(example)
+    flow = Flow(model, [[units[at] for at in part] for part in cuts], found.standing)
+    flow.tried(example)
+    if tested:
+        flow.tried_in_test(example)
 
 
 def look(strategy: InParts, model: nn.Module, example: Any) -> split.Cut:
@@ -76,6 +81,7 @@ class InStages(Passes):
         self.ending = False                         # the last backward of this rank is under way
         self.moved: set[int] = set()                # parameters whose gradients have waited for the second half of a backward
         self.told = False                           # what they are
+        self.steps, self.outside = 0, outside(part.flow)        # begun; who keeps something in Python, between units
         self.orders: dict[tuple[int, int], Order] = {}
         self.hooks = [parameter.register_post_accumulate_grad_hook(self._final)
                       for parameter in part.parameters() if parameter.requires_grad]
@@ -97,6 +103,7 @@ class InStages(Passes):
 
     def changed(self) -> None:
         self.part.flow.plans.clear()
+        self.outside = outside(self.part.flow)
 
     def gradients(self, micros: Iterable[tuple[Micro, Any, Any]], count: int) -> Sums:
         schedule = self.strategy.pipelined.schedule
@@ -105,7 +112,12 @@ class InStages(Passes):
         last, *rest = given[-1]
         given += [(replace(last, positions=[]), *rest)] * (pipelined.micro - count)     # of no samples
         step = Step(self, given, pipelined, count)
+        self.steps += 1
+        # not of the first: what is set once, a size, stays what it is
+        before = State(self.outside) if self.steps > 1 and self.steps.bit_count() == 1 else None
         step.play()
+        if before is not None:
+            refuse_unlike(before, self.line)
         if step.in_halves and not self.told:
             self.tell_moved()
         return step.own
@@ -129,22 +141,6 @@ class InStages(Passes):
 
     def output(self, inputs: Any) -> Any:
         return self.outputs([inputs])[0]
-
-
-@dataclass(frozen=True)
-class Order:
-    """What one rank does of a schedule, and what follows from it. over, again: as Pipelined says."""
-    program: list[Action]
-    backwards: int                              # and halves of them
-    in_halves: bool
-    over: Mapping[Slot, list[Slot]]
-    again: set[tuple[int, int]]
-
-    @classmethod
-    def of(cls, pipelined: Pipelined, rank: int, size: int) -> Order:
-        tasks = [what for what, *_ in pipelined.tasks(rank, size)]
-        return cls(list(pipelined.program(rank, size)), sum(what != "F" for what in tasks), "W" in tasks,
-                   pipelined.over(rank, size), pipelined.again(rank, size))
 
 
 @dataclass
@@ -228,7 +224,9 @@ class Step:
         received = self.messages.read(came) if stage else []
         last, keep = stage == self.passes.stages - 1, self.training and stage >= self.pipelined.trained
         graph = torch.is_grad_enabled() and not again and (keep or last)         # a loss may be in the model
-        with torch.set_grad_enabled(graph), contextlib.nullcontext() if number < self.real else unchanged(self.flow.model):
+        marks = (unchanged(self.flow.model) if number >= self.real else
+                 put_back(self.passes.outside) if stage + self.line.size < self.passes.stages else contextlib.nullcontext())
+        with torch.set_grad_enabled(graph), marks:
             sends, made, weight = self.run(stage, number, received)
         self.count(made, weight)
         if not last:
@@ -252,7 +250,8 @@ class Step:
         if again and not torch.is_grad_enabled():       # it is read once more, and a module may change what it is given
             received = [each.clone() for each in received]
         came, goes = plan.crossing[stage - 1] if stage else [], [] if last else plan.crossing[stage]
-        received, gradients = entered(received, [each.grad and stage > trained for each in came])
+        # in a test nothing goes back, and a loss may be weighed by its graph, which begins with what came in
+        received, gradients = entered(received, [each.grad and (stage > trained or not self.training) for each in came])
         total, weight, halves = None, 0.0, contextlib.nullcontext()
         if self.in_halves and torch.is_grad_enabled():
             halves = self.halves[stage, number] = Deferring(self.passes.moved, self.alive)

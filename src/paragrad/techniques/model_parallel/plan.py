@@ -17,6 +17,9 @@ HIDDEN = ("a tensor goes from one module to another in an object that is no tupl
           "module, where a rank does not see that it comes from another one; let modules give and take tensors, tuples, lists "
           "and dicts (torch.export.register_dataclass makes your dataclass one), or train it with data(n)")
 
+NESTED = ("in a test torch's TransformerEncoder takes another way for padding (nested tensors), which cannot be cut, and gives "
+          "zeros in padded places; build it with enable_nested_tensor=False, or train it with data(n)")
+
 ANOTHER_WAY = ("the model went another way here than a forward without values did, by which every rank knows what the others' "
                "modules give: a number that is drawn decided (layer drop), or a value that was looked at otherwise than by if, "
                "item() or tolist(); multiply by it, or train it with data(n)")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paragrad.errors import StepFailed
-from paragrad.techniques.model_parallel.plan import HIDDEN, Crossing, Plan, StandIn
-from paragrad.techniques.model_parallel.tape import Tape
+from paragrad.techniques.model_parallel.plan import HIDDEN, NESTED, Crossing, Plan, StandIn
+from paragrad.techniques.model_parallel.tape import Tape, bounds
 from paragrad.techniques.model_parallel.watch import InUnits, Place, Running, Unit, noted, tensors_in
 from paragrad.techniques.untouched import kept_by
 from paragrad.techniques.values import differentiable, same
@@ -59,6 +60,12 @@ class Planning(Running):
         return Plan([sorted(each.values(), key=lambda crossing: crossing.place) for each in self.crossing], self.stand_ins,
                     self.tape.cut(), self.writes)
 
+    def operated(self, func: Any, args: Any, kwargs: Any) -> Any:
+        for bound in bounds(func, args, kwargs):
+            if bound not in self.made and not isinstance(bound, FakeTensor):
+                self.of_inputs(Tensor.__index__, (bound,), {}, bound.__index__())
+        return super().operated(func, args, kwargs)
+
     def of_inputs(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         self.tape.note(func, args, kwargs, out)
 
@@ -99,8 +106,16 @@ class Planning(Running):
         return out
 
     def around(self, module: nn.Module, call: Any) -> Any:
-        try:
+        if nested(module, call):
+            raise StepFailed(NESTED)
+        with self.noting(module):
             return call()
+
+    @contextlib.contextmanager
+    def noting(self, module: nn.Module) -> Iterator[None]:
+        """Whether it is the first, and so the innermost, that raises."""
+        try:
+            yield
         except Exception:
             self.failed = self.failed or module
             raise
@@ -112,7 +127,8 @@ class Planning(Running):
             before = kept_by(module)
             hollow, named = self.faked(args), self.faked(kwargs)
             if (gives := self.flow.standing.get(name)) is None:
-                out = self.around(module, lambda: call(*hollow, **named))
+                with self.noting(module):
+                    out = call(*hollow, **named)
             else:
                 given, trained = tensors_in((hollow, named)), torch.is_grad_enabled()
                 out = tree_map_only(Like, lambda each: torch.empty_like(given[each.number]).requires_grad_(
@@ -139,7 +155,22 @@ class Planning(Running):
             if tensor not in self.copies or self.copies[tensor].shape != tensor.shape:
                 self.copies[tensor] = tensor.detach().requires_grad_(tensor.requires_grad)
             return self.copies[tensor]              # type: ignore[no-any-return]
-        try:
-            return tree_map_only(Tensor, copy, tree)
-        except Exception:                       # a tuple that looks at what it holds, such as a PackedSequence
-            return tree
+        return anew(tree, copy)
+
+
+def nested(module: nn.Module, call: Any) -> bool:
+    """Is it an encoder of torch's that would make nested tensors of what is padded, but while its layers are watched?"""
+    if not isinstance(module, nn.TransformerEncoder) or module.training or torch.is_grad_enabled():
+        return False
+    mask = call.keywords.get("src_key_padding_mask", call.args[3] if len(call.args) > 3 else None)
+    return module.use_nested_tensor and mask is not None
+
+
+def anew(tree: Any, copy: Callable[[Tensor], Tensor]) -> Any:
+    """The same in containers of their own, with copies of tensors."""
+    if isinstance(tree, Tensor):
+        return copy(tree)
+    try:
+        return tree_map_only(Tensor, copy, tree)
+    except Exception:                           # a tuple that looks at what it holds, such as a PackedSequence
+        return tree

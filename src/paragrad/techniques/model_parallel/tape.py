@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paragrad.techniques.model_parallel.watch import tensors_in
@@ -16,6 +16,23 @@ from paragrad.techniques.model_parallel.watch import tensors_in
 READS = {"item", "__bool__", "__int__", "__float__", "__index__", "tolist", "numpy", "__array__", "__contains__", "equal",
          "allclose", "is_nonzero"}              # look at values
 SHAPED = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "repeat_interleave", "bincount", "where"}
+
+
+MAKE = {"arange", "linspace", "zeros", "ones", "empty", "full"}            # look at sizes that they are given, and
+RESIZE = {"new_zeros", "new_ones", "new_empty", "new_full", "view", "reshape", "expand", "repeat", "narrow", "split",
+          "unflatten", "roll", "tril", "triu"}                             # ... after a tensor, which comes first
+
+
+def bounds(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Tensors of one whole number that an operation takes for a size or a place, and looks at in doing so: no function of
+    Python's is called for that."""
+    name = getattr(func, "__name__", "")
+    if name in ("__getitem__", "__setitem__"):
+        found = [each for part in (args[1] if isinstance(args[1], tuple) else args[1:2]) if isinstance(part, slice)
+                 for each in (part.start, part.stop, part.step)]
+    else:
+        found = tree_leaves((args[name in RESIZE:], kwargs)) if name in MAKE | RESIZE else []
+    return [each for each in found if isinstance(each, Tensor) and not each.dim() and not each.is_floating_point()]
 
 
 def read(func: Any, args: Any, kwargs: Any, out: Any) -> Any:

@@ -34,21 +34,22 @@ class InUnits:
         self.model, self.parts, self.last = model, parts, len(parts) - 1
         self.part_of = {unit: part for part, units in enumerate(parts) for unit in units}
         self.units = {model.get_submodule(name): name for name, _ in self.part_of}
-        self.parameters: set[int] | None = None         # in a step: by their ids
+        self.parameters: list[nn.Parameter] | None = None       # in a step
         self.names: set[str] | None = None              # and the buffers that there were when it was planned
         self.elsewhere: list[tuple[nn.Module, str]] = []        # parameters and buffers that other ranks hold: attributes here
 
-    def held(self) -> set[int]:
-        """The model's tensors now, by their ids: a forward may put other buffers in the place of some."""
-        parameters = {id(each) for each in self.model.parameters()} if self.parameters is None else self.parameters
-        return parameters.union(
-            (id(each) for name, each in self.model.named_buffers() if self.names is None or name in self.names),
-            (id(getattr(module, name, None)) for module, name in self.elsewhere))
+    def held(self) -> dict[int, Any]:
+        """The model's tensors now, by their ids: a forward may put other buffers in the place of some, and the ids stay theirs
+        as long as they are held here."""
+        parameters = list(self.model.parameters()) if self.parameters is None else self.parameters
+        return {id(each): each for each in (
+            *parameters, *(each for name, each in self.model.named_buffers() if self.names is None or name in self.names),
+            *(getattr(module, name, None) for module, name in self.elsewhere))}
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:
         """Meanwhile the model's parameters are those that it has now, and what is a buffer now counts as one."""
-        self.parameters = {id(each) for each in self.model.parameters()}
+        self.parameters = list(self.model.parameters())
         self.names = {name for name, _ in self.model.named_buffers()}
         try:
             yield

@@ -50,7 +50,7 @@ def made_alone(module: Summed, parts: list[Excerpt], draws: Draws, seed: int, st
     The positions of a part are its samples' places in the global batch, by which its draws are keyed.
     """
     buffers_before = {name: buffer.detach().clone() for name, buffer in module.model.named_buffers()}
-    before = Before(module)
+    before = Before(module, buffers=True)
     for parameter in module.model.parameters():
         parameter.grad = None
     loss, weight = _summed(module, parts, draws, seed, step, backward=not loss_alone)
@@ -65,6 +65,8 @@ def made_alone(module: Summed, parts: list[Excerpt], draws: Draws, seed: int, st
                if name in buffers_before and buffer.shape == buffers_before[name].shape}
     changed = frozenset(name for name, buffer in buffers.items() if not torch.equal(buffer, buffers_before[name]))
     moved, state = before.changed()
+    for put_back in before.buffers if state else ():        # by which the loss would be another
+        put_back()
     if state and _summed(module, parts, draws, seed, step, backward=False) == (loss, weight):
         state = {}                      # written, and not read: the last attention, the size of a batch
     return Made(loss / (weight or 1.0), weight, gradients, buffers, changed, moved, state)

@@ -18,10 +18,11 @@ from paragrad.jobs.loss import Summed, loss_in
 from paragrad.jobs.precision import in_precision
 from paragrad.strategies.shares import Division
 from paragrad.strategies.strategy import Strategy
-from paragrad.techniques.exchange import SHARED, Exchange, Replica
+from paragrad.techniques.exchange import CARRIED, SHARED, Exchange, Replica
 from paragrad.techniques.layout import Layout
 from paragrad.techniques.table import cuts, exchange_of, passes_of
 from paragrad.techniques.untouched import Before, untouched
+from paragrad.training.apart import refuse_unlike
 from paragrad.training.batches import Batch
 from paragrad.training.first_step.beside import fetched, fewer, proof, refuse_copies
 from paragrad.training.first_step.causes import by_layout, not_the_same
@@ -48,6 +49,8 @@ def before(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> None:
     if trainer.exchange is not None:
         if trainer.given is not None:
             trainer.given.followed(trainer.model, trainer.passes)
+        if trainer.layout.cut and trainer.splits and (trainer.taken + 1).bit_count() == 1:
+            refuse_unlike(trainer.layout, trainer.parameters, trainer.model)
         if trainer.splits and trainer.taken == 1 and apart(trainer):
             trainer.log.choice("loss again", "not checked", apart(trainer))
         elif trainer.splits and not apart(trainer) and (trainer.taken + 1).bit_count() == 1:            # the 2nd, 4th, 8th, ...
@@ -121,7 +124,8 @@ def _in_double(trainer: Trainer, module: Summed, kept: Before, batch: Batch, giv
     try:
         with untouched(module):
             trainer.world.barrier()                 # parameters that ranks share are as they are, on all of them
-            kept.put_back()
+            if not trainer.layout.cut:              # a part is not what is run again
+                kept.put_back()
             model = in_precision(copy.deepcopy(module.model), torch.float64)
             model.zero_grad()
             twin = type(trainer)(
@@ -296,8 +300,7 @@ def _compared_in_parts(trainer: Trainer, proof: Proof, loss: float, weight: floa
                        buffers: dict[str, Tensor]) -> list[Miss]:
     """The first replica is put together on rank 0, where one worker's step is; the other ones are its copies. Collective."""
     if carried := [*proof.serial.moved, *proof.serial.state]:
-        raise StepFailed("a forward changes it, besides gradients and buffers, and a cut model does not carry that from part "
-                         "to part; train it with data(n)", tensor=", ".join(carried[:3]))
+        raise StepFailed(CARRIED, tensor=", ".join(carried[:3]))
     layout, parts, first = trainer.layout, {**gradients, **buffers}, not trainer.replicated.rank
     _refuse_unequal(layout, parts, layout.world)
     whole: Any = [layout.whole(each, everywhere=False) if first else {} for each in (gradients, buffers)]

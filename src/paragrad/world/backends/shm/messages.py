@@ -3,8 +3,7 @@
 The sender writes records into it, each a header and a piece of a message, and posts `filled`; the receiver copies the piece
 straight into its own tensor and posts `room`. Both know where a record begins from the lengths of those before it. A send is
 done when its last piece is in the ring, so one that fits does not wait for its receiver; of a longer one the pieces are copied
-in and out at the same time. (One copy by the kernel, process_vm_readv, moves 10 GB/s where these two move 35 each: 2.6 times as
-slow at 1 MB.)
+in and out at the same time. (One copy by the kernel, process_vm_readv, was tried, and is slower: docs/shm.md.)
 
 A third semaphore, the bell of a rank, is rung for what it may wait for, so that a rank with nothing to move has one thing to
 wait at: with every piece for it, and with the room in a ring that was more than half full. Messages move on while their rank
