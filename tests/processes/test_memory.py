@@ -89,20 +89,25 @@ class Looking(nn.Module):
         return self.out(x)
 
 
-def looked(world: World, chosen: Strategy) -> set[int]:
+def squared(output: Tensor, _: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def looked(world: World, chosen: Strategy, graph: bool = True) -> set[int]:
     model = Looking()
-    trainer = Trainer(world, model, nn.functional.cross_entropy, adam(model.parameters()), chosen, examined=True)
+    trainer = Trainer(world, model, squared, adam(model.parameters()), chosen, examined=True)
     try:
         for fetched in itertools.islice(trainer.batches(DATA, 24, epoch=0), 1):
             trainer.step(*parted(fetched))
-        trainer.evaluate(DATA, pg.accuracy)
+        trainer.evaluate(DATA, None if graph else pg.accuracy)
         return model.tested
     finally:
         trainer.close()
 
 
-def test_a_test_runs_no_more_samples_at_once_than_a_step(pool: Ranks) -> None:
+def test_a_test_with_a_graph_runs_no_more_samples_at_once_than_a_step(pool: Ranks) -> None:
     """256, whatever the batch: with a loss whose weight is read off its graph, that of 256 samples was alive at once."""
+    assert looked(World(), resolved("serial"), graph=False) == {96}
     assert looked(World(), resolved("serial")) == {24}
     assert looked(World(), resolved("serial(micro=4)")) == {6}
     assert pool.run(looked, resolved("data(2, shares=[3, 1], reduce=ring)"), size=2) == [{18, 12}, {6}]
@@ -110,9 +115,12 @@ def test_a_test_runs_no_more_samples_at_once_than_a_step(pool: Ranks) -> None:
 
 def test_what_a_test_holds_is_foretold() -> None:
     """Of a job that is judged by its loss alone, the graph by which that is weighed."""
-    judged = admitted(BLOCKS.replace(metric=None, loss=lambda output, _: output.square().mean()), "serial(micro=3)")
+    judged = admitted(BLOCKS.replace(metric=None, loss=squared), "serial(micro=3)")
     found = account(judged.job, judged.resolved, judged.facts)
     assert found.in_test(0) == found.peak(0) > 0
+    parts = admitted(judged.job, "place(2)", facts=judged.facts)
+    found = account(parts.job, parts.resolved, parts.facts)
+    assert found.in_test(1) > found.in_test(0) > 0                          # type: ignore[operator]
     scored = admitted(BLOCKS, "serial")
     assert account(scored.job, scored.resolved, scored.facts).in_test(0) == 0
 
@@ -200,6 +208,8 @@ def test_a_batch_is_found_for_batch_norm(tmp_path: Path) -> None:
     assert run.header["job"]["batch"] == 97
     run = pg.train(norm, "data(2)", memory="1GB", runs=tmp_path / "even", limit=2)
     assert run.header["job"]["batch"] == 94, "96 leaves one sample"
+    assert "whose epochs end in no batch that is refused, of which" in next(
+        line["because"] for line in run.choices if line["what"] == "batch")
 
 
 def test_a_run_with_a_batch_that_was_found_goes_on_with_it(tmp_path: Path) -> None:

@@ -153,13 +153,15 @@ class Exchange(ABC):
 
 
 @contextlib.contextmanager
-def unmoved(exchange: Exchange, parameters: Mapping[str, Tensor], cut: bool) -> Iterator[None]:
-    """Around the passes of a step. Raises StepFailed where replicas share parameters, or hold parts of them, and a forward
-    changes one, which it may do for the first time long after the first step (an embedding with max_norm)."""
-    before = [(name, each, each._version) for name, each in parameters.items()] if cut or exchange.sharing > 1 else []
+def unmoved(exchange: Exchange, parameters: Mapping[str, Tensor], layout: Layout, replicas: int) -> Iterator[None]:
+    """Around the passes of a step. Raises StepFailed where a forward changes a parameter that other ranks have too, in one
+    place or, of a model that is cut, in copies: it may do so for the first time long after the first step (an embedding with
+    max_norm)."""
+    watched = parameters if exchange.sharing > 1 else layout.copied(parameters, replicas)
+    before = [(name, each, each._version) for name, each in watched.items()]
     yield
     if moved := [name for name, each, version in before if each._version != version]:
-        raise StepFailed(CARRIED if cut else SHARED, tensor=", ".join(moved[:3]))
+        raise StepFailed(SHARED if exchange.sharing > 1 else CARRIED, tensor=", ".join(moved[:3]))
 
 
 def counted(exchange: Exchange) -> list[float]:

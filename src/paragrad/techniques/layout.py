@@ -208,6 +208,10 @@ class Layout:
             for world in self.held[name].owners:
                 parameter.grad = self._all_reduced(parameter.grad, among=world)
 
+    def copied(self, parameters: Mapping[str, Tensor], replicas: int) -> Mapping[str, Tensor]:
+        """Those of a model that is cut of which other ranks hold copies: of this replica, or of so many."""
+        return {name: each for name, each in parameters.items() if self.cut and (replicas > 1 or self.held[name].owners)}
+
     def unequal(self, tensors: Mapping[str, Tensor | None], world: World | None = None) -> tuple[int, int, str] | None:
         """The first two ranks that hold the same part of a serial tensor with other bits, and its name; None. Collective.
 

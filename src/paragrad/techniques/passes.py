@@ -35,12 +35,13 @@ class Sums(NamedTuple):
 
 class Within(Protocol):
     """What a trainer offers to its passes. casting: autocast, if any;  keyed: draws by a sample's place in the global batch
-    (first, calls: as draws.Keyed has them);  draws: all of them."""
+    (first, calls: as draws.Keyed has them);  draws: all of them;  rehearsing: the step is put back when it was compared."""
     world: World
     module: Summed
     batch_norm: BatchNorm
     draws: Draws
     log: Log
+    rehearsing: bool
 
     def casting(self) -> AbstractContextManager[Any]: ...
 

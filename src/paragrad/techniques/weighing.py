@@ -39,6 +39,7 @@ class AllHere:
     draws: Draws
     autocast: torch.dtype | None
     log: Log = field(default_factory=lambda: Log(None))
+    rehearsing: bool = False
 
     def casting(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast("cpu", self.autocast, enabled=self.autocast is not None)

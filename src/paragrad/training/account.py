@@ -24,7 +24,7 @@ from paragrad.techniques.probe import evaluating
 from paragrad.techniques.table import cuts, ours
 from paragrad.training.batches import batch_of
 from paragrad.training.door import Findings
-from paragrad.training.evaluation import at_a_time, at_once
+from paragrad.training.evaluation import BATCH, at_a_time, at_once
 from paragrad.world.generators import generators_kept
 
 
@@ -115,12 +115,15 @@ def _in_parts(job: Job, resolved: Strategy, replica: int, parts: InParts, facts:
     if job.test is not None:
         tests = job.samples(opened(job.test, data))
         mine = -(-facts.test_samples // len(resolved.division.shares))
-        most = at_once(len(facts.order.at(0)), resolved.division, replica)
+        graph = job.metric is None and module.by_graph          # which weighs the loss, in a test too
+        most = at_once(len(facts.order.at(0)), resolved.division, replica) if graph else BATCH
         count = min(most, mine)
         given, _ = parted(brought(tests[0, list(range(count))], CPU, job.parameter_dtype))
         with evaluating(module.model), torch.no_grad():
             came = list(weighing.messages(passes, given))
         under_way = schedule.filled(min(at_a_time(module, job.metric, parts.pipelined.micro), -(-mine // most)), parts.size)
-        tested = Pipelined(schedule, under_way, trained=stages), [Weight(each, 0, 0) for each in came]
+        kept = [0] * (stages - 1) + [weights[max(sizes)][-1].kept if graph else 0]
+        tested = Pipelined(schedule, under_way, trained=stages - graph), [
+            Weight(came_in, 0, held) for came_in, held in zip(came, kept, strict=True)]
     cut_here = functools.reduce(operator.mul, [settled if each is parts else each for each in factors_of(resolved)])
     return Account(cut_here, replica * parts.size, pipelined, parts.size, settled.recompute, sizes, weights, tested)

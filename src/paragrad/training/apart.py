@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Iterator, Mapping
@@ -9,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -19,7 +19,7 @@ from paragrad.jobs.loss import Summed
 from paragrad.techniques.layout import Layout, vacate
 from paragrad.techniques.passes import Passes
 from paragrad.techniques.untouched import INTERNAL, State, hooks_of, owners, seen_of, untouched
-from paragrad.techniques.values import GENERATORS, copied, same
+from paragrad.techniques.values import UNCHANGING, keeping, same
 
 OWN = {"_parameters", "_buffers", "_modules"}
 
@@ -66,22 +66,12 @@ def refuse_reading(module: Summed, inputs: Any, target: Any) -> None:
                              "copy; let the model return what its loss needs of it, such as (output, penalty)")
 
 
-def refuse_unlike(layout: Layout, parameters: Mapping[str, Tensor], model: nn.Module) -> None:
+def refuse_unlike_copies(layout: Layout, parameters: Mapping[str, Tensor], model: nn.Module) -> None:
     """What several ranks of a replica hold is the same to the bit, also where a forward writes to it unseen. Collective."""
-    shared = {name: each for name, each in parameters.items() if layout.held[name].owners}
-    if unequal := layout.unequal({**shared, **dict(model.named_buffers())}, layout.world):
+    if unequal := layout.unequal({**layout.copied(parameters, 1), **dict(model.named_buffers())}, layout.world):
         raise StepFailed("ranks {} and {} hold copies of it with other values: a forward writes to it (by .data, or later than "
                          "in the first step), and not on every rank; write to it in the optimizer's step, or train it with "
                          "data(n)".format(*unequal), tensor=unequal[2], differs=True)
-
-
-def refuse_reaching(module: Summed) -> None:
-    """Raises StepFailed where the loss has the model itself, in its closure, its globals, or as its object: what it reads of it
-    is another rank's, or another copy's."""
-    modules = set(map(id, module.model.modules()))
-    if any(id(each) in modules for each in _reached(module.loss)):
-        raise StepFailed("the loss has the model itself, and would read of it what another rank has, or another copy; let the "
-                         "model return what its loss needs of it, such as (output, penalty)")
 
 
 def _reached(loss: Any) -> Iterator[Any]:
@@ -93,8 +83,9 @@ def _reached(loss: Any) -> Iterator[Any]:
     elif inspect.ismethod(loss):
         yield from (loss.__self__, *_reached(loss.__func__))
     elif inspect.isfunction(loss):
-        names = inspect.getclosurevars(loss)
-        yield from (*names.nonlocals.values(), *names.globals.values(), *(loss.__defaults__ or ()))
+        with contextlib.suppress(ValueError):           # a variable that has no value yet
+            names = inspect.getclosurevars(loss)
+            yield from (*names.nonlocals.values(), *names.globals.values(), *(loss.__defaults__ or ()))
     else:
         yield from getattr(loss, "__dict__", {}).values()
 
@@ -152,22 +143,26 @@ class Given:
             if passes is not None:
                 passes.changed()
 
-    def reflects(self, part: nn.Module) -> None:
-        """What forwards changed on the part's modules in Python is so on the model's: its user reads it, may set it back."""
+    def reflects(self, part: nn.Module, loss: Any) -> None:
+        """Numbers that forwards changed on the part's modules are so on the model's: its user reads them, may set them back.
+        Raises StepFailed where the loss has the model itself: it read what they were before."""
         if self.state is None:
             return
-        theirs, moved = owners(part), False
-        for name, owner in owners(self.model).items():
-            tensors = {**getattr(owner, "_parameters", {}), **getattr(owner, "_buffers", {})}
-            for what in seen_of(theirs[name]) if name in theirs else ():
-                value = vars(theirs[name])[what]
-                if what == "training" or what in tensors or isinstance(value, GENERATORS) or any(
-                        isinstance(each, FakeTensor) for each in tree_leaves(value)):
+        modules, theirs = {id(each) for each in self.model.modules()}, owners(part)
+        reached = any(id(each) in modules for each in _reached(loss))
+        for name, owner in self.state.owners.items():
+            now = vars(theirs[name]) if name in theirs else {}
+            for what, value in list(now.items()):
+                if not isinstance(value, UNCHANGING) or what in INTERNAL or what == "training" or (
+                        what in vars(owner) and same(vars(owner)[what], value)):
                     continue
-                if what not in vars(owner) or not same(vars(owner)[what], value):
-                    vars(owner)[what], moved = copied(value), True
-        if moved:
-            self.state = State(owners(self.model))
+                if reached:
+                    raise StepFailed("a forward sets it, and the loss has the model itself, and reads of it what it was; let "
+                                     "the model return what its loss needs of it, such as (output, penalty)",
+                                     tensor=f"{name}.{what}".lstrip("."))
+                vars(owner)[what] = value
+                self.state.values[name][what] = value, keeping(value)
+                self.state.names[name].add(what)
 
     def written(self) -> list[str]:
         """Names of those tensors without values that were written to."""

@@ -31,14 +31,14 @@ def evaluated(world: World, module: Summed, passes: Passes | None, layout: Layou
               metric: Metric | None, dtype: torch.dtype | None, loaders: int = 0, most: int = BATCH) -> dict[str, float]:
     """{"value", "weight"} of the metric (or, without one, the loss) over all samples and ranks. Collective.
 
-    passes: None before the first step;  most: samples at once, the same on all ranks of a replica.
+    passes: None before the first step;  most: samples at once where there are gradients, the same on all ranks of a replica.
 
     Without gradients; with them if the first batch fails without, as a model does that takes some itself (forces; one that is
     cut was refused then), and where the weight of a loss is read off its graph.
     """
     total, weight, gradients = 0.0, 0.0, metric is None and module.by_graph
     outputs = passes.outputs if passes else lambda several: [called(module.model, inputs) for inputs in several]
-    mine = evenly(len(samples), world.size)[world.rank]
+    most, mine = most if gradients else BATCH, evenly(len(samples), world.size)[world.rank]
     batches = [mine[start:start + most] for start in range(0, len(mine), most)]
     fetched = loaded(samples, ((0, list(indices)) for indices in batches), loaders)
     scored = functools.partial(_scored, module, outputs, metric)
@@ -63,8 +63,8 @@ def evaluated(world: World, module: Summed, passes: Passes | None, layout: Layou
 
 
 def at_once(batch: int, division: Division, share: int) -> int:
-    """Samples of which a rank with that share runs the model at once in a test: no more than in a step of a global batch of
-    that size, so that no test holds more than a step; 0: no step was asked for yet."""
+    """Samples of which a rank with that share runs the model at once in a test with gradients: no more than in a step of a
+    global batch of that size, so that no test holds a larger graph; 0: no step was asked for yet."""
     return min(BATCH, largest(batch, division, share)) if batch else BATCH
 
 

@@ -23,7 +23,7 @@ from paragrad.techniques.slices import FOREACH
 from paragrad.techniques.table import bringing, cuts, ours, share_of
 from paragrad.techniques.updating import ALL, ELEMENT, hooked, updates_by
 from paragrad.techniques.values import same
-from paragrad.training.apart import refuse_reaching, refuse_views
+from paragrad.training.apart import refuse_views
 from paragrad.training.settings import Settings
 from paragrad.world.world import World
 
@@ -79,7 +79,6 @@ def divided(strategy: Strategy, module: Summed, optimizer: torch.optim.Optimizer
     """
     kind = updates_by(optimizer, known=type(optimizer) in FOREACH)
     refuse_views(module.model)
-    refuse_reaching(module)
     parameters = dict(module.model.named_parameters())
     if hooked := [name for name, each in parameters.items() if each._backward_hooks or each._post_accumulate_grad_hooks]:
         raise StepFailed(f"{strategy} cuts it, and it has a hook, which its parts would not have; hook the module",

@@ -76,7 +76,7 @@ class Training:
         self.train: Dataset = opened(job.train, settings.folder)
         self.test: Dataset | None = None if job.test is None else opened(job.test, settings.folder)
         self.per_epoch = checked.facts.order.steps
-        trainer.batch = min(job.batch, checked.facts.samples)           # a run may go on with a test
+        trainer.batch_size = min(job.batch, checked.facts.samples)           # a run may go on with a test
         self.steps = min(settings.limit or 2**62, job.epochs * self.per_epoch)
         self.status = "finished"
         self.saved_at: int | None = None

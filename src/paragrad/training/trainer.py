@@ -106,7 +106,7 @@ class Trainer:
         self.passes: Passes | None = None
         self.looks: dict[str, Any] = {}             # where techniques cut, by their names
         self.feed, self.watch = Feed(self.log, world.device, self.dtype), Watch(self.world)
-        self.steps = self.taken = self.batch = 0    # taken: by this trainer, which may begin later;  batch: once known
+        self.steps = self.taken = self.batch_size = 0       # taken: by this trainer;  batch_size: once known
         self.activations, self.coarsest = 0, 0.0    # that backward keeps of a micro-batch: bytes; eps of the coarsest numbers
         self.draws, self.alike = Draws(), Alike(seed, world.device)
         self.proof: Proof | None = None             # of the step under way, that it is one worker's; kept: what it began with
@@ -139,7 +139,7 @@ class Trainer:
         (inputs, target), or the dict where samples are dicts, for `step`, which must take it before the next one.
         """
         refuse_loader(dataset, "the dataset")
-        order, self.batch = Order(len(dataset), batch, self.seed), min(batch, len(dataset))
+        order, self.batch_size = Order(len(dataset), batch, self.seed), min(batch, len(dataset))
         self.strategy.refuse_few(min(batch, order.samples), self.strategy)
         return self.batches_at(dataset, order, ((epoch, whole) for whole in order.batches(start)), loaders)
 
@@ -170,7 +170,7 @@ class Trainer:
             self.exchange.count("parts", self.layout.sent, computed=True)
             one_copy.give_back(self.taken == 0)         # the whole model, and what it was compared with
             if self.given is not None:
-                self.given.reflects(self.model)
+                self.given.reflects(self.model, self.module.loss)
         loss, order = ([own.loss, own.weight], batch.recorded) if self.leads else ([0.0, 0.0], [0, 0])
         self.log.step(self.steps, self.feed.began, epoch=batch.epoch, loss=loss, order=order, sent=dict(self.exchange.sent),
                       lr=rate)
@@ -187,8 +187,8 @@ class Trainer:
         self.layout.sent = 0
         self.exchange.stop = self.world.stop.is_set()
         self.module.doubts, self.cast = 0.0, False
-        looks = not self.rehearsing and self.taken < COUNTED and self.coarsest > 0 and self.exchange.shards is None
-        with counting(self.passes, self.model if looks else None), unmoved(self.exchange, self.parameters, self.layout.cut):
+        looked = None if self.rehearsing or self.taken >= COUNTED or self.exchange.shards or not self.coarsest else self.model
+        with counting(self.passes, looked), unmoved(self.exchange, self.parameters, self.layout, self.replicated.size):
             own = sums_of(self.passes, batch.parts(inputs, target), len(batch.micros))
         if self.autocast is not None and not self.rehearsing and not self.cast:
             raise StepFailed(f"the passes of {self.strategy} leave autocast out; make every forward within.casting()")
@@ -251,7 +251,7 @@ class Trainer:
             self.given.followed(self.model, self.passes, modes=False)
         with self.for_evaluation(), evaluating(self.model), self.casting():
             return evaluated(self.replicated, self.module, self.passes, self.layout, samples, metric, self.dtype, loaders,
-                             at_once(self.batch, self.strategy.division, self.replicated.rank))
+                             at_once(self.batch_size, self.strategy.division, self.replicated.rank))
 
     def for_evaluation(self) -> contextlib.AbstractContextManager[Any]:
         """Parameters in the eval mode of an optimizer that has one (schedule-free); afterwards as they were. Collective."""

@@ -67,7 +67,7 @@ class Fitting:
     def __init__(self, ranks: Ranks, job: Job, chosen: Strategy, settings: Settings, facts: Findings, grain: int,
                  budget: int) -> None:
         self.ranks, self.job, self.chosen, self.settings, self.facts = ranks, job, chosen, settings, facts
-        self.grain, self.budget = grain, budget
+        self.grain, self.budget, self.let = grain, budget, ""      # let: what else the batch had to be
 
     def largest(self) -> tuple[int, str]:
         """(the batch, why)."""
@@ -99,7 +99,7 @@ class Fitting:
         return whole or (self.facts.samples if batch >= self.facts.samples else 0)
 
     def because(self, batch: int, fullest: dict[str, int], limit: str = "") -> str:
-        multiple = f"the largest multiple of {self.grain}, which makes micro-batches equal,"
+        multiple = f"the largest multiple of {self.grain}, which makes micro-batches equal,{self.let}"
         limit = limit or ("all samples of the dataset" if batch == self.facts.samples else
                           f"{multiple} that the dataset has" if batch + self.grain > self.facts.samples else
                           f"{multiple} of which no rank is to hold more than {sized(self.budget)}, by a straight line through "
@@ -114,6 +114,7 @@ class Fitting:
         for fewer in range(batch, max(0, batch - FEWER * self.grain), -self.grain):
             with suppress(Refused):
                 self.admitted(fewer, self.facts.samples)
+                self.let = "" if fewer == batch else " whose epochs end in no batch that is refused,"
                 return fewer
         return batch
 

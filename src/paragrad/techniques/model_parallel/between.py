@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 from paragrad.errors import StepFailed
@@ -18,22 +16,18 @@ def outside(flow: InUnits) -> dict[str, Any]:
     return {name: owner for name, owner in owners(flow.model).items() if not f"{name}.".startswith(units)}
 
 
-@contextlib.contextmanager
-def put_back(found: dict[str, Any]) -> Iterator[None]:
-    """Around a forward of one of several parts of a rank: the last of them leaves what one forward of the model does."""
-    state = State(found, compared=False)
-    yield
-    state.put_back()
-
-
-def refuse_unlike(before: State, line: World) -> None:
+def refuse_numbers(before: State, line: World, often: bool) -> None:
     """Numbers that forwards changed since then are the same on all ranks of a replica: a count at the end of a forward, to
-    which not every rank comes, stands still on the others, and who reads it goes another way. Collective."""
+    which not every rank comes, stands still on the others, and who reads it goes another way. often: a rank runs the model's
+    Python more than once for a micro-batch, and numbers are to stay what they are. Collective."""
     every = line.collected({each: value for each, value in before.changed().items() if isinstance(value, int | float)})
     unlike = [(each, told) for each in dict.fromkeys(each for numbers in every for each in numbers)
-              if len(told := {repr(numbers[each]) if each in numbers else "as it was" for numbers in every}) > 1]
+              if len(told := {repr(numbers[each]) if each in numbers else "as it was" for numbers in every}) > 1 or often]
     if unlike := line.agreed(unlike[:1]):
         ((owner, what), told), = unlike
-        raise StepFailed(f"forwards change this number, and not alike on all ranks that have a part of the model ("
-                         f"{', '.join(sorted(told))}): each runs the model's Python up to the end of its part; change it where "
-                         "forward begins, or train it with data(n)", tensor=f"{owner}.{what}".lstrip("."))
+        because = ("and with interleaved parts, or recompute, a rank runs the model's Python more than once for a micro-batch; "
+                   "leave these out" if often else
+                   f"and not alike on all ranks that have a part of the model ({', '.join(sorted(told))}): each runs the "
+                   "model's Python up to the end of its part; change it where forward begins")
+        raise StepFailed(f"forwards change this number, {because}, or train it with data(n)",
+                         tensor=f"{owner}.{what}".lstrip("."))

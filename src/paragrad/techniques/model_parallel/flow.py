@@ -27,6 +27,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from paragrad.datasets.loading import called, copied
 from paragrad.errors import StepFailed, told
+from paragrad.techniques.draws import Recording
+from paragrad.techniques.kernels import drawing
 from paragrad.techniques.model_parallel.entering import entered
 from paragrad.techniques.model_parallel.plan import ANOTHER_WAY, HIDDEN, Crossing, Plan, StandIn
 from paragrad.techniques.model_parallel.planning import Hollow, Planning, Standing, anew
@@ -64,10 +66,11 @@ class Ended(BaseException):
 
 def close(one: Tensor, other: Tensor) -> bool:
     """The same, but for rounding."""
-    if one.shape != other.shape or not differentiable(one):
-        return one.shape == other.shape
-    bound = 1e4 * torch.finfo(one.dtype).eps
-    return torch.allclose(one, other, rtol=bound, atol=bound * float(one.abs().max()) if one.numel() else 0.0, equal_nan=True)
+    if one.shape != other.shape or one.dtype != other.dtype or not differentiable(one):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    bound, finite = min(1e-2, 1e4 * torch.finfo(one.dtype).eps), one.isfinite()
+    most = float(one[finite].abs().max()) if finite.any() else 0.0
+    return torch.allclose(one, other, rtol=bound, atol=bound * most, equal_nan=True)
 
 
 class Flow(Hollow):
@@ -237,18 +240,12 @@ class OfPart(Running):
             if any(not isinstance(each, FakeTensor) for each in written) and any(
                     isinstance(each, FakeTensor) for each in tensors_in((args, kwargs))):   # into something with values here
                 return None if getattr(func, "__name__", "") == "__setitem__" else kwargs.get("out", args[0])
-            if not written:                     # of a parameter that this part has too: another's draw is not made here
-                args, kwargs = (tree_map_only(Tensor, self.hollow, each) for each in (args, kwargs))
-            return func(*args, **kwargs)
+            with drawing(Recording()):          # of a parameter that this part has too: another part's draw is not made here
+                return func(*args, **kwargs)
         args, kwargs = self.with_values(args), self.with_values(kwargs)
         if written:                             # which would be left out where something else has no values
             self.with_all((args, kwargs), "an operation between modules")
         return self.with_all(func(*args, **kwargs), "an operation between modules")
-
-    def hollow(self, tensor: Tensor) -> Tensor:
-        """A parameter, or another tensor of the model that has a gradient, without its values."""
-        return self.flow.fake.from_tensor(tensor) if id(tensor) in self.held and differentiable(tensor) and not isinstance(
-            tensor, FakeTensor) else tensor
 
     def with_all(self, out: Any, name: str) -> Any:
         """What was made here. Raises StepFailed where something had no values here."""

@@ -24,7 +24,7 @@ from paragrad.techniques.cut import Share
 from paragrad.techniques.draws import Calls
 from paragrad.techniques.exchange import Exchange
 from paragrad.techniques.model_parallel import split
-from paragrad.techniques.model_parallel.between import outside, put_back, refuse_unlike
+from paragrad.techniques.model_parallel.between import outside, refuse_numbers
 from paragrad.techniques.model_parallel.entering import entered
 from paragrad.techniques.model_parallel.flow import Flow
 from paragrad.techniques.model_parallel.halves import Deferring
@@ -112,12 +112,12 @@ class InStages(Passes):
         last, *rest = given[-1]
         given += [(replace(last, positions=[]), *rest)] * (pipelined.micro - count)     # of no samples
         step = Step(self, given, pipelined, count)
-        self.steps += 1
+        self.steps += not self.within.rehearsing
         # not of the first: what is set once, a size, stays what it is
         before = State(self.outside) if self.steps > 1 and self.steps.bit_count() == 1 else None
         step.play()
         if before is not None:
-            refuse_unlike(before, self.line)
+            refuse_numbers(before, self.line, often=self.stages > self.line.size or self.strategy.recompute)
         if step.in_halves and not self.told:
             self.tell_moved()
         return step.own
@@ -224,9 +224,7 @@ class Step:
         received = self.messages.read(came) if stage else []
         last, keep = stage == self.passes.stages - 1, self.training and stage >= self.pipelined.trained
         graph = torch.is_grad_enabled() and not again and (keep or last)         # a loss may be in the model
-        marks = (unchanged(self.flow.model) if number >= self.real else
-                 put_back(self.passes.outside) if stage + self.line.size < self.passes.stages else contextlib.nullcontext())
-        with torch.set_grad_enabled(graph), marks:
+        with torch.set_grad_enabled(graph), contextlib.nullcontext() if number < self.real else unchanged(self.flow.model):
             sends, made, weight = self.run(stage, number, received)
         self.count(made, weight)
         if not last:

@@ -162,8 +162,13 @@ def nested(module: nn.Module, call: Any) -> bool:
     """Is it an encoder of torch's that would make nested tensors of what is padded, but while its layers are watched?"""
     if not isinstance(module, nn.TransformerEncoder) or module.training or torch.is_grad_enabled():
         return False
-    mask = call.keywords.get("src_key_padding_mask", call.args[3] if len(call.args) > 3 else None)
-    return module.use_nested_tensor and mask is not None
+    given = dict(zip(("mask", "src_key_padding_mask"), call.args[2:], strict=False)) | call.keywords
+    padded = given.get("src_key_padding_mask")
+    if not module.use_nested_tensor or given.get("mask") is not None or not isinstance(padded, Tensor) or isinstance(
+            padded, FakeTensor) or not torch.backends.mha.get_fastpath_enabled():
+        return False
+    padded = padded != 0                        # of floats -inf
+    return bool(padded.any()) and not bool((padded[:, :-1] & ~padded[:, 1:]).any())         # at the end of every sample
 
 
 def anew(tree: Any, copy: Callable[[Tensor], Tensor]) -> Any:

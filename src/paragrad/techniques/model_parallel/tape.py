@@ -18,9 +18,8 @@ READS = {"item", "__bool__", "__int__", "__float__", "__index__", "tolist", "num
 SHAPED = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "repeat_interleave", "bincount", "where"}
 
 
-MAKE = {"arange", "linspace", "zeros", "ones", "empty", "full"}            # look at sizes that they are given, and
-RESIZE = {"new_zeros", "new_ones", "new_empty", "new_full", "view", "reshape", "expand", "repeat", "narrow", "split",
-          "unflatten", "roll", "tril", "triu"}                             # ... after a tensor, which comes first
+MAKE = {"arange", "zeros", "ones", "empty"}             # look at sizes that they are given, and after a tensor
+RESIZE = {"new_zeros", "new_ones", "new_empty", "view", "reshape", "expand", "repeat", "narrow", "split", "unflatten"}
 
 
 def bounds(func: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -22,7 +22,7 @@ from paragrad.techniques.exchange import CARRIED, SHARED, Exchange, Replica
 from paragrad.techniques.layout import Layout
 from paragrad.techniques.table import cuts, exchange_of, passes_of
 from paragrad.techniques.untouched import Before, untouched
-from paragrad.training.apart import refuse_unlike
+from paragrad.training.apart import refuse_unlike_copies
 from paragrad.training.batches import Batch
 from paragrad.training.first_step.beside import fetched, fewer, proof, refuse_copies
 from paragrad.training.first_step.causes import by_layout, not_the_same
@@ -50,7 +50,7 @@ def before(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> None:
         if trainer.given is not None:
             trainer.given.followed(trainer.model, trainer.passes)
         if trainer.layout.cut and trainer.splits and (trainer.taken + 1).bit_count() == 1:
-            refuse_unlike(trainer.layout, trainer.parameters, trainer.model)
+            refuse_unlike_copies(trainer.layout, trainer.parameters, trainer.model)
         if trainer.splits and trainer.taken == 1 and apart(trainer):
             trainer.log.choice("loss again", "not checked", apart(trainer))
         elif trainer.splits and not apart(trainer) and (trainer.taken + 1).bit_count() == 1:            # the 2nd, 4th, 8th, ...
