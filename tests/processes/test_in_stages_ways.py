@@ -16,7 +16,6 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import paragrad as pg
-from paragrad.errors import StepFailed
 from paragrad.techniques.model_parallel.flow import Flow
 from paragrad.training.admission import admitted
 from paragrad.world.launching import Ranks
@@ -292,7 +291,7 @@ class Deep(Counting):
 @pytest.mark.parametrize("row", ["pipeline(2, micro=2, schedule=interleaved)", "pipeline(2, micro=2, recompute=true)"])
 def test_a_count_is_refused_where_forwards_are_made_more_than_once(tmp_path: Path, row: str) -> None:
     """Every part of a rank counted, and what is made again read other numbers than before."""
-    with pytest.raises(pg.RankFailed, match=r"step 1, tensor calls: .* interleaved parts, or recompute, .* leave these out"):
+    with pytest.raises(pg.RankFailed, match=r"step \d, tensor calls: .* interleaved parts, or recompute, .* leave these out"):
         pg.train(make_job("counting", Deep, VECTORS, batch=4), row, runs=tmp_path)
 
 
@@ -327,45 +326,6 @@ def test_a_count_that_is_set_back(pool: Ranks) -> None:
     for ours, counts in pool.run(restarting, "place(2)", size=2):
         assert ours == pytest.approx(losses, rel=1e-10)
         assert counts == calls == [4, 4, 4, 4]
-
-
-class Penalised(nn.Sequential):
-    """Leaves a number for its loss."""
-    penalty = 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.penalty += 1.0
-        return super().forward(x)
-
-
-class Loss:
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        return functional.cross_entropy(output, target) * self.model.scale
-
-
-def with_the_model(world: World, kind: type[nn.Sequential], closure: bool) -> str:
-    torch.manual_seed(3)
-    model = kind(nn.Linear(10, 8), nn.Linear(8, 4))
-    model.scale = 1.0
-    loss = (lambda output, target: functional.cross_entropy(output, target) * model.scale) if closure else Loss(model)
-    with pg.parallelize(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), "place(2)") as trainer:
-        try:
-            for batch in trainer.batches(VECTORS, batch=8, epoch=0):
-                trainer.step(*batch)
-        except StepFailed as error:
-            return str(error)
-    return "it trained"
-
-
-@pytest.mark.parametrize("closure", [True, False])
-def test_a_loss_that_has_the_model_is_refused_where_forwards_set_something(pool: Ranks, closure: bool) -> None:
-    """What it read was that of the object that was given, which never ran. A constant of it may be read."""
-    assert pool.run(with_the_model, nn.Sequential, closure, size=2) == ["it trained"] * 2
-    for told in pool.run(with_the_model, Penalised, closure, size=2):
-        assert "tensor penalty: a forward sets it, and the loss has the model itself" in told
 
 
 # ---- the first step --------------------------------------------------------------------------------------------------------

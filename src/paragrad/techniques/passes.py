@@ -74,6 +74,10 @@ class Passes(ABC):
     def changed(self) -> None:      # noqa: B027         # most conclude nothing
         """Python attributes of the model were set by its user: what was concluded from them is to be found out again."""
 
+    def numbers(self) -> dict[tuple[str, str], Any]:
+        """Numbers that the model's Python keeps alike on all ranks, by who has them and the attribute."""
+        return {}
+
     in_flight = 1                   # batches that `outputs` may be given at once
 
     def outputs(self, batches: list[Any]) -> list[Any]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,7 +16,7 @@ from paragrad.jobs.loss import Summed
 from paragrad.techniques.layout import Layout, vacate
 from paragrad.techniques.passes import Passes
 from paragrad.techniques.untouched import INTERNAL, State, hooks_of, owners, seen_of, untouched
-from paragrad.techniques.values import UNCHANGING, keeping, same
+from paragrad.techniques.values import keeping, same
 
 OWN = {"_parameters", "_buffers", "_modules"}
 
@@ -72,22 +69,6 @@ def refuse_unlike_copies(layout: Layout, parameters: Mapping[str, Tensor], model
         raise StepFailed("ranks {} and {} hold copies of it with other values: a forward writes to it (by .data, or later than "
                          "in the first step), and not on every rank; write to it in the optimizer's step, or train it with "
                          "data(n)".format(*unequal), tensor=unequal[2], differs=True)
-
-
-def _reached(loss: Any) -> Iterator[Any]:
-    """What a loss can read besides what it is given."""
-    if isinstance(loss, functools.partial):
-        yield from (*_reached(loss.func), *loss.args, *loss.keywords.values())
-    elif isinstance(loss, nn.Module):
-        yield from loss.modules()
-    elif inspect.ismethod(loss):
-        yield from (loss.__self__, *_reached(loss.__func__))
-    elif inspect.isfunction(loss):
-        with contextlib.suppress(ValueError):           # a variable that has no value yet
-            names = inspect.getclosurevars(loss)
-            yield from (*names.nonlocals.values(), *names.globals.values(), *(loss.__defaults__ or ()))
-    else:
-        yield from getattr(loss, "__dict__", {}).values()
 
 
 def no_values(*called: object) -> None:
@@ -143,23 +124,13 @@ class Given:
             if passes is not None:
                 passes.changed()
 
-    def reflects(self, part: nn.Module, loss: Any) -> None:
-        """Numbers that forwards changed on the part's modules are so on the model's: its user reads them, may set them back.
-        Raises StepFailed where the loss has the model itself: it read what they were before."""
+    def reflects(self, numbers: Mapping[tuple[str, str], Any]) -> None:
+        """Numbers that forwards have changed, on every rank, are so on the model: its user reads them, and may set them back.
+        numbers: by owner and attribute."""
         if self.state is None:
             return
-        modules, theirs = {id(each) for each in self.model.modules()}, owners(part)
-        reached = any(id(each) in modules for each in _reached(loss))
-        for name, owner in self.state.owners.items():
-            now = vars(theirs[name]) if name in theirs else {}
-            for what, value in list(now.items()):
-                if not isinstance(value, UNCHANGING) or what in INTERNAL or what == "training" or (
-                        what in vars(owner) and same(vars(owner)[what], value)):
-                    continue
-                if reached:
-                    raise StepFailed("a forward sets it, and the loss has the model itself, and reads of it what it was; let "
-                                     "the model return what its loss needs of it, such as (output, penalty)",
-                                     tensor=f"{name}.{what}".lstrip("."))
+        for (name, what), value in numbers.items():
+            if (owner := self.state.owners.get(name)) is not None and not same(vars(owner).get(what), value):
                 vars(owner)[what] = value
                 self.state.values[name][what] = value, keeping(value)
                 self.state.names[name].add(what)

@@ -169,8 +169,8 @@ class Trainer:
         if self.layout.cut:
             self.exchange.count("parts", self.layout.sent, computed=True)
             one_copy.give_back(self.taken == 0)         # the whole model, and what it was compared with
-            if self.given is not None:
-                self.given.reflects(self.model, self.module.loss)
+            if self.given is not None and self.passes is not None:
+                self.given.reflects(self.passes.numbers())
         loss, order = ([own.loss, own.weight], batch.recorded) if self.leads else ([0.0, 0.0], [0, 0])
         self.log.step(self.steps, self.feed.began, epoch=batch.epoch, loss=loss, order=order, sent=dict(self.exchange.sent),
                       lr=rate)

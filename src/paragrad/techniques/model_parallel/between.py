@@ -6,7 +6,7 @@ from typing import Any
 
 from paragrad.errors import StepFailed
 from paragrad.techniques.model_parallel.watch import InUnits
-from paragrad.techniques.untouched import State, owners
+from paragrad.techniques.untouched import State, owners, seen_of
 from paragrad.world.world import World
 
 
@@ -16,10 +16,16 @@ def outside(flow: InUnits) -> dict[str, Any]:
     return {name: owner for name, owner in owners(flow.model).items() if not f"{name}.".startswith(units)}
 
 
+def numbers(found: dict[str, Any]) -> dict[tuple[str, str], Any]:
+    """Those of these owners, by owner and attribute."""
+    return {(name, what): vars(owner)[what] for name, owner in found.items() for what in seen_of(owner)
+            if isinstance(vars(owner)[what], int | float) and what != "training"}
+
+
 def refuse_numbers(before: State, line: World, often: bool) -> None:
     """Numbers that forwards changed since then are the same on all ranks of a replica: a count at the end of a forward, to
     which not every rank comes, stands still on the others, and who reads it goes another way. often: a rank runs the model's
-    Python more than once for a micro-batch, and numbers are to stay what they are. Collective."""
+    Python more than once for a micro-batch, and nothing but a count has changed. Collective."""
     every = line.collected({each: value for each, value in before.changed().items() if isinstance(value, int | float)})
     unlike = [(each, told) for each in dict.fromkeys(each for numbers in every for each in numbers)
               if len(told := {repr(numbers[each]) if each in numbers else "as it was" for numbers in every}) > 1 or often]

@@ -24,13 +24,14 @@ from paragrad.techniques.cut import Share
 from paragrad.techniques.draws import Calls
 from paragrad.techniques.exchange import Exchange
 from paragrad.techniques.model_parallel import split
-from paragrad.techniques.model_parallel.between import outside, refuse_numbers
+from paragrad.techniques.model_parallel.between import numbers, outside, refuse_numbers
 from paragrad.techniques.model_parallel.entering import entered
 from paragrad.techniques.model_parallel.flow import Flow
 from paragrad.techniques.model_parallel.halves import Deferring
 from paragrad.techniques.model_parallel.messages import Messages
 from paragrad.techniques.model_parallel.order import Order
 from paragrad.techniques.model_parallel.part import Part, share_of
+from paragrad.techniques.model_parallel.plan import Plan
 from paragrad.techniques.model_parallel.units import units_of
 from paragrad.techniques.model_parallel.watch import calls_watched, tensors_in
 from paragrad.techniques.passes import Passes, Sums, Within
@@ -82,6 +83,7 @@ class InStages(Passes):
         self.moved: set[int] = set()                # parameters whose gradients have waited for the second half of a backward
         self.told = False                           # what they are
         self.steps, self.outside = 0, outside(part.flow)        # begun; who keeps something in Python, between units
+        self.plan: Plan | None = None               # of the last micro-batch
         self.orders: dict[tuple[int, int], Order] = {}
         self.hooks = [parameter.register_post_accumulate_grad_hook(self._final)
                       for parameter in part.parameters() if parameter.requires_grad]
@@ -105,6 +107,9 @@ class InStages(Passes):
         self.part.flow.plans.clear()
         self.outside = outside(self.part.flow)
 
+    def numbers(self) -> dict[tuple[str, str], Any]:
+        return numbers(self.outside)
+
     def gradients(self, micros: Iterable[tuple[Micro, Any, Any]], count: int) -> Sums:
         schedule = self.strategy.pipelined.schedule
         pipelined = Pipelined(schedule, schedule.filled(count, self.line.size), self.part.trained)
@@ -113,11 +118,12 @@ class InStages(Passes):
         given += [(replace(last, positions=[]), *rest)] * (pipelined.micro - count)     # of no samples
         step = Step(self, given, pipelined, count)
         self.steps += not self.within.rehearsing
-        # not of the first: what is set once, a size, stays what it is
-        before = State(self.outside) if self.steps > 1 and self.steps.bit_count() == 1 else None
+        before = State(self.outside) if self.steps > 1 and self.steps.bit_count() == 1 else None       # the first sets sizes
         step.play()
         if before is not None:
-            refuse_numbers(before, self.line, often=self.stages > self.line.size or self.strategy.recompute)
+            often = self.stages > self.line.size or self.strategy.recompute
+            refuse_numbers(before, self.line, often and step.plans[count - 1] is self.plan)         # a size is what it was
+        self.plan = step.plans[count - 1]
         if step.in_halves and not self.told:
             self.tell_moved()
         return step.own

@@ -165,7 +165,7 @@ def nested(module: nn.Module, call: Any) -> bool:
     given = dict(zip(("mask", "src_key_padding_mask"), call.args[2:], strict=False)) | call.keywords
     padded = given.get("src_key_padding_mask")
     if not module.use_nested_tensor or given.get("mask") is not None or not isinstance(padded, Tensor) or isinstance(
-            padded, FakeTensor) or not torch.backends.mha.get_fastpath_enabled():
+            padded, FakeTensor) or padded.dim() != 2 or not torch.backends.mha.get_fastpath_enabled():
         return False
     padded = padded != 0                        # of floats -inf
     return bool(padded.any()) and not bool((padded[:, :-1] & ~padded[:, 1:]).any())         # at the end of every sample
