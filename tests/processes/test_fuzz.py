@@ -126,6 +126,7 @@ def answered(words: list[str], code: int, output: str) -> None:
         assert sum(line.startswith("paragrad: ") for line in output.splitlines()) >= 1, (words, output)
 
 
+@pytest.mark.table
 def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 

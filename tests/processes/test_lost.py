@@ -133,7 +133,7 @@ job = pg.Job(name="dies", model=lambda: Net(10, 4), loss=nn.functional.cross_ent
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("backend", ["auto", "gloo"])
+@pytest.mark.parametrize("backend", ["auto", pytest.param("gloo", marks=pytest.mark.table)])
 def test_torchrun_restarts_ranks(tmp_path: Path, backend: str) -> None:
     """The restarted ranks read what those before them had left in torchrun's store: the address of a process that is gone."""
     job = tmp_path / "dies.py"
@@ -348,7 +348,7 @@ with pg.parallelize(model, nn.functional.cross_entropy, torch.optim.SGD(model.pa
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("who", ["all", "rank"])
+@pytest.mark.parametrize("who", [pytest.param("all", marks=pytest.mark.table), "rank"])
 def test_what_loaders_of_a_killed_loop_leave_the_next_start_clears(who: str, tmp_path: Path) -> None:
     """Under torchrun, or alone, it was Python's own folder, pymp-..., which nobody clears. Of a rank that was killed alone the
     loaders lived on for up to five seconds, and held their folder's lock for longer than torchrun's next start took to its end.

@@ -191,7 +191,7 @@ def differences(world: World, jobs: list[Job]) -> dict[str, float]:
     return {each.name: difference(world, each, resolved, steps=8).value for each in jobs}
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.story)])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.table)])
 def test_every_optimizer_trains_as_in_serial(pool: Ranks, size: int) -> None:
     jobs = [job(name, mlp, VECTORS, optimizer=optimizer, clip_norm=0.5 if place % 2 else None)
             for place, (name, optimizer) in enumerate(OPTIMIZERS.items())]

@@ -202,7 +202,7 @@ def in_spaces(kinds: str, shell: str, *words: str, folder: Path) -> subprocess.C
                           timeout=100, check=False)
 
 
-@pytest.mark.story
+@pytest.mark.table
 def test_a_full_dev_shm_behind_loaders(tmp_path: Path) -> None:
     """It said that no space was left on some device. Ranks do without /dev/shm, and batches go by no way through it: semaphores
     alone are there."""
