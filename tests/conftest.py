@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,18 @@ for name in list(os.environ):
             ("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "SLURM_")):
         os.environ.pop(name)
 os.environ.pop("PYTHONUNBUFFERED", None)                # with it the lines that two ranks print at once are not whole
+
+
+@pytest.hookimpl(tryfirst=True)                         # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the rows of a test that is a `sample(n)`, all but every n-th are of the table."""
+    rows: Counter[str] = Counter()
+    for item in items:
+        if sample := item.get_closest_marker("sample"):
+            (every,), test = sample.args, item.nodeid.partition("[")[0]
+            place, rows[test] = rows[test], rows[test] + 1
+            if (place + place // every) % every:        # the diagonal, where parametrizations are stacked
+                item.add_marker(pytest.mark.table)
 
 
 @pytest.fixture(scope="session")

@@ -186,7 +186,7 @@ def test_links_between_hosts_are_measured(clusters: Clusters, tmp_path: Path) ->
     assert not told[1]
 
 
-@pytest.mark.story
+@pytest.mark.table
 def test_an_interface_that_is_not_there_is_refused_before_joining(clusters: Clusters) -> None:
     """Nobody else has started: this rank would wait for the others, and asks for none of them."""
     rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "host0",

@@ -141,6 +141,7 @@ def same(job: Job, strategy: str, folder: Path) -> pg.Certificate:
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")          # the door looks without gradients
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_batch_norm_by_what_is_computed(kind: str, strategy: str, tmp_path: Path) -> None:
@@ -150,6 +151,7 @@ def test_batch_norm_by_what_is_computed(kind: str, strategy: str, tmp_path: Path
     same(job(kind, model, data, optimizer=gentle), strategy, tmp_path)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_timms_batch_norm_with_activation(strategy: str, tmp_path: Path) -> None:
     if importlib.util.find_spec("timm") is None:
@@ -267,6 +269,7 @@ def run_before() -> nn.Module:
     return model
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model", [compiled, run_before])
 def test_a_compiled_batch_norm_is_refused(model: Callable[[], nn.Module], tmp_path: Path) -> None:
     """A graph holds torch's own kernel: each rank took the statistics of its share, or waited for ever in the compiler."""

@@ -37,6 +37,7 @@ def command(*words: str, **settings: str) -> subprocess.CompletedProcess[str]:
                           env={**os.environ, **settings})
 
 
+@pytest.mark.story
 def test_compare_digits_as_json(tmp_path: Path) -> None:
     """The main job, one epoch: seven rows, every data row the same training, one digest for all algorithms."""
     table = json.loads(paragrad("compare", "digits", "--epochs", "1", "--runs", str(tmp_path), "--json"))
@@ -79,7 +80,7 @@ def test_compare_in_a_pipe_is_one_line_a_row_and_a_failure_is_a_row(tmp_path: Pa
         "01-serial", "02-data-2-reduce-tree", "03-data-3", "baseline-serial-threads-1", "compare.jsonl", "page.html"}
 
 
-@pytest.mark.story
+@pytest.mark.table
 def test_the_rounding_twin_is_no_baseline(tmp_path: Path) -> None:
     """It is serial too, so serial with all threads was not run for its speed; but its time did not count as serial's, and the
     speed-up stayed empty."""

@@ -259,7 +259,8 @@ def free_port() -> str:
         return str(server.getsockname()[1])
 
 
-@pytest.mark.parametrize("variables", [open_mpi, *(pytest.param(each, marks=pytest.mark.story) for each in (mpich, srun))])
+@pytest.mark.parametrize("variables", [
+    pytest.param(open_mpi, marks=pytest.mark.story), *(pytest.param(each, marks=pytest.mark.table) for each in (mpich, srun))])
 def test_two_ranks_of_one_host_meet_in_a_file(place: Place, variables: Variables) -> None:
     """Three times in a row: a second `train` of one script has to meet anew, and not in what the first left."""
     finished(*(started(place.words(3), {**place.shell, **variables(rank, 2)}) for rank in (0, 1)))
@@ -365,7 +366,7 @@ def test_ranks_wrapped_in_shells_meet_and_a_crashed_launch_is_swept(place: Place
     place.check(2)
 
 
-@pytest.mark.story
+@pytest.mark.table
 def test_a_rank_that_never_comes_is_waited_for_so_long_and_named(place: Place) -> None:
     place.script.write_text(textwrap.dedent("""
         from paragrad.errors import RankFailed

@@ -49,6 +49,7 @@ def test_a_planted_wrong_ends_before_the_update(wrong: Callable[[Net], None], ra
     assert not any(record.of("step", rank) for rank in range(2))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("wrong", SHOWN)
 def test_verify_names_a_planted_wrong(wrong: Callable[[Net], None], tmp_path: Path) -> None:
     """On rank 1, which does not run the reference."""

@@ -54,6 +54,7 @@ class Keeping(nn.Module):
         return self.out(x) * scale
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("what", "strategy", "right"), [
     ("a counter", "data(2)", True), ("a counter", "data(2, micro=2)", False), ("a running mean", "data(2)", False),
     ("a running mean", "data(2, reduce=ring)", False), ("a generator", "data(2, reduce=ring)", True),
@@ -118,6 +119,7 @@ class Halved(nn.Module):
 
 @pytest.mark.parametrize("strategy", ["data(2, state=shared_memory)", "data(2, reduce=ring)",
                                       pytest.param("data(2, state=fully_sharded)", marks=pytest.mark.table)])
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_doubt_about_large_parameters(strategy: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Gradients of 64 KB and more went into the mean while one worker's step was made again, in doubt: a right training was
@@ -283,6 +285,7 @@ def guarded(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output[target > 0], target[target > 0]) if (target > 0).any() else output.sum() * 0.0
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("loss", [clamped, guarded])
 @pytest.mark.parametrize("strategy", ["data(2)", "data(3, shares=[2, 1, 1], reduce=ring)", "data(2, micro=3)"])
 def test_shares_without_a_label(loss: Callable[[Tensor, Tensor], Tensor], strategy: str, tmp_path: Path) -> None:

@@ -153,6 +153,7 @@ class Odd(nn.Module):
 ODD["odd parameters"] = Odd
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ODD)
 def test_odd_models_are_serials_training(pool: Ranks, name: str) -> None:
     found = pool.run(difference, job(name, ODD[name], VECTORS, clip_norm=0.5), resolved("data(3, state=fully_sharded)"), size=3)

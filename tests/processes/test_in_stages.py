@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from equality import JOBS, MODULES, TOO_FEW, VECTORS, covering_parts, mlp, numbers, parts_cells, resolved, whole
+from equality import BRIEF, JOBS, MODULES, TOO_FEW, VECTORS, covering_parts, mlp, numbers, parts_cells, resolved, whole
 from equality import job as make_job
 from odd_stages import ODD, SeenSamples, Shared
 from torch import Tensor, nn
@@ -27,22 +28,27 @@ from paragrad.techniques.model_parallel import split
 from paragrad.techniques.model_parallel.flow import SHAPES, Flow
 from paragrad.techniques.model_parallel.units import units_of
 from paragrad.training.trainer import Trainer
-from paragrad.verbs.lockstep import difference
+from paragrad.verbs.lockstep import STEPS, difference
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
 pytestmark = pytest.mark.usefixtures("warm")
 
 
-def found(pool: Ranks, row: str, job: pg.Job) -> Any:
+def found(pool: Ranks, row: str, job: pg.Job, steps: int = STEPS) -> Any:
     chosen = resolved(row)
-    answers = pool.run(difference, job, chosen, size=chosen.size)
+    answers = pool.run(partial(difference, steps=steps), job, chosen, size=chosen.size)
     assert all(answer == answers[0] for answer in answers)
     return answers[0]
 
 
-@pytest.mark.parametrize(("row", "column"), [
-    pytest.param(*cell, marks=() if cell in covering_parts() else pytest.mark.table) for cell in parts_cells()])
+@pytest.mark.parametrize(("row", "column"), sorted(covering_parts()))
+def test_covering_sample(pool: Ranks, row: str, column: str) -> None:
+    assert found(pool, row, JOBS[column], BRIEF).value <= 1e-10
+
+
+@pytest.mark.table
+@pytest.mark.parametrize(("row", "column"), parts_cells())
 def test_it_is_the_same_training(pool: Ranks, row: str, column: str) -> None:
     assert found(pool, row, JOBS[column]).value <= 1e-10
 
@@ -60,7 +66,7 @@ WAYS = ("place(2)", "pipeline(3, micro=2, recompute=true)", "place(3)", "pipelin
 
 
 @pytest.mark.parametrize(("name", "row"), [
-    pytest.param(name, row, marks=() if place % 2 == turn else pytest.mark.table)
+    pytest.param(name, row, marks=pytest.mark.table if place % 2 != turn else pytest.mark.story if turn else ())
     for place, name in enumerate(ODD) for turn, row in enumerate(WAYS)])
 def test_models_of_odd_ways(pool: Ranks, name: str, row: str) -> None:
     assert found(pool, row, make_job(name, ODD[name], VECTORS)).value <= 1e-10
@@ -252,6 +258,7 @@ def test_parts_are_cut_between_modules_where_that_costs_little() -> None:
     assert split.balanced(much, 2, found) == [range(5), range(5, 9)]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("looks", [False, True])
 @pytest.mark.parametrize("strategy", ["place(2, cut=[h.2])", "pipeline(2, micro=3, cut=[h.2.act])"])
 def test_what_a_block_does_before_its_first_module(pool: Ranks, strategy: str, looks: bool) -> None:
@@ -486,6 +493,7 @@ class Asking(nn.Module):
         return self.out(hidden) * (early.size(0) / len(x)) * (early.dim() / 2)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("cut", ["[second]", "[third]", "[out]"])
 def test_ways_that_depend_on_the_inputs(pool: Ranks, cut: str) -> None:
     """A shape that was asked for across a cut ended in a KeyError, and a plan was made anew for every micro-batch of a model
@@ -525,8 +533,8 @@ class Noisy(nn.Module):
 
 
 @pytest.mark.parametrize("strategy", [
-    pytest.param("place(2, cut=[second])", marks=pytest.mark.table), "pipeline(2, micro=3, cut=[third])",
-    pytest.param("place(3)", marks=pytest.mark.table), "pipeline(3, micro=2, recompute=true)"])
+    *(pytest.param(each, marks=pytest.mark.table) for each in (
+        "place(2, cut=[second])", "pipeline(2, micro=3, cut=[third])", "place(3)")), "pipeline(3, micro=2, recompute=true)"])
 def test_draws_of_the_inputs_alone(pool: Ranks, strategy: str) -> None:
     """They were counted as those of the part in which they come, and the ranks after it made them too: a failure."""
     assert found(pool, strategy, make_job("noisy", Noisy, VECTORS)).value <= 1e-10

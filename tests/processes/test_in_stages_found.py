@@ -372,6 +372,7 @@ def clamp(module: nn.Module, given: tuple[Tensor], out: Tensor) -> None:
     out.clamp_(-1, 1)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model", [Handed, Clamped])
 def test_what_stands_for_another_parts_output(pool: Ranks, model: type[nn.Module]) -> None:
     for row in ("place(2, cut=[second])", "place(2, cut=[out])"):

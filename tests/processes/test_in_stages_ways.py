@@ -139,6 +139,7 @@ class Cropped(nn.Module):
         return self.out(hidden[:, :longest].sum(1) / 9)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("row", ["place(2, cut=[middle])", "pipeline(2, micro=4, cut=[out])"])
 def test_a_size_that_is_a_tensor_is_looked_at(pool: Ranks, row: str) -> None:
     """Python's functions are not asked: the plan of another length was taken, and a module blamed for its shapes."""
@@ -179,6 +180,7 @@ class Averaging(nn.Module):
         return self.out(self.two(torch.tanh(self.one(x - self.mean))) + self.mean)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("row", ["place(2)", "place(2, cut=[out])", "place(3)"])
 def test_what_is_written_of_a_buffer_that_two_parts_have(pool: Ranks, row: str) -> None:
     assert found(pool, row, make_job("averaging", Averaging, VECTORS)).value <= 1e-10

@@ -46,6 +46,7 @@ class Waves(nn.Module):
         return self.out((x.to(self.phases.dtype) @ self.phases).abs())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", [*CUT, "data(2, reduce=native)", "data(2, reduce=ring(reproducible=true))"])
 def test_a_first_parameter_that_is_complex(strategy: str, tmp_path: Path) -> None:
     """Inputs were cast to the type of the first parameter, and the numbers that travel with the gradients (weight, loss) too:
@@ -372,7 +373,7 @@ def time_first(samples: list[Any]) -> object:
     return torch.stack([line for line, _ in samples], dim=1), torch.tensor([target for _, target in samples])
 
 
-@pytest.mark.parametrize("length", [*(pytest.param(each, marks=pytest.mark.story) for each in (12, 6)), 3, 2])
+@pytest.mark.parametrize("length", [*(pytest.param(each, marks=pytest.mark.table) for each in (12, 6)), 3, 2])
 def test_time_first(length: int, tmp_path: Path) -> None:
     """Time first trains whole. In micro-batches it is refused at the door (a rank said it at step 0), also where a length is a
     number of samples by chance: then the cut went through time, without a word."""

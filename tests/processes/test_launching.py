@@ -156,8 +156,9 @@ SCRIPT = textwrap.dedent("""
 """)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.story),
-                                 pytest.param(signal.SIGINT, marks=pytest.mark.story)])
+@pytest.mark.parametrize("how", [
+    pytest.param(signal.SIGKILL, marks=pytest.mark.story),
+    *(pytest.param(each, marks=pytest.mark.table) for each in (signal.SIGTERM, signal.SIGINT))])
 def test_no_rank_and_no_server_outlives_its_launcher(tmp_path: Path, how: signal.Signals) -> None:
     """The signal goes to the launcher's process group, as Ctrl-C at a terminal does."""
     (tmp_path / "temporary").mkdir()

@@ -179,9 +179,10 @@ class Said(io.StringIO):
         self.world = world
 
     def write(self, text: str) -> int:
+        written = super().write(text)
         if "have not come" in text:
             self.world.store.set("said", "")
-        return super().write(text)
+        return written
 
 
 def waits(world: World) -> str:
@@ -217,6 +218,7 @@ class Hangs(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.story
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_how_long_ranks_wait_is_a_setting(tmp_path: Path, backend: str) -> None:
@@ -237,6 +239,7 @@ class Stopped(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.story
 @pytest.mark.parametrize(("strategy", "message"), [
     ("data(4)", r"rank [023] gave up waiting for rank 1 in "),
@@ -347,7 +350,7 @@ with pg.parallelize(model, nn.functional.cross_entropy, torch.optim.SGD(model.pa
 """
 
 
-@pytest.mark.story
+@pytest.mark.table
 @pytest.mark.parametrize("who", [pytest.param("all", marks=pytest.mark.table), "rank"])
 def test_what_loaders_of_a_killed_loop_leave_the_next_start_clears(who: str, tmp_path: Path) -> None:
     """Under torchrun, or alone, it was Python's own folder, pymp-..., which nobody clears. Of a rank that was killed alone the
@@ -428,7 +431,7 @@ os.execv(sys.executable, [sys.executable, "-m", "paragrad", *sys.argv[2:]])
 """
 
 
-@pytest.mark.story
+@pytest.mark.table
 def test_a_terminal_that_is_closed_ends_a_training_as_sigterm_does(tmp_path: Path) -> None:
     """SIGHUP ended the launcher with no word: nothing was saved, and folders stayed."""
     (tmp_path / "talks.py").write_text(TALKS)
@@ -480,6 +483,7 @@ def compared(tmp_path: Path, status: str, **settings: Any) -> pg.Table:
                       progress=at_the_second(lambda: os.kill(os.getpid(), signal.SIGTERM)), **settings)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.story
 @pytest.mark.parametrize("status", ["stopped", "interrupted"])
 def test_a_comparison_keeps_the_rows_that_are_done(tmp_path: Path, status: str) -> None:

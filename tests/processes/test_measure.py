@@ -111,7 +111,7 @@ def chosen(world: World, machine: Machine | None) -> tuple[list[str], bool]:
     return told, right
 
 
-@pytest.mark.parametrize("machine", [pytest.param(None, marks=pytest.mark.story), ASSUMED], ids=["measured", "given"])
+@pytest.mark.parametrize("machine", [pytest.param(None, marks=pytest.mark.table), ASSUMED], ids=["measured", "given"])
 def test_all_ranks_pick_alike_and_once_for_a_size(pool: Ranks, machine: Machine | None) -> None:
     given = Machine({"gloo": ASSUMED.link()}, ASSUMED.gamma, 2, "given") if machine else None
     answers = pool.run(chosen, given, size=3)
@@ -139,6 +139,7 @@ def known_on_hosts(world: World, hosts: list[int], machine: Machine | None) -> t
 GIVEN = Machine({"gloo": ASSUMED.link()}, ASSUMED.gamma, 2, "by hand", hosts=2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("hosts", "machine", "link", "inside", "known"), [
     ([4, 4, 4, 4], None, 1e-6, None, "measured just before"),
     ([2, 2, 2, 2], None, 2e-6, 1e-6, "measured just before; inside a host: measured just before"),

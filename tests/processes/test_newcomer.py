@@ -48,7 +48,8 @@ WANTS = {
 }
 
 
-LONG = {"work.md", "simulate.md", "own_all_reduce.md", "coming_from_ddp.md", "resume.md", "timeline.md"}       # in `make table`
+LONG = {"work.md", "simulate.md", "own_all_reduce.md", "coming_from_ddp.md", "resume.md", "timeline.md", "memory.md",
+        "halving.md", "butterfly.md", "two_level.md", "direct.md"}              # in `make table`
 
 
 def told(page: Path) -> list[tuple[str, str]]:

@@ -26,6 +26,7 @@ def cramped(model: nn.Module, samples: int) -> nn.Module:
     return model
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", ["data(2)", "data(2, reduce=ring)", "data(2, micro=2)"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_fewer_samples_are_proved(strategy: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ TABLE = (Columns(2) * Stages(2), Columns(3), Stages(3, micro=2), pg.Data(2) * Co
          pg.Data(2, reduce=pg.Tree()) * Columns(2) * Stages(2), pg.Data(2, shares=(2, 1)) * Stages(2, micro=2))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("chosen", [*EVERY, *(pytest.param(each, marks=pytest.mark.table) for each in TABLE)], ids=str)
 def test_it_is_the_same_training(chosen: pg.Strategy, tmp_path: Path) -> None:
     """Dropout in every part, clipping by the norm over parts, an optimizer with state; tests and the record see each sample
@@ -330,6 +331,7 @@ class Nothing(Columns):
         return model
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("chosen", "says"), [
     (Missing(2), r"missing\(2\) cuts the model wrongly: of the 5 elements of 6\.bias 0 count"),
     (Twice(2), r"of the 160 elements of 0\.weight 320 count"),

@@ -211,6 +211,7 @@ def goes_on(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("strategy", "size"), [
     ("place(2)", 2), ("pipeline(3, micro=4, schedule=zero_bubble)", 3), ("data(2) * pipeline(2, micro=2)", 4)])
 def test_a_model_that_is_cut_is_whole_again_after_the_loop(pool: Ranks, strategy: str, size: int) -> None:
@@ -274,6 +275,7 @@ def changing_loop(world: World, change: str) -> str:
     return str(failed.value)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_done_to_a_model_while_it_is_cut_is_not_ignored(pool: Ranks, change: str) -> None:
     """Freezing, eval() and new groups were for the user's own object alone, and its parts went on as they were."""

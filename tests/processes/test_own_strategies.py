@@ -361,6 +361,7 @@ def test_a_file_that_is_run_and_imported_has_one_class(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.story
 def test_a_run_whose_class_is_not_known_says_what_to_import(tmp_path: Path) -> None:
     folder = pg.train(job, Vote(2), runs=tmp_path).folder
     code = f"from pathlib import Path; import paragrad as pg; pg.Run(pg.job('digits'), Path({str(folder)!r})).resolved"
@@ -462,7 +463,7 @@ def test_the_command_finds_it_in_the_job_file(tmp_path: Path) -> None:
         assert shown in answer.stdout
 
 
-@pytest.mark.story
+@pytest.mark.table
 def test_a_skipped_chunk_is_refused_with_rank_and_slot(tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text(OWN.read_text().replace("for part in range(size):  ", "for part in range(1, size):", 1))

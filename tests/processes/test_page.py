@@ -102,6 +102,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return table.folder
 
 
+@pytest.mark.story
 @in_browser
 def test_opens_without_an_error_or_a_request_and_shows_every_chart(compared: Path) -> None:
     with browser() as driver:
@@ -254,7 +255,7 @@ def test_colours_are_told_from_their_paper(theme: int) -> None:
         assert name in ("paper", "ground", "line") or contrast >= (4.5 if name in ("ink", "muted", "bad") else 2), name
 
 
-@pytest.mark.story
+@pytest.mark.table
 @in_browser
 def test_a_failed_row_and_a_name_that_is_a_script(tmp_path: Path) -> None:
     """A job's name and an error's message are the user's; neither may run in the reader's browser."""
@@ -364,6 +365,7 @@ def test_seconds_are_logarithmic_where_rows_differ_a_hundredfold(tmp_path: Path,
     assert "1" not in ticks(text, "chart-loss-1", "matplotlib.axis_1")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("end", "why"), [
     ({"status": "stopped", "error": None}, "asked to stop (SIGTERM)"),
     ({"status": "interrupted", "error": None}, "interrupted (Ctrl-C)"),

@@ -55,6 +55,7 @@ def tasks(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/task").iterdir()))
 
 
+@pytest.mark.story
 def test_ranks_are_children_of_the_server_which_has_one_thread_and_serves_all_ranks(own: None) -> None:
     with Ranks(2) as first, Ranks(1) as second:
         pids = first.run(parents) + second.run(parents)
@@ -150,6 +151,7 @@ def test_a_rank_has_the_surroundings_of_its_launcher(two: Ranks, tmp_path: Path,
     assert sorted(printed.err.splitlines()) == ["hello from 0", "hello from 1"]
 
 
+@pytest.mark.story
 def test_random_numbers_of_numpy_are_not_the_same_in_all_ranks(own: None) -> None:
     """A fork copies the state of the generator."""
     with Ranks(2) as ranks:

@@ -199,6 +199,7 @@ def test_every_optimizer_trains_as_in_serial(pool: Ranks, size: int) -> None:
         assert value < 1e-10, name
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("chosen", ["data(2)", "data(2, reduce=ring)", "serial(micro=2)"])
 @pytest.mark.parametrize(("optimizer", "library"), [(lion, "lion_pytorch"), (schedule_free, "schedulefree")])
 def test_optimizers_of_other_libraries(optimizer: Callable[[object], torch.optim.Optimizer], library: str, chosen: str,
@@ -207,6 +208,7 @@ def test_optimizers_of_other_libraries(optimizer: Callable[[object], torch.optim
     assert verify(job(library, mlp, VECTORS, optimizer=optimizer), chosen, runs=tmp_path).difference < 1e-10
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("chosen", ["data(2, reduce=ring)", "serial(micro=2)"])
 @pytest.mark.parametrize("name", ["lr a tensor", "fused asked for", "foreach asked for", "step hook", "normed SGD",
                                   "schedule-free, our own", "Langevin", "Lookahead"])
@@ -233,7 +235,8 @@ def plainly(each: Job) -> tuple[dict[str, torch.Tensor], list[float]]:
     return model.state_dict(), tested
 
 
-@pytest.mark.parametrize("kind", ["our own", pytest.param("schedulefree", marks=pytest.mark.story)])
+@pytest.mark.parametrize("kind", [
+    pytest.param("our own", marks=pytest.mark.story), pytest.param("schedulefree", marks=pytest.mark.table)])
 def test_modes_of_an_optimizer_in_training_test_model_and_resume(kind: str, tmp_path: Path) -> None:
     """schedule-free optimizers change the parameters for evaluation; what was tested and saved was the other ones."""
     if kind == "schedulefree":
@@ -294,6 +297,7 @@ def test_state_is_on_the_host_once(pool: Ranks) -> None:
     assert storages == {4 * length for length in (3000, 300, 1200, 4)}      # a storage each, as files of checkpoints want
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("optimizer", ["SGD, Nesterov", "Adagrad", "groups", "Adafactor", "Lion"])
 def test_resume_from_serial_and_back(tmp_path: Path, optimizer: str) -> None:
     """Saved in serial, gone on with in shared memory, saved there, gone on with in serial: as serial throughout."""

@@ -133,6 +133,7 @@ def pipelined(world: World) -> None:
                 torch.testing.assert_close(parameter.detach(), wanted[start + place], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("function", "size"), [
     (data_parallel, 2), (data_parallel, 4), (fully_sharded, 2), (fully_sharded, 4), (tensor_parallel, 2), (tensor_parallel, 4),
     (on_a_mesh, 4), (pipelined, 2), (pipelined, 4)], ids=lambda each: getattr(each, "__name__", str(each)))

@@ -98,6 +98,7 @@ def along_all(world: World, sizes: Sequence[int]) -> None:
     collectives(whole, world.rank, range(world.size))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sizes", GRIDS, ids=str)
 def test_every_collective_along_every_choice_of_axes(eight: Ranks, sizes: tuple[int, ...], backend: str) -> None:
@@ -203,6 +204,7 @@ LEAVES = """
 """
 
 
+@pytest.mark.story
 def test_who_leaves_a_world_leaves_all_cut_from_it(tmp_path: Path) -> None:
     """A world was let go of as it was left, and copies of it with axes were not: gloo's threads, still held as the interpreter
     ended, aborted it, two times in ten."""

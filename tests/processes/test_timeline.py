@@ -166,6 +166,7 @@ def test_a_trace_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: 
 
 
 # ---- what the clock foretells -----------------------------------------------------------------------------------------------
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("text", [*PIPELINES, "pipeline(2, micro=4, schedule=interleaved, cut=[1, 1, 1, 1])"])
 def test_the_clock_foretells_the_steps_after_those_it_learnt_from(pool: Ranks, tmp_path: Path, text: str) -> None:
     """The whole step, along the schedule, every task once; of the tasks' times by kind the step's."""
@@ -200,6 +201,7 @@ def test_the_middle_of_some_steps() -> None:
 
 
 # ---- the page ---------------------------------------------------------------------------------------------------------------
+@pytest.mark.story
 def test_the_page_has_a_row_for_each_rank_and_what_was_foretold_above(tmp_path: Path) -> None:
     """In words too; every box in a colour of the page, which has two of each."""
     table = pg.compare(JOB, "data(2, reduce=ring); pipeline(2, micro=2)", runs=tmp_path)
@@ -216,6 +218,7 @@ def test_the_page_has_a_row_for_each_rank_and_what_was_foretold_above(tmp_path: 
     assert not re.findall(r"#[0-9a-f]{6}", pipeline)
 
 
+@pytest.mark.story
 def test_without_enough_steps_there_is_no_picture_of_one(tmp_path: Path) -> None:
     table = pg.compare(JOB.replace(epochs=1), "pipeline(2, micro=2)", runs=tmp_path)
     section = (table.folder / "page.html").read_text(encoding="utf-8").split('<section id="step"')[1]

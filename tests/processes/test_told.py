@@ -156,7 +156,7 @@ def test_job_arguments_that_are_no_json(tmp_path: Path) -> None:
     assert run.header["job"]["arguments"] == {"path": str(tmp_path)}
 
 
-@pytest.mark.story
+@pytest.mark.table
 def test_an_ascii_terminal(tmp_path: Path) -> None:
     """The ± of a table with seeds was an error after all training was done."""
     ran = command("compare", "digits", "--strategies", "serial", "--seeds", "2", "--epochs", "1", "--runs", str(tmp_path),
@@ -174,6 +174,7 @@ def test_a_full_disk_behind_standard_output(tmp_path: Path) -> None:
     assert ran.stderr.strip().splitlines()[-1] == "paragrad: what it prints: No space left on device; make room there"
 
 
+@pytest.mark.sample(3)
 @pytest.mark.story
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_standard_streams_that_are_closed(tmp_path: Path, closed: str) -> None:
@@ -224,7 +225,7 @@ def test_a_full_dev_shm_behind_loaders(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.story
+@pytest.mark.table
 def test_a_loopback_that_is_down(tmp_path: Path) -> None:
     """What gloo said ended in "Unable to find address for: lo", of a file of its own; over shared memory nobody needs one."""
     ran = in_spaces("-n", "true", *SHORT, "--strategy", "data(2)", "--backend", "gloo", folder=tmp_path)
@@ -234,6 +235,7 @@ def test_a_loopback_that_is_down(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.sample(2)
 @pytest.mark.story
 @pytest.mark.parametrize(("strategy", "limit", "where"), [("serial", 1, "run.jsonl"), ("data(2)", 200, "shared memory")])
 def test_a_limit_on_the_length_of_files(tmp_path: Path, strategy: str, limit: int, where: str) -> None:
@@ -319,7 +321,7 @@ row: pg.Strategy = Data(3, reduce=Ring(), shares=[2, 1, 1])
 """
 
 
-@pytest.mark.story
+@pytest.mark.table
 def test_a_users_file_is_typed(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(TYPED)
     ran = subprocess.run([sys.executable, "-m", "mypy", "--strict", str(tmp_path / "own.py")], capture_output=True, text=True,

@@ -45,6 +45,7 @@ def trained(pool: Ranks, folder: Path, job: pg.Job, text: str, **settings: objec
     return run(pool, admitted(job, text, Settings(**settings)), folder)         # type: ignore[arg-type]
 
 
+@pytest.mark.story
 def test_digits_is_the_same_whoever_trains_it(pool: Ranks, tmp_path: Path) -> None:
     """All samples, none twice, none missed; the four algorithms bit-identical at two workers; serial's accuracy."""
     runs = {}

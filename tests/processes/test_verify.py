@@ -122,7 +122,7 @@ def test_progress_of_a_comparison_step_by_step(tmp_path: Path) -> None:
     assert console.file.getvalue() == f"verify serial: step 20 of 20, difference {told[-1]['difference']:.1e}\n"  # type: ignore
 
 
-@pytest.mark.story
+@pytest.mark.table
 def test_the_certificate_says_with_what_it_compared(tmp_path: Path) -> None:
     """Micro-batches or not, it is serial's training; but batch norm sees micro-batches: there data(2, micro=2) is
     serial(micro=2)."""

@@ -87,6 +87,7 @@ class Counting(nn.Module):
         return self.model(x)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("mask", [None, -math.inf, -1e30], ids=str)
 def test_a_buffer_that_counts_a_share_beside_a_causal_mask(mask: float | None, tmp_path: Path) -> None:
     """The largest number of a kind was the floor of every scale: beside a mask of -inf or -1e30 everything was equal."""
@@ -129,7 +130,7 @@ PICTURES = TensorDataset(numbers(26, 3, 16, 16, seed=1), whole(10, 26, seed=2))
 CHAOTIC = job("chaotic", resnet, PICTURES, batch=8, optimizer=momentum)
 
 
-@pytest.mark.story
+@pytest.mark.table
 def test_a_chaotic_model_is_told_from_a_wrong_one(tmp_path: Path) -> None:
     """Batch norm over a last batch of two samples magnifies rounding to whole differences: 22 in ResNet-18, where plain
     torch beside itself with its samples reversed has 2.6. It was called another training."""
@@ -144,6 +145,7 @@ def test_a_chaotic_model_is_told_from_a_wrong_one(tmp_path: Path) -> None:
     assert "same training as serial: yes (beyond 1e-10, by no more than rounding does, float64)" in text
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("strategy", "planted"), [
     ("data(2, reduce=ring)", "mean_twice"), ("data(3, reduce=tree)", "skip_chunk"), ("data(2, batch_norm=share)", None)])
 def test_the_first_steps_of_a_chaotic_model_name_what_is_wrong(strategy: str, planted: str | None, tmp_path: Path) -> None:
@@ -190,6 +192,7 @@ def weighted(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return functional.cross_entropy(output, target, weight=WEIGHTS, reduction="sum"), WEIGHTS[target].sum()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", ["data(2)", "data(3, reduce=ring, shares=[2, 1, 1], micro=2)", "serial(micro=3)"])
 @pytest.mark.parametrize("changes", [{"model": Cell}, {"model": mlp, "loss": weighted}], ids=("model", "loss"))
 def test_constants_in_float32_are_compared_in_float32(changes: dict, strategy: str, tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def longest_first(lines: list[Tensor]) -> tuple[tuple[Tensor, Tensor], Tensor]:
 SORTED = job("sorted", Recurrent, Lines(), collate=longest_first)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("made", [*DRAWING.values(), PADDED], ids=lambda made: made.name)
 def test_the_same_training(made: Job, strategy: str, tmp_path: Path) -> None:
@@ -118,6 +119,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
         admitted(job("columns", OfColumns, Lines(), collate=time_first), "data(2)")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("strategy", ["data(2, micro=3)", "serial(micro=3)"])
 def test_an_order_of_its_own(strategy: str, tmp_path: Path) -> None:
     """With micro=3 the last batch of 5 leaves a part empty, for which one sample stands in. Sorted among the others it was

@@ -53,6 +53,7 @@ def summed(world: World, schedule: Collective) -> list[tuple[torch.Tensor, int]]
     return results
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_sums_are_exact_at_every_length(pool: Ranks, schedule: Collective, size: int) -> None:

@@ -182,6 +182,7 @@ def test_all_ranks_at_once_up_to_64(size: int) -> None:
 UNIFORM: list[Collective] = [Ring(), RingAsync(2), RingAsync(3), Direct()]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=CLUSTERS)
 @pytest.mark.parametrize("schedule", UNIFORM, ids=str)
 def test_all_ranks_at_once_are_timed_as_one_by_one(schedule: Collective, cluster: Cluster) -> None:
@@ -217,7 +218,7 @@ def test_thousands_of_ranks() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "size", "goes"), [
-    pytest.param(Ring(), 1 << 20, "65,536", marks=pytest.mark.story), (Halving(2), 1 << 16, "64"), (Direct(), 10**6, "32")])
+    pytest.param(Ring(), 1 << 20, "65,536", marks=pytest.mark.table), (Halving(2), 1 << 16, "64"), (Direct(), 10**6, "32")])
 def test_more_messages_than_can_be_played_are_refused_with_a_size_that_goes(
         schedule: Any, size: int, goes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A million ranks were silent for minutes, or took all memory."""

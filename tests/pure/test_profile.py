@@ -127,6 +127,7 @@ def products(model: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[tuple[int, i
     return ours, (forward, backward), missed
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("around", "trained"), [(Before, True), (First, True), (Before, False)],
                          ids=["all gradients", "of the weights", "of the inputs"])
 @pytest.mark.parametrize("name", LAYERS)

@@ -36,6 +36,7 @@ def test_replicas_train_as_serial_does(digits: Digits) -> None:
     assert found["serial"] < 1e-10
 
 
+@pytest.mark.sample(3)
 @pytest.mark.story
 @pytest.mark.parametrize("bug", BUGS)
 def test_every_planted_bug_shows(digits: Digits, bug: str) -> None:
