@@ -23,7 +23,7 @@ from paragrad.techniques.batch_norm import BatchNorm
 from paragrad.training.trainer import Trainer
 from paragrad.world.world import World
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
 
 BOUND = 1e-10
 # the last batch has 5 or 6 samples: with the shares of the third some parts are empty, and some are one sample

@@ -30,6 +30,8 @@ from paragrad.training.trainer import Trainer
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
+pytestmark = pytest.mark.story
+
 
 class Keeping(nn.Module):
     """Keeps something in Python, which it reads."""

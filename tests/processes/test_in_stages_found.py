@@ -26,7 +26,7 @@ from paragrad.training.trainer import Trainer
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
 
 
 class Rotary(nn.Module):

@@ -21,7 +21,7 @@ from paragrad.training.admission import admitted
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
 
 TOKENS = torch.cat([whole(20, 29, 8, seed=6) + 1, torch.zeros(29, 1, dtype=torch.long)], 1)
 TOKENS[torch.arange(9) >= whole(5, 29, 1, seed=7) + 4] = 0              # 4 to 8 tokens, then padding

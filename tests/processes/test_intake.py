@@ -17,7 +17,7 @@ import paragrad as pg
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
 
 CUT = ("data(2)", "data(2, reduce=ring)", "data(2, state=shared_memory)", "data(2, micro=2)")
 WHOLE = CUT[:3]

@@ -29,7 +29,7 @@ from paragrad.training.trainer import Trainer
 from paragrad.world.launching import Ranks
 from paragrad.world.world import TIMEOUT, World
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
 
 
 def deep() -> nn.Module:

@@ -28,6 +28,8 @@ from paragrad.report import charts, page, palette, sections, table
 from paragrad.report.table import Table, columns_of, sized
 from paragrad.report.times import times_of
 
+pytestmark = pytest.mark.story
+
 CHROMIUM, DRIVER = Path("/usr/bin/chromium"), Path("/usr/bin/chromedriver")
 JOB_FILES = Path(__file__).parents[1] / "job_files"
 QUIET = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking",

@@ -24,6 +24,8 @@ from paragrad.training.settings import Settings
 from paragrad.verbs.train import run
 from paragrad.world.launching import Ranks
 
+pytestmark = pytest.mark.story
+
 JOB = make_job("mlp", mlp, VECTORS, batch=8, epochs=5)          # 29 samples: 4 steps an epoch, the last of 5
 PIPELINES = ["pipeline(2, micro=4)", "pipeline(3, micro=2, schedule=gpipe)", "pipeline(2, micro=3, schedule=zero_bubble)",
              "place(3)"]

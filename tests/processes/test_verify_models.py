@@ -24,6 +24,8 @@ from paragrad.verbs.cli import app
 from paragrad.verbs.differing import apart, differences, each_apart
 from paragrad.verbs.picking import telling_batches
 
+pytestmark = pytest.mark.story
+
 PLAIN = TensorDataset(numbers(24, 10, seed=1), whole(4, 24, seed=2))        # no share of 24 in batches of 12 is short
 
 

@@ -23,7 +23,7 @@ from paragrad.jobs.job import Job
 from paragrad.training.admission import admitted
 from paragrad.training.door import examined
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
 
 OWN = "it puts samples in an order of its own"
 STRATEGIES = ("data(2)", "data(3, reduce=ring, shares=[2, 1, 1], micro=2)", "serial(micro=3)")
