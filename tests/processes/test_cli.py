@@ -37,7 +37,7 @@ def command(*words: str, **settings: str) -> subprocess.CompletedProcess[str]:
                           env={**os.environ, **settings})
 
 
-@pytest.mark.story
+@pytest.mark.table
 def test_compare_digits_as_json(tmp_path: Path) -> None:
     """The main job, one epoch: seven rows, every data row the same training, one digest for all algorithms."""
     table = json.loads(paragrad("compare", "digits", "--epochs", "1", "--runs", str(tmp_path), "--json"))

@@ -31,8 +31,10 @@ COMMANDS = [(path.name, line) for path in sorted(EXAMPLES.glob("*.py")) for line
             if line.split()[0] not in ELSEWHERE]
 
 
-# half a minute each, in `make table`; of their files a shorter line is in CI, and test_checkpoint.py resumes as resume.py does
-LONG = {"python examples/resume.py", "python examples/own_loop.py", "python examples/own_all_reduce.py",
+# long ones, in `make table`; of their files a shorter line is in CI, and test_checkpoint.py resumes as resume.py does
+LONG = {'torchrun --standalone --nproc-per-node 2 examples/ddp_hook.py "halving(segments=2)"',
+        'paragrad train examples/own_job.py --strategy "data(2)"', "python examples/resume.py",
+        "python examples/own_loop.py", "python examples/own_all_reduce.py",
         'paragrad compare examples/own_job.py --strategies "serial; data(2); data(2, reduce=ring)"'}
 
 

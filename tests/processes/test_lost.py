@@ -218,8 +218,7 @@ class Hangs(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.sample(2)
-@pytest.mark.story
+@pytest.mark.table
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_how_long_ranks_wait_is_a_setting(tmp_path: Path, backend: str) -> None:
     job = make_job("hangs", lambda: Hangs(10, 4), VECTORS, epochs=9)

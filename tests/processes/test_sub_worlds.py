@@ -204,7 +204,7 @@ LEAVES = """
 """
 
 
-@pytest.mark.story
+@pytest.mark.table
 def test_who_leaves_a_world_leaves_all_cut_from_it(tmp_path: Path) -> None:
     """A world was let go of as it was left, and copies of it with axes were not: gloo's threads, still held as the interpreter
     ended, aborted it, two times in ten."""

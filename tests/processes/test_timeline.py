@@ -203,7 +203,7 @@ def test_the_middle_of_some_steps() -> None:
 
 
 # ---- the page ---------------------------------------------------------------------------------------------------------------
-@pytest.mark.story
+@pytest.mark.table
 def test_the_page_has_a_row_for_each_rank_and_what_was_foretold_above(tmp_path: Path) -> None:
     """In words too; every box in a colour of the page, which has two of each."""
     table = pg.compare(JOB, "data(2, reduce=ring); pipeline(2, micro=2)", runs=tmp_path)
