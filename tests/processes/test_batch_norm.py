@@ -191,7 +191,7 @@ def by_hand() -> nn.Module:
 
 
 @pytest.mark.parametrize("strategy", ["serial", "data(2)",
-                                      pytest.param("pipeline(2, micro=4, cut=[out])", marks=pytest.mark.story)])
+                                      "pipeline(2, micro=4, cut=[out])"])
 def test_one_image_whose_gradient_comes_transposed(strategy: str, tmp_path: Path) -> None:
     """torch's own backward is wrong there, by more than the gradient, in one layout of the work and not in another."""
     data = TensorDataset(*(tensor[:9] for tensor in IMAGES.tensors))

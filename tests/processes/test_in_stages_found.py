@@ -519,7 +519,6 @@ def spectral() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 10), nn.utils.parametrizations.spectral_norm(nn.Linear(10, 4)))
 
 
-@pytest.mark.story
 def test_a_spectral_norm_in_micro_batches(tmp_path: Path) -> None:
     """The model was said to mix samples."""
     with pytest.raises(pg.RankFailed, match=r"every forward changes the buffer 1\.parametrizations.weight.0._[uv] .* micro=1"):

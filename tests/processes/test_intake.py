@@ -71,7 +71,6 @@ class ComplexInputs(Dataset):
         return torch.complex(x, -x.flip(0)), target
 
 
-@pytest.mark.story
 def test_complex_inputs_take_the_precision_of_the_job(tmp_path: Path) -> None:
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(10, 4, dtype=torch.complex64), Modulus())
@@ -168,7 +167,7 @@ def near(output: Tensor, target: Tensor) -> tuple[float, int]:
     return float((output.argmax(1) == target).sum()), len(target)
 
 
-@pytest.mark.parametrize("metric", [pytest.param(None, marks=pytest.mark.story), near])
+@pytest.mark.parametrize("metric", [None, near])
 def test_autograd_inside_the_forward(metric: Any, tmp_path: Path) -> None:
     """Door and evaluation ran under no_grad: "element 0 of tensors does not require grad and does not have a grad_fn"."""
     checked = job("forces", Forces, VECTORS, loss=force_error, test=VECTORS, metric=metric)
@@ -191,7 +190,6 @@ class FunctionalForces(nn.Module):
         return self.out(torch.func.vmap(torch.func.grad(lambda place: self.energy(place).squeeze()))(places))
 
 
-@pytest.mark.story
 def test_gradients_by_torch_func(tmp_path: Path) -> None:
     """What backward keeps was watched by hooks, which torch.func does not take: "don't yet support saved tensor hooks"."""
     same(tmp_path, job("functional forces", FunctionalForces, VECTORS), *CUT)
@@ -222,7 +220,6 @@ def residual(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return (slope + output).pow(2).mean()
 
 
-@pytest.mark.story
 def test_a_loss_that_differentiates_by_its_batch(tmp_path: Path) -> None:
     """The door gave model and loss copies of their own of one entry, and micro-batches cut it twice: "One of the differentiated
     Tensors appears to not have been used in the graph"."""
@@ -248,7 +245,6 @@ def of_both(outputs: dict[str, Tensor], target: Tensor) -> tuple[Tensor, int]:
     return losses[0] + 0.4 * losses[1], len(target)
 
 
-@pytest.mark.story
 def test_other_outputs_in_training(tmp_path: Path) -> None:
     """The door asked the loss on what the model returns in eval mode: "too many indices for tensor of dimension 2"."""
     checked = job("heads", Heads, VECTORS, loss=of_both, test=VECTORS, metric=pg.accuracy)
@@ -334,7 +330,6 @@ class LastState(nn.Module):
         return self.out(self.rnn(lines)[1][0])
 
 
-@pytest.mark.story
 def test_packed_sequences(tmp_path: Path) -> None:
     """A PackedSequence is a named tuple too: "takes 2 positional arguments but 5 were given"."""
     checked = job("packed", LastState, Lines(), collate=packed, test=Lines(), metric=pg.accuracy)
@@ -462,7 +457,6 @@ def of_held(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output, target) + 0.01 * sum(each.pow(2).sum() for each in HELD[0].parameters())
 
 
-@pytest.mark.story
 def test_a_loss_that_holds_the_model_trains_and_cannot_be_verified(tmp_path: Path) -> None:
     """verify builds two models in one process, of which such a loss reads the last: it said "NO" of the same training."""
     checked, other = job("held", holding, VECTORS, loss=of_held), job("held", Penalised, VECTORS, loss=penalised)

@@ -162,7 +162,7 @@ def asked_to_stop(world: World, chosen: pg.Strategy) -> list[bool]:
     raise AssertionError
 
 
-@pytest.mark.parametrize("chosen", [Stages(2), Columns(2), pytest.param(pg.Data(2) * Stages(2), marks=pytest.mark.story)],
+@pytest.mark.parametrize("chosen", [Stages(2), Columns(2), pg.Data(2) * Stages(2)],
                          ids=str)
 def test_the_wish_to_stop_of_any_part_reaches_all(pool: Ranks, chosen: pg.Strategy) -> None:
     assert pool.run(asked_to_stop, chosen, size=chosen.size) == [[False, True]] * chosen.size

@@ -104,7 +104,6 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return table.folder
 
 
-@pytest.mark.story
 @in_browser
 def test_opens_without_an_error_or_a_request_and_shows_every_chart(compared: Path) -> None:
     with browser() as driver:
@@ -174,7 +173,6 @@ def goal(record: Record, value: float, milliseconds: float) -> tuple[float, int,
     raise AssertionError(f"{record.folder.name} never reaches {value}")
 
 
-@pytest.mark.story
 @in_browser
 def test_fits_a_phone_and_prints(compared: Path, tmp_path: Path) -> None:
     with browser(*PHONE) as driver:

@@ -116,7 +116,7 @@ def test_of_every_strategy_a_step_is_told(pool: Ranks, tmp_path: Path, text: str
 
 # ---- the trace --------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("text", ["pipeline(2, micro=2)", "data(2, reduce=ring)", "data(2)", "serial",
-                                  pytest.param("data(2, state=fully_sharded)", marks=pytest.mark.story),
+                                  "data(2, state=fully_sharded)",
                                   pytest.param("data(2, reduce=ring) * pipeline(2, micro=2)", marks=pytest.mark.table)])
 def test_the_trace_is_what_perfetto_reads(pool: Ranks, tmp_path: Path, text: str) -> None:
     """A name for every process and thread; slices of a thread one after the other, or one within another; every arrow leaves
@@ -220,7 +220,6 @@ def test_the_page_has_a_row_for_each_rank_and_what_was_foretold_above(tmp_path: 
     assert not re.findall(r"#[0-9a-f]{6}", pipeline)
 
 
-@pytest.mark.story
 def test_without_enough_steps_there_is_no_picture_of_one(tmp_path: Path) -> None:
     table = pg.compare(JOB.replace(epochs=1), "pipeline(2, micro=2)", runs=tmp_path)
     section = (table.folder / "page.html").read_text(encoding="utf-8").split('<section id="step"')[1]

@@ -79,7 +79,7 @@ class InTurn:
     pytest.param(each, marks=pytest.mark.table if place % 3 else ()) for place, each in enumerate(TWO_LEVELS))], ids=str)
 def test_sends_in_turn_do_not_hang(schedule: Collective) -> None:
     """The wire lets long ones go one after the other, which a schedule that was proved without could answer with a hang."""
-    for size in (3, 6, 9, 12) if isinstance(schedule, TwoLevel) else SMALL[1::3]:
+    for size in (3, 6, 9, 12) if isinstance(schedule, TwoLevel) else SMALL:
         assert prove(InTurn(schedule), size, size).messages == prove(schedule, size, size).messages
 
 
