@@ -31,6 +31,7 @@ if typing.TYPE_CHECKING:
     from paragrad.strategies.serial import Serial
     from paragrad.strategies.strategy import Promise
     from paragrad.strategies.table import AllReduce, Strategy, strategy
+    from paragrad.strategies.tensor import Tensor
     from paragrad.techniques.cut import Share
     from paragrad.techniques.exchange import Exchange
     from paragrad.techniques.layout import Held
@@ -46,8 +47,8 @@ if typing.TYPE_CHECKING:
 __all__ = ["AllReduce", "Axis", "Butterfly", "Certificate", "Data", "Decimal", "Direct", "DoubleTree", "Exchange",
            "Flag", "Gpipe", "Halving", "Held", "Integer", "Interleaved", "Job", "Native", "OneFOneB", "Passes", "Pipeline",
            "PipelineSchedule", "Place", "Promise", "RankFailed", "Recv", "Refused", "Ring", "RingAsync", "Run", "Send",
-           "Serial", "Share", "Star", "StepFailed", "Strategy", "Sums", "Table", "Tree", "TwoLevel", "WholeBatch", "Word",
-           "ZeroBubble", "accuracy", "compare", "hook", "job", "option", "parallelize", "strategy", "train", "verify"]
+           "Serial", "Share", "Star", "StepFailed", "Strategy", "Sums", "Table", "Tensor", "Tree", "TwoLevel", "WholeBatch",
+           "Word", "ZeroBubble", "accuracy", "compare", "hook", "job", "option", "parallelize", "strategy", "train", "verify"]
 
 # where each public name is, AllReduce and Strategy where all of ours are defined, so that no other takes a name before them;
 # tests/test_structure.py compares it with what type checkers are told above
@@ -61,7 +62,8 @@ _HOMES = {name: home for home, names in {
     "schedules.ring": "Ring RingAsync", "schedules.star": "Star", "schedules.tree": "Tree",
     "schedules.two_level": "TwoLevel", "strategies.data": "Data Native", "strategies.pipeline": "Pipeline Place",
     "strategies.serial": "Serial",
-    "strategies.strategy": "Promise", "strategies.table": "AllReduce Strategy strategy", "techniques.cut": "Share",
+    "strategies.strategy": "Promise", "strategies.table": "AllReduce Strategy strategy", "strategies.tensor": "Tensor",
+    "techniques.cut": "Share",
     "techniques.exchange": "Exchange", "techniques.layout": "Held", "techniques.passes": "Passes Sums",
     "verbs.compare": "compare", "verbs.hook": "hook", "verbs.parallelize": "parallelize", "verbs.train": "train",
     "verbs.verify": "verify", "version": "__version__", "world.axes": "Axis",

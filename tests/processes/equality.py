@@ -372,3 +372,8 @@ def covering_rows() -> set[tuple[str, str]]:
     """Every row under some job."""
     columns = {row: [column for other, column in parts_cells() if other == row] for row in IN_PARTS}
     return {(row, columns[row][place % len(columns[row])]) for place, row in enumerate(IN_PARTS)}
+
+
+# ---- layers in width ---------------------------------------------------------------------------------------------------------
+IN_WIDTH = ("tensor(2)", "tensor(3)", "tensor(4)", "data(2) * tensor(2)", "data(2, reduce=ring) * tensor(2)")
+WIDE = [(row, column) for row in IN_WIDTH for column in JOBS]

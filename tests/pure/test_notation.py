@@ -20,7 +20,7 @@ from paragrad.strategies.pipeline import Pipeline
 from paragrad.strategies.serial import Serial
 from paragrad.strategies.strategy import Here, Product, Strategy
 from paragrad.strategies.table import STRATEGIES, algorithms, known, refuse_unbuilt, resolve, strategies, strategy
-from paragrad.strategies.unbuilt import Tensor
+from paragrad.strategies.tensor import Tensor
 
 
 def values(kind: object) -> st.SearchStrategy[Any]:
@@ -140,8 +140,8 @@ def test_refused_with_the_repair(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", [
-    "tensor(2)", "spatial(2)", "branch(2)", "server(2)", "local(2)", "federated(2)",
-    "data(2) * tensor(2)", "data(2, compress=top_k(0.01))", "data(2, shares=auto)",
+    "spatial(2)", "branch(2)", "server(2)", "local(2)", "federated(2)",
+    "data(2) * spatial(2)", "data(2, compress=top_k(0.01))", "data(2, shares=auto)",
     "data(2, dense=tensor)"])
 def test_known_by_name_and_refused_as_not_built(text: str) -> None:
     with pytest.raises(Refused, match="known and not built yet"):
@@ -149,8 +149,8 @@ def test_known_by_name_and_refused_as_not_built(text: str) -> None:
 
 
 def test_built_ones_pass() -> None:
-    for text in ("place(2)", "data(2, state=fully_sharded)", "pipeline(2, schedule=zero_bubble)",
-                 "serial(threads=1, micro=3)", "data(auto)", "data(2, reduce=ring_async(4), micro=2, batch_norm=share)"):
+    for text in ("place(2)", "tensor(2)", "data(2) * tensor(2)", "data(2, state=fully_sharded)",
+                 "pipeline(2, schedule=zero_bubble)", "serial(threads=1, micro=3)", "data(auto)", "data(2, reduce=ring_async(4), micro=2, batch_norm=share)"):
         refuse_unbuilt(strategy(text))
 
 

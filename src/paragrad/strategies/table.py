@@ -11,7 +11,8 @@ from paragrad.strategies.pipeline import Pipeline, Place
 from paragrad.strategies.serial import Serial
 from paragrad.strategies.strategy import Here, Plan, Product, factors_of
 from paragrad.strategies.strategy import Strategy as Strategy
-from paragrad.strategies.unbuilt import Branch, Federated, Local, Server, Spatial, Tensor
+from paragrad.strategies.tensor import Tensor
+from paragrad.strategies.unbuilt import Branch, Federated, Local, Server, Spatial
 
 STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (
     Serial, Data, Tensor, Spatial, Branch, Place, Pipeline, Server, Local, Federated)}         # ours
@@ -24,7 +25,7 @@ ELSEWHERE = {
     **dict.fromkeys(("fsdp", "fsdp2", "fullyshardeddataparallel", "fully_shard", "zero", "zero1", "zero2", "zero3",
                      "zeroredundancyoptimizer"),
                     "here it is data(2, state=shared_memory), on one host; over several, data(2, state=fully_sharded)"),
-    **dict.fromkeys(("tp", "megatron", "tensor_parallel"), "here it is tensor(2), not built yet"),
+    **dict.fromkeys(("tp", "megatron", "tensor_parallel"), "here it is tensor(2)"),
     **dict.fromkeys(("pp", "gpipe", "pipe"), "here it is pipeline(2)"),
     **dict.fromkeys(("diloco", "local_sgd", "fedavg"), "here it is local(2) or federated(2), not built yet")}
 

@@ -19,11 +19,6 @@ class Unbuilt(Strategy, Planned, abstract=True):
         return Promise()
 
 
-class Tensor(Unbuilt):
-    """Neurons, channels, heads and vocabulary split (Shoeybi et al. 2019)."""
-    workers: int | str = option(Integer(), Word("auto"))
-
-
 class Spatial(Unbuilt):
     """The image split, with halo exchange (Dryden et al. 2019)."""
     rows: int = option(Integer())

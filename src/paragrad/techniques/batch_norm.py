@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paragrad.errors import StepFailed
@@ -106,6 +107,10 @@ class BatchNorm:
     def batch_norm(self, input: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
                    running_var: Tensor | None, training: bool, momentum: float, eps: float, cudnn_enabled: bool) -> Tensor:
         """As torch.batch_norm."""
+        given = input, weight, bias, running_mean, running_var
+        if has_torch_function(given):                   # of a tensor that has a word of its own in torch's functions
+            return handle_torch_function(PLAIN, given, *given, training, momentum, eps, cudnn_enabled)      # type: ignore
+
         def plain(training: bool) -> Tensor:
             return in_one_layout(PLAIN, 1 in (input.shape[0], *input.shape[2:]), input, weight, bias, running_mean, running_var,
                                  training, momentum, eps, cudnn_enabled)
@@ -183,6 +188,8 @@ def in_one_layout(norm: Callable[..., Tensor], ambiguous: bool, x: Tensor, *rest
 
 def instance_norm(x: Tensor, *rest: Any, **named: Any) -> Tensor:
     """As torch.instance_norm, which is a batch norm of one image with samples x channels."""
+    if has_torch_function((x,)):
+        return handle_torch_function(INSTANCES, (x,), x, *rest, **named)        # type: ignore[no-any-return]
     return in_one_layout(lambda given, *rest: INSTANCES(given, *rest, **named), True, x, *rest)
 
 

@@ -19,11 +19,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from paragrad.errors import StepFailed
 from paragrad.techniques.hashing import Distribution, filled, rows, without
-from paragrad.techniques.kernels import Drawing, drawing, drawn
+from paragrad.techniques.kernels import Drawing, box, drawing, drawn
 from paragrad.world.generators import generator_states, seed_generators
 
 GENERATORS = ("torch", "numpy", "random")
@@ -100,13 +101,16 @@ class Keyed(Drawing):
         if not tensor.numel():
             return tensor
         key = int.from_bytes(hashlib.blake2b(f"{self.seed} {self.step} {call}".encode(), digest_size=4).digest()) >> 1
-        shape = tuple(tensor.shape)
+        here = {at: each for at, each in box().items() if at < tensor.dim() and tensor.shape[at] == sum(map(len, each[1]))}
+        shape = tuple(here[at][0] if at in here else size for at, size in enumerate(tensor.shape))
         known = name, shape, len(self.positions), call
         if known not in self.draws.places:
             self.draws.places[known] = self._place(name, shape, call)
         dim, blocks = self.draws.places[known]
-        positions = (0,) if dim is None else self.positions
-        filled(tensor, dim, rows(key, positions, blocks, tensor.device), distribution)
+        row = rows(key, (0,) if dim is None else self.positions, blocks, tensor.device)
+        if dim in here:
+            row = torch.cat([row[each.start:each.stop] for each in here[dim][1]])
+        filled(tensor, dim, row, distribution, {at: places for at, (_, places) in here.items()})
         return tensor
 
     def _serial(self, call: int, name: str) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -37,15 +37,16 @@ def mixed(h: Tensor, whole: bool = True) -> Tensor:
 def elements(shape: tuple[int, ...], device: torch.device) -> Tensor:
     """A hash of every place in a sample's part of a drawn tensor, by its coordinates: padding moves none."""
     kept = math.prod(shape) <= KEPT
-    return (_elements if kept else _elements.__wrapped__)(shape, device)
+    return (_elements if kept else _elements.__wrapped__)(tuple((range(length),) for length in shape), device)
 
 
 @functools.lru_cache(maxsize=16)
-def _elements(shape: tuple[int, ...], device: torch.device) -> Tensor:
+def _elements(places: tuple[tuple[range, ...], ...], device: torch.device) -> Tensor:
+    """places: of every dimension, which of its elements."""
     h = torch.zeros(1, dtype=torch.int32, device=device)
-    for length in shape:
-        place = torch.arange(length, dtype=torch.int32, device=device) * -1640531527 + 0x5BD1E995       # 2^32 / golden ratio
-        h = mixed((h.unsqueeze(-1) ^ place).view(-1))
+    for ranges in places:
+        place = torch.cat([torch.arange(each.start, each.stop, dtype=torch.int32, device=device) for each in ranges])
+        h = mixed((h.unsqueeze(-1) ^ place * -1640531527 + 0x5BD1E995).view(-1))        # 2^32 / golden ratio
     return h
 
 
@@ -88,10 +89,16 @@ def between(low: int, high: int) -> Distribution:
     return lambda h, dtype: ((h.long() + 2**31 << 31) + (mixed(h ^ 0x3C6EF372).long() + 2**31)) % width + low
 
 
-def filled(tensor: Tensor, dim: int | None, row: Tensor, distribution: Distribution) -> None:
-    """Numbers by the hashes of (row, element), chunk by chunk."""
+def filled(tensor: Tensor, dim: int | None, row: Tensor, distribution: Distribution,
+           places: Mapping[int, tuple[range, ...]] | None = None) -> None:
+    """Numbers by the hashes of (row, element), chunk by chunk.
+
+    places: of a part of a tensor, by dimension, which elements of the whole one are here; the rows are those of this part.
+    """
     shape = tuple(tensor.shape)
-    element = elements(shape if dim is None else without(shape, dim), tensor.device)
+    lines = tuple((places or {}).get(at, (range(size),)) for at, size in enumerate(shape) if at != dim)
+    element = elements(shape if dim is None else without(shape, dim), tensor.device) if not places else _elements.__wrapped__(
+        lines, tensor.device)
     into = tensor if tensor.is_contiguous() and not dim else torch.empty(
         len(row), *without(shape, dim or 0), dtype=tensor.dtype, device=tensor.device) if dim is not None else torch.empty(
         shape, dtype=tensor.dtype, device=tensor.device)

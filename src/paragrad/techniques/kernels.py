@@ -109,6 +109,8 @@ KERNELS: dict[str, Callable[..., Any]] = {
 }
 
 _drawing: Drawing | None = None             # of the whole process: backward recomputes on a thread of autograd's
+Box = dict[int, tuple[int, tuple[range, ...]]]          # of a tensor's dimension: its size in the whole, and what is here of it
+_box: Box = {}
 
 
 @functools.cache
@@ -152,6 +154,21 @@ def drawn() -> int:
     """A number from torch's own generator."""
     kernel, keys, place = _original_random()
     return int(kernel.call_boxed(keys, place, 2**62))
+
+
+@contextlib.contextmanager
+def boxed(box: Box) -> Iterator[None]:
+    """Around a random function of a part of a tensor: what it draws are the numbers that the whole one has there."""
+    global _box
+    before, _box = _box, box
+    try:
+        yield
+    finally:
+        _box = before
+
+
+def box() -> Box:
+    return _box
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ TECHNIQUES = {
     "data": "paragrad.techniques.data_parallel",
     "place": "paragrad.techniques.model_parallel.pipeline",
     "pipeline": "paragrad.techniques.model_parallel.pipeline",
+    "tensor": "paragrad.techniques.width.tensor",
 }
 
 
@@ -47,6 +48,17 @@ def checks_of(strategy: Strategy) -> list[Callable[[nn.Module, Any, bool], None]
     """Of the factors that say at the door whether they can cut a model, how: check(model, example, tested) raises
     StepFailed."""
     return [check for factor in factors_of(strategy) if (check := _part(factor, "check") if ours(factor) else None)]
+
+
+def telling(strategy: Strategy) -> bool:
+    """Does a factor say what it does with the layers of a model?"""
+    return any(ours(factor) and _part(factor, "told") for factor in factors_of(strategy))
+
+
+def told_of(strategy: Strategy, model: nn.Module, inputs: Any, samples: int) -> list[str]:
+    """What the factors that say so do with a model's layers, in lines. inputs: of so many samples. Raises StepFailed."""
+    return [line for factor in factors_of(strategy) if (told := _part(factor, "told") if ours(factor) else None)
+            for line in told(model, inputs, samples)]
 
 
 def share_of(strategy: Strategy, model: nn.Module, example: Any, world: World, looks: dict[str, Any]) -> Share:

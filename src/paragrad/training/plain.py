@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paragrad.errors import StepFailed
 
-MARK = "a Python"
+MARK, OF_TENSOR = "a Python", "tensor"
 MAPPINGS: dict[str, Any] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict, "defaultdict": dict}
 
 
@@ -26,7 +26,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, list):
         return [plain(each) for each in value]
     if isinstance(value, Tensor):
-        return {MARK: "tensor", "dtype": str(value.dtype).removeprefix("torch."), "items": value.tolist()}
+        return {MARK: OF_TENSOR, "dtype": str(value.dtype).removeprefix("torch."), "items": value.tolist()}
     if value is None or isinstance(value, str | int | float):
         return value
     raise StepFailed(f"a checkpoint cannot hold a {type(value).__name__}, which the optimizer or scheduler keeps; "
@@ -41,7 +41,7 @@ def restored(value: Any) -> Any:
         return value
     if MARK not in value:
         return {key: restored(each) for key, each in value.items()}
-    if value[MARK] == "tensor":
+    if value[MARK] == OF_TENSOR:
         return torch.tensor(value["items"], dtype=getattr(torch, value["dtype"]))
     items = restored(value["items"])
     return tuple(items) if value[MARK] == "tuple" else MAPPINGS[value[MARK]](dict(items))

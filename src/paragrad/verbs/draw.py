@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from paragrad.datasets.loading import brought, parted
 from paragrad.errors import Refused, StepFailed
@@ -12,11 +15,14 @@ from paragrad.jobs.job import CPU, Job, opened
 from paragrad.report.drawing import draw as drawn
 from paragrad.strategies.pipeline import InParts
 from paragrad.strategies.shares import micro_batches
-from paragrad.strategies.strategy import Strategy, factors_of
-from paragrad.strategies.table import plan_of, strategies
+from paragrad.strategies.strategy import Here, Strategy, factors_of
+from paragrad.strategies.table import plan_of, refuse_unbuilt, resolve, strategies
 from paragrad.techniques.model_parallel.account import Piece, pieces
+from paragrad.techniques.table import telling, told_of
 from paragrad.training.door import examined
 from paragrad.world.generators import generators_kept
+
+Found = TypeVar("Found")
 
 
 def draw(text: str, job: Job | None = None, svg: Path | None = None, data: Path | None = None) -> str:
@@ -27,9 +33,23 @@ def draw(text: str, job: Job | None = None, svg: Path | None = None, data: Path 
         raise Refused(f"--svg {svg} takes one picture; give one strategy")
     found = []
     for each in asked:
+        lines = layers(job, each, data) if job else []
+        if lines and not each.plans():
+            found.append("\n".join(lines))
+            continue
         resolved, plan = plan_of(each, "draw")
-        found.append(drawn(plan, parts(job, resolved, data) if job else (), svg))
+        found.append("\n".join([*lines, *([""] if lines else []), drawn(plan, parts(job, resolved, data) if job else (), svg)]))
     return "\n\n".join(found)
+
+
+def layers(job: Job, asked: Strategy, data: Path | None = None) -> list[str]:
+    """Layer by layer what a strategy does with a job's model, of a micro-batch of a full batch; nothing of others."""
+    if not telling(asked):
+        return []
+    refuse_unbuilt(asked)
+    chosen = resolve(asked, Here())
+    return _of_model(job, chosen, data, lambda model, inputs, samples: [
+        f"{chosen}, {chosen.size} ranks", *told_of(chosen, model, inputs, samples)])
 
 
 def parts(job: Job, chosen: Strategy, data: Path | None = None) -> list[Piece]:
@@ -39,6 +59,11 @@ def parts(job: Job, chosen: Strategy, data: Path | None = None) -> list[Piece]:
     """
     if not (cutting := [factor for factor in factors_of(chosen) if isinstance(factor, InParts)]):
         return []
+    return _of_model(job, chosen, data, lambda model, inputs, _: pieces(cutting[0], model, inputs))
+
+
+def _of_model(job: Job, chosen: Strategy, data: Path | None, function: Callable[[nn.Module, Any, int], Found]) -> Found:
+    """function(model, inputs of a micro-batch, its samples). Raises Refused with the repair."""
     with generators_kept():
         facts = examined(job, data)
         job = facts.ready(job)
@@ -47,6 +72,6 @@ def parts(job: Job, chosen: Strategy, data: Path | None = None) -> list[Piece]:
         inputs, _ = brought(parted(samples), CPU, job.parameter_dtype)
         try:
             with torch.autocast("cpu", job.autocast, enabled=job.autocast is not None):
-                return pieces(cutting[0], job.built_model(), inputs)
+                return function(job.built_model(), inputs, len(first))
         except StepFailed as error:
             raise Refused(f"job {job.name}, {chosen}: {error}") from error

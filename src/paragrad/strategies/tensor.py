@@ -1,0 +1,24 @@
+"""tensor: the neurons of each layer over ranks, which all see every sample."""
+
+from __future__ import annotations
+
+from paragrad.notation.choices import Integer, Word, option
+from paragrad.strategies.strategy import Promise, Strategy
+from paragrad.world.axes import Axis
+
+
+class Tensor(Strategy):
+    """Neurons, channels, heads and vocabulary split (Shoeybi et al. 2019)."""
+    workers: int | str = option(Integer(), Word("auto"))
+
+    @property
+    def promise(self) -> Promise:
+        return Promise()
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        assert isinstance(self.workers, int)
+        return (Axis("tensor", self.workers, "model"),)
+
+    def unplanned(self) -> str:
+        return "its ranks gather and sum by the backend's own collectives, where the layers of a job want it"

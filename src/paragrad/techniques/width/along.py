@@ -1,0 +1,190 @@
+"""Functions along some dimensions: reductions, softmax, sorting; and the loss on parts of the vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from paragrad.techniques.width.divided import RULES, UNKNOWN, Cut, Divided, divided, rule, whole
+
+
+# ---- reductions --------------------------------------------------------------------------------------------------------------
+def reduced(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Over dimensions that are not divided, or, of a sum and a mean, over others too."""
+    if not isinstance(x, Divided) or "out" in kwargs or (args and isinstance(args[0], Tensor)):
+        return UNKNOWN
+    dim = kwargs.get("dim", kwargs.get("axis", args[0] if args else None))
+    keep = kwargs.get("keepdim", args[1] if len(args) > 1 else False)
+    if isinstance(dim, bool) or isinstance(keep, Tensor):
+        return UNKNOWN
+    dims = {each % x.dim() for each in (range(x.dim()) if dim is None or dim in ((), []) else
+                                        [dim] if isinstance(dim, int) else dim)}
+    over = dims & set(x.cuts)
+    if (over and func.__name__ not in ("sum", "mean")) or (over and func.__name__ == "mean" and not x.is_floating_point()):
+        return UNKNOWN
+    made = (Tensor.sum if over and func.__name__ == "mean" else func)(x.local, *args, **kwargs)
+    for at in sorted(over):
+        made = x.cuts[at].line.added(made)
+    if over and func.__name__ == "mean":
+        count = 1
+        for at in dims:
+            count *= x.shape[at]
+        made = made / count
+    rest = {at if keep else at - sum(each < at for each in dims): cut for at, cut in x.cuts.items() if at not in over}
+    return tree_map_only(Tensor, lambda each: divided(each, rest), made)
+
+
+RULES.update(dict.fromkeys((
+    "sum", "mean", "amax", "amin", "max", "min", "prod", "var", "std", "var_mean", "std_mean", "logsumexp", "all", "any",
+    "argmax", "argmin", "median", "nansum", "nanmean", "count_nonzero"), reduced))
+
+
+@rule("var", "std")
+def deviation(func: Any, x: Tensor, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(dim, bool) or args or not isinstance(x, Divided):
+        return UNKNOWN
+    return reduced(func, x, **{"dim": dim, **kwargs})
+
+
+# ---- along a dimension -------------------------------------------------------------------------------------------------------
+AT = {"softmax": 0, "log_softmax": 0, "cumsum": 0, "cumprod": 0, "logcumsumexp": 0, "cummax": 0, "cummin": 0, "sort": 0,
+      "argsort": 0, "topk": 1, "kthvalue": 1, "glu": 0, "flip": 0, "roll": 1, "diff": 1, "unfold": 0, "gather": 0, "tril": None,
+      "triu": None, "vector_norm": 1, "linalg_vector_norm": 1}
+
+
+def along(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Along dimensions that are not divided. As many dimensions come out."""
+    at = AT[func.__name__]
+    if not isinstance(x, Divided) or any(isinstance(each, Tensor) for each in (*args, *kwargs.values())):
+        return UNKNOWN
+    default: Any = -1 if func.__name__ in ("sort", "argsort", "topk", "kthvalue", "glu", "diff") else None
+    dim = (-2, -1) if at is None else kwargs.get("dim", kwargs.get("dims", kwargs.get("dimension", args[at] if len(args) > at
+                                                                                      else default)))
+    if dim is None or isinstance(dim, bool):
+        return UNKNOWN
+    if any(each % x.dim() in x.cuts for each in ([dim] if isinstance(dim, int) else dim)):
+        return UNKNOWN
+    made = func(x.local, *args, **kwargs)
+    return tree_map_only(Tensor, lambda each: divided(each, x.cuts), made)
+
+
+RULES.update(dict.fromkeys([name for name in AT if "norm" not in name and name != "unfold"], along))
+
+
+@rule("vector_norm", "linalg_vector_norm")
+def vector_norm(func: Any, x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+    if not isinstance(x, Divided) or dim is None:
+        return UNKNOWN
+    made = reduced(torch.amax, x, dim, keepdim)         # for where its dimensions go
+    if made is UNKNOWN:
+        return UNKNOWN
+    return divided(func(x.local, ord, dim, keepdim, **kwargs), made.cuts)
+
+
+# ---- the vocabulary ----------------------------------------------------------------------------------------------------------
+@rule("log_softmax")
+def log_softmax(func: Any, x: Tensor, dim: int, *args: Any, **kwargs: Any) -> Any:
+    """Over a divided dimension by the largest and the sum of all ranks."""
+    dim, dtype = dim % x.dim(), kwargs.get("dtype", args[0] if args else None)
+    if dim not in getattr(x, "cuts", ()):
+        return along(func, x, dim, *args, **kwargs)
+    x = x if dtype is None else x.to(dtype)
+    shifted = x - largest(x, dim)
+    return shifted - shifted.exp().sum(dim, keepdim=True).log()
+
+
+@rule("softmax")
+def softmax(func: Any, x: Tensor, dim: int, *args: Any, **kwargs: Any) -> Any:
+    dim, dtype = dim % x.dim(), kwargs.get("dtype", args[0] if args else None)
+    if dim not in getattr(x, "cuts", ()):
+        return along(func, x, dim, *args, **kwargs)
+    x = x if dtype is None else x.to(dtype)
+    raised = (x - largest(x, dim)).exp()
+    return raised / raised.sum(dim, keepdim=True)
+
+
+def largest(x: Divided, dim: int) -> Tensor:
+    """Along a divided dimension; without a gradient."""
+    cut = x.cuts[dim]
+    most = cut.line.summed(x.local.detach().amax(dim, keepdim=True), "MAX")
+    return divided(most, {at: each for at, each in x.cuts.items() if at != dim})
+
+
+@rule("gather")
+def gather(func: Any, x: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Any:
+    """Along a divided dimension each rank gives what it has."""
+    if not isinstance(x, Divided) or set(x.cuts) != {dim % x.dim()} or isinstance(index, Divided) or kwargs:
+        return UNKNOWN
+    cut = x.cuts[dim % x.dim()]
+    here = local_places(cut, index.device)[index]
+    found = x.local.gather(dim, here.clamp(min=0)).masked_fill(here < 0, 0)
+    return cut.line.added(found)
+
+
+def local_places(cut: Cut, device: torch.device) -> Tensor:
+    """Of every element of a dimension, where it is in this rank's piece; -1: it is not."""
+    places = torch.full((cut.pieces.size,), -1, dtype=torch.int64, device=device)
+    start = 0
+    for each in cut.pieces.ranges(cut.line.rank):
+        places[each.start:each.stop] = torch.arange(start, start + len(each), device=device)
+        start += len(each)
+    return places
+
+
+@rule("embedding")
+def embedding(func: Any, weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False,
+              sparse: bool = False) -> Any:
+    """Rows of the vocabulary: each rank gives those that it has. Or features."""
+    if isinstance(indices, Divided) or scale_grad_by_freq or sparse or not isinstance(weight, Divided):
+        return UNKNOWN
+    if not weight.cuts and not (weight.asking and weight.asking.divide(weight, 0, "vocabulary")):
+        return UNKNOWN
+    if 1 in weight.cuts:
+        return divided(func(weight.local, indices, padding_idx), {indices.dim(): weight.cuts[1]})
+    cut = weight.cuts[0]
+    places = local_places(cut, indices.device)
+    here = places[indices]
+    padding = int(places[padding_idx]) if padding_idx >= 0 else -1
+    rows = func(weight.local, here.clamp(min=0), padding).masked_fill((here < 0).unsqueeze(-1), 0)
+    return cut.line.added(rows)
+
+
+@rule("nll_loss", "nll_loss_nd", "nll_loss2d")
+def nll_loss(func: Any, logs: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1,
+             ignore_index: int = -100, label_smoothing: float = 0.0) -> Any:
+    """Of logarithms of probabilities in pieces; as cross_entropy_loss where labels are smoothed."""
+    dim = 1 if logs.dim() > 1 else 0
+    if not isinstance(logs, Divided) or set(logs.cuts) != {dim} or isinstance(target, Divided):
+        return UNKNOWN
+    kept = target != ignore_index
+    known = target.masked_fill(~kept, 0)
+    each = -logs.gather(dim, known.unsqueeze(dim)).squeeze(dim)
+    weight = None if weight is None else whole(weight)
+    own = kept.to(each.dtype) if weight is None else weight[known].masked_fill(~kept, 0)
+    each = each.masked_fill(~kept, 0) * own
+    if label_smoothing:
+        scaled = logs if weight is None else logs * weight.view(-1, *(1 for _ in range(logs.dim() - 1 - dim)))
+        smooth = -scaled.sum(dim).masked_fill(~kept, 0) / logs.shape[dim]
+        each = (1 - label_smoothing) * each + label_smoothing * smooth
+    return each if reduction == 0 else each.sum() if reduction == 2 else each.sum() / own.sum()
+
+
+@rule("cross_entropy_loss")
+def cross_entropy(func: Any, x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1,
+                  ignore_index: int = -100, label_smoothing: float = 0.0) -> Any:
+    """Of classes in pieces: no rank has the scores of all."""
+    dim = 1 if x.dim() > 1 else 0
+    if not isinstance(x, Divided) or set(x.cuts) != {dim} or isinstance(target, Divided):
+        return UNKNOWN
+    logs = x.log_softmax(dim)
+    if target.shape != x.shape:
+        return nll_loss(func, logs, target, weight, reduction, ignore_index, label_smoothing)
+    if label_smoothing:
+        target = target * (1 - label_smoothing) + label_smoothing / x.shape[dim]
+    if weight is not None:
+        target = target * whole(weight).view(-1, *(1 for _ in range(x.dim() - 1 - dim)))
+    each = -(logs * target).sum(dim)
+    return each if reduction == 0 else each.sum() / (x.numel() // x.shape[dim] if reduction == 1 else 1)

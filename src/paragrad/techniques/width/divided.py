@@ -1,0 +1,200 @@
+"""A divided tensor: this rank's pieces of one, which the model's own Python takes for the whole.
+
+It has the whole tensor's shape and a local tensor with the pieces. Torch's functions ask it what they make of it
+(`__torch_function__`): a rule for the function's name (`RULES`), the elements one by one where torch says that it works so, its
+own Python where it is written in Python, and otherwise on the whole tensor, gathered: right, and said.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from paragrad.errors import StepFailed
+from paragrad.techniques.width.pairs import Deciding, Gathered, Line, Sliced
+from paragrad.techniques.width.pieces import Pieces
+
+
+class Cut(NamedTuple):
+    """How one dimension is divided, and over which ranks."""
+    pieces: Pieces
+    line: Line
+
+    def alike(self, other: Cut | None) -> bool:
+        return other is not None and self.line is other.line and self.pieces.alike(other.pieces)
+
+
+Cuts = Mapping[int, Cut]
+UNKNOWN = object()                          # a rule has none for these arguments
+RULES: dict[str, Callable[..., Any]] = {}   # by the name of a function of torch: rule(function, *arguments), or UNKNOWN
+
+# what is asked of a tensor, and answered for the whole one
+OF_THE_WHOLE = frozenset((
+    "shape", "size", "dim", "ndim", "ndimension", "numel", "nelement", "dtype", "device", "layout", "is_floating_point",
+    "is_complex", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mps", "is_xpu", "is_mkldnn", "is_nested",
+    "element_size", "itemsize", "nbytes", "__hash__", "__len__", "is_contiguous", "stride", "is_signed", "get_device",
+    "names", "is_same_size", "is_inference", "is_conj", "is_neg", "is_tensor", "result_type", "can_cast"))
+OF_THE_LOCAL = frozenset(("requires_grad", "grad_fn", "is_leaf", "_version", "output_nr", "grad"))
+REFUSED = {"register_hook": "puts a hook on", "retain_grad": "keeps the gradient of",
+           "register_post_accumulate_grad_hook": "puts a hook on"}
+
+
+def rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The decorated function is the rule of the functions of these names."""
+    def named(function: Callable[..., Any]) -> Callable[..., Any]:
+        RULES.update(dict.fromkeys(names, function))
+        return function
+    return named
+
+
+class Divided(Tensor):
+    """Pieces of a tensor. local: those of this rank, with their graph;  cuts: by dimension, how it is divided.
+
+    serial: its name where it is a parameter or buffer;  asking: while it is found out how to divide those, who decides: then it
+    may be whole as yet.
+    """
+    local: Tensor
+    cuts: Cuts
+    serial: str | None
+    asking: Deciding | None
+
+    @staticmethod
+    def __new__(cls, local: Tensor, cuts: Cuts, serial: str | None = None, asking: Deciding | None = None) -> Divided:
+        shape = [cuts[dim].pieces.size if dim in cuts else size for dim, size in enumerate(local.shape)]
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)    # type: ignore[attr-defined]
+        made.__dict__.update(local=local, cuts=cuts, serial=serial, asking=asking,
+                             _is_param=isinstance(local, torch.nn.Parameter))
+        return made                                                                             # type: ignore[no-any-return]
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """All is said in __new__."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, name_of(func)
+        if name in OF_THE_WHOLE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name in OF_THE_LOCAL:
+            return func(args[0].local, *args[1:])
+        if name in REFUSED:
+            raise StepFailed(f"the model {REFUSED[name]} a value that is divided over ranks; do so at the output of the model, "
+                             "or train it with data(n)")
+        # a method in Python calls what it is a method of, which is itself here
+        if not (name in RULES and getattr(func, "__module__", "") == "torch._tensor") and (own := body(func)) is not None:
+            return own(*args, **kwargs)
+        found = RULES[name](func, *args, **kwargs) if name in RULES else UNKNOWN
+        if found is UNKNOWN and name not in RULES and pointwise(name):
+            found = RULES["each element"](func, *args, **kwargs)
+        return wholly(func, args, kwargs) if found is UNKNOWN else found
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise StepFailed(f"{func} is asked below torch's functions of a tensor that is divided over ranks, by compiled or "
+                         "scripted code; train the model without it, or with data(n)")
+
+    def __repr__(self, **_: Any) -> str:                # type: ignore[override]
+        return f"Divided({tuple(self.shape)}, here {tuple(self.local.shape)})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Divided:
+        import copy
+        return Divided(copy.deepcopy(self.local, memo), self.cuts, self.serial, self.asking)
+
+
+def divided(local: Tensor, cuts: Cuts) -> Tensor:
+    """A tensor of which this is here; a plain one where nothing is divided."""
+    return Divided(local, cuts) if cuts else local
+
+
+def name_of(func: Any) -> str:
+    """__get__ of an attribute has the attribute's name."""
+    name = func.__name__
+    return func.__self__.__name__ if name in ("__get__", "__set__") else name       # type: ignore[no-any-return]
+
+
+@functools.cache
+def pointwise(name: str) -> bool:
+    """Does torch say that the function of this name works element by element?"""
+    plain = name.strip("_")
+    plain = {"truediv": "div", "rtruediv": "div", "radd": "add", "rmul": "mul", "rdiv": "div", "iadd": "add", "isub": "sub",
+             "imul": "mul", "itruediv": "div", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
+             "iand": "bitwise_and", "ior": "bitwise_or", "ixor": "bitwise_xor", "invert": "bitwise_not", "rpow": "pow",
+             "ipow": "pow", "mod": "remainder", "rmod": "remainder", "imod": "remainder", "floordiv": "floor_divide",
+             "rfloordiv": "floor_divide", "ifloordiv": "floor_divide"}.get(plain, plain)
+    found = getattr(torch.ops.aten, plain, None)
+    return isinstance(found, torch._ops.OpOverloadPacket) and any(
+        torch.Tag.pointwise in getattr(found, each).tags for each in found.overloads())
+
+
+# ---- functions of torch that are written in Python ---------------------------------------------------------------------------
+class _Unasked(dict[str, Any]):
+    """The names of a module, in which nobody has a word of its own in torch's functions."""
+
+    def __init__(self, source: dict[str, Any]) -> None:
+        super().__init__({name: lambda *_: False for name in source if name.startswith("has_torch_function")})
+        self.source = source
+
+    def __missing__(self, name: str) -> Any:
+        return self.source[name]
+
+
+@functools.cache
+def body(func: Any) -> Any:
+    """A function of torch that is written in Python, as it is without asking who its arguments are; None for any other."""
+    if not isinstance(func, types.FunctionType) or not (func.__module__ or "").startswith("torch."):
+        return None
+    names = _Unasked(func.__globals__)
+    if not len(names):
+        return None
+    made = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    made.__kwdefaults__ = func.__kwdefaults__
+    return made
+
+
+# ---- from divided to plain and back ------------------------------------------------------------------------------------------
+def whole(x: Tensor, dims: Any = None) -> Tensor:
+    """The plain tensor; or with these dimensions whole."""
+    if not isinstance(x, Divided):
+        return x
+    cuts = dict(x.cuts)
+    local = x.local
+    for dim, cut in x.cuts.items():
+        if dims is None or dim in dims:
+            if cut.line.planning is not None:
+                cut.line.planning.gathered(x, dim)
+            local = Gathered.apply(local, dim, cut.pieces, cut.line)
+            del cuts[dim]
+    return divided(local, cuts)
+
+
+def piece(x: Tensor, dim: int, cut: Cut) -> Tensor:
+    """Of a plain tensor what this rank has."""
+    if x.requires_grad and torch.is_grad_enabled():
+        if cut.line.planning is not None:
+            cut.line.planning.noted("sliced", "all_gather", -(-x.nbytes // cut.line.size))
+        return Sliced.apply(x, dim, cut.pieces, cut.line)           # type: ignore[no-any-return]
+    return cut.line.piece(x, dim, cut.pieces)
+
+
+def wholly(func: Any, args: Any, kwargs: Any) -> Any:
+    """On the whole tensors. What is changed in place is put back into its pieces."""
+    first = args[0] if args and isinstance(args[0], Divided) and args[0].cuts else None
+    for each in tree_leaves((args, kwargs)):
+        if isinstance(each, Divided) and each.asking is not None and not each.cuts:
+            each.asking.used(each, name_of(func).strip("_"))
+    args, kwargs = tree_map_only(Divided, whole, (args, kwargs))
+    out = func(*args, **kwargs)
+    name = name_of(func)
+    if first is not None and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
+        local = args[0]
+        for dim, cut in first.cuts.items():
+            local = piece(local, dim, cut)
+        first.__dict__["local"] = local
+        return first
+    return out

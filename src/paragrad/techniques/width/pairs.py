@@ -1,0 +1,152 @@
+"""Collectives inside of a forward, in pairs: what each does to values, and its backward to gradients.
+
+A plain tensor is on all ranks of a line, and so is its whole gradient; a divided one is in pieces, and its gradient too.
+
+    Copied    the same                      sum over ranks          a plain value, of which each rank makes something else
+    Summed    sum over ranks                the same                a plain value, made of what each rank has
+    Sliced    this rank's piece             all pieces together     from plain to divided
+    Gathered  all pieces together           this rank's piece       from divided to plain
+
+(f and g, and their sequence-parallel kin, of Shoeybi et al. 2019, arXiv 1909.08053, and Korthikanti et al. 2022, 2205.05198.)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from paragrad.planner.price import computed_bytes
+from paragrad.techniques.width.pieces import Pieces, Wish
+from paragrad.world.world import World
+
+KEPT = 4                    # plain values that were copied last: queries, keys and values are made of one
+
+
+class Deciding(Protocol):
+    """While it is found out how to divide parameters, who decides. divide: by the outputs of a layer, or the vocabulary (role);
+    follow: as a value with which it is used;  the others note what travels, and what is used as it is."""
+    wishes: list[Wish]
+
+    def divide(self, tensor: Any, dim: int, role: str) -> bool: ...
+    def follow(self, tensor: Any, dim: int, cut: Any) -> bool: ...
+    def used(self, tensor: Any, by: str) -> None: ...
+    def gathered(self, tensor: Any, dim: int) -> None: ...
+    def summed(self, tensor: Tensor) -> None: ...
+    def noted(self, what: str, collective: str, payload: int) -> None: ...
+
+
+class Line:
+    """Ranks over which layers are split. gathers: where a plain and a divided value of one size meet, both are plain from there
+    on, not divided;  planning: where it is being found out how to divide parameters, who decides;  sent: bytes since somebody
+    set it to 0."""
+
+    def __init__(self, world: World, gathers: bool = False, planning: Deciding | None = None) -> None:
+        self.world, self.gathers, self.planning, self.sent = world, gathers, planning, 0
+        self.copies: deque[tuple[Tensor, int, Tensor]] = deque(maxlen=KEPT)
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        return self.world.size
+
+    def summed(self, tensor: Tensor, operation: str = "SUM") -> Tensor:
+        self.sent += computed_bytes("all_reduce", tensor.nbytes, self.size)
+        return self.world.all_reduced(tensor.contiguous(), operation)
+
+    def together(self, piece: Tensor, dim: int, pieces: Pieces) -> Tensor:
+        """All ranks' pieces, in their places."""
+        lengths = [pieces.length(rank) for rank in range(self.size)]
+        if (most := max(lengths)) > piece.shape[dim]:
+            wide = piece.new_zeros(*piece.shape[:dim], most, *piece.shape[dim + 1:])
+            wide.narrow(dim, 0, piece.shape[dim]).copy_(piece)
+            piece = wide
+        self.sent += computed_bytes("all_gather", piece.nbytes, self.size)
+        every = [each.narrow(dim, 0, length) for each, length in zip(self.world.gathered(piece), lengths, strict=True)]
+        if len(pieces.blocks) == 1:
+            return torch.cat(every, dim)
+        parts = [each.split(pieces.lengths(rank), dim) for rank, each in enumerate(every)]
+        return torch.cat([part for block in zip(*parts, strict=True) for part in block], dim)
+
+    def piece(self, whole: Tensor, dim: int, pieces: Pieces) -> Tensor:
+        """This rank's, a view where it is one block."""
+        parts = [whole.narrow(dim, each.start, len(each)) for each in pieces.ranges(self.rank)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    def copied(self, x: Tensor) -> Tensor:
+        """Of a plain value of which every rank makes something else: its gradient is summed, once for all that is made."""
+        if not (x.requires_grad and torch.is_grad_enabled()):
+            return x
+        for known, version, before in self.copies:
+            if known is x and version == x._version:
+                return before
+        if self.planning is not None:
+            self.planning.noted("copied", "all_reduce", x.nbytes)
+        made: Tensor = Copied.apply(x, self)
+        self.copies.append((x, x._version, made))
+        return made
+
+    def added(self, x: Tensor) -> Tensor:
+        """The sum of what all ranks have."""
+        made: Tensor = Summed.apply(x, self)
+        if self.planning is not None:
+            self.planning.summed(made)
+        return made
+
+    def wish(self, wishes: Iterable[Wish]) -> None:
+        """Parameters had better be divided so."""
+        if self.planning is not None:
+            self.planning.wishes.extend(wishes)
+
+    def let_go(self) -> None:
+        """A forward is over."""
+        self.copies.clear()
+
+
+class Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
+        ctx.line = line
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.line.summed(gradients[0]), None
+
+
+class Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
+        return line.summed(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None
+
+
+class Sliced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, pieces: Pieces, line: Line) -> Tensor:
+        ctx.dim, ctx.pieces, ctx.line = dim, pieces, line
+        return line.piece(x, dim, pieces).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.line.together(gradients[0], ctx.dim, ctx.pieces), None, None, None
+
+
+class Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, pieces: Pieces, line: Line) -> Tensor:
+        ctx.dim, ctx.pieces, ctx.line = dim, pieces, line
+        return line.together(x, dim, pieces)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.line.piece(gradients[0], ctx.dim, ctx.pieces), None, None, None

@@ -1,0 +1,226 @@
+"""How the layers of a model are split: found by running it, as the first of so many ranks would, with nobody to answer.
+
+Parameters are whole at first. The first product with one decides: of a plain value its outputs are divided (columns), of a
+value that is divided its inputs are (rows, and the results summed), and what goes with a divided value (a bias, a norm's
+statistics) is divided as that is. What cannot be done with pieces as they are (heads cut in two, a fused qkv in one piece)
+leaves a wish, and the model runs again with the wishes granted, until there are none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from torch import Tensor, nn
+
+from paragrad.datasets.loading import called, copied
+from paragrad.errors import StepFailed, told
+from paragrad.jobs.loss import Summed
+from paragrad.planner.price import computed_bytes
+from paragrad.techniques.model_parallel.units import NO_LOSS
+from paragrad.techniques.model_parallel.watch import calls_watched
+from paragrad.techniques.untouched import untouched
+from paragrad.techniques.width.divided import Cut, Divided
+from paragrad.techniques.width.pairs import Line
+from paragrad.techniques.width.pieces import Block, Pieces, Wish, evenly_divided, granted
+
+ROUNDS = 12                 # of granting wishes
+FORWARD = {"summed", "gathered"}            # what travels in a forward; the rest is of backward: copied, sliced
+
+
+@dataclass(frozen=True)
+class Note:
+    """A message between ranks in a forward (summed, gathered) or its backward (copied, sliced). at: the module that is called;
+    bytes: of each rank, of the samples that the model was tried with."""
+    at: str
+    what: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How parameters and buffers are divided. divided: by serial name, along which dimension, and its blocks;  gathers: as
+    Line has it;  roles: of those that say what they are (outputs, vocabulary);  shapes: of all;  notes: what travels, in the
+    order of a forward;  why: what is not divided, and what it is used whole by."""
+    ranks: int
+    gathers: bool
+    divided: Mapping[str, tuple[int, tuple[Block, ...]]]
+    roles: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]]
+    notes: tuple[Note, ...]
+    why: Mapping[str, str]
+
+    @property
+    def whole(self) -> list[str]:
+        return [name for name in self.shapes if name not in self.divided]
+
+    def numbers(self, name: str, rank: int) -> int:
+        """How many of a tensor a rank has."""
+        shape = self.shapes[name]
+        if name not in self.divided:
+            return prod(shape)
+        dim, blocks = self.divided[name]
+        return prod(shape) // shape[dim] * Pieces(blocks, self.ranks).length(rank)
+
+    @property
+    def bytes(self) -> int:
+        return sum(note.bytes for note in self.notes)
+
+    def cut(self, name: str, line: Line) -> tuple[int, Cut]:
+        dim, blocks = self.divided[name]
+        return dim, Cut(Pieces(blocks, self.ranks), line)
+
+
+class Nobody:
+    """A world of so many ranks, of which this is the first, and no other is there. What it answers has the shape alone."""
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_reduced(self, tensor: Tensor, operation: str = "SUM") -> Tensor:
+        return tensor.clone()
+
+    def gathered(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor] * self.size
+
+
+class Planning:
+    """One run of a model, in which it is decided what is divided."""
+
+    def __init__(self, model: nn.Module, ranks: int, blocks: Mapping[str, tuple[Block, ...] | None], gathers: bool) -> None:
+        self.model, self.ranks, self.blocks = model, ranks, blocks
+        self.line = Line(Nobody(ranks), gathers, self)          # type: ignore[arg-type]
+        self.chosen: dict[str, tuple[int, Pieces]] = {}
+        self.notes: list[Note] = []
+        self.why: dict[str, str] = {}
+        self.roles: dict[str, str] = {}
+        self.at: list[str] = [""]
+        self.wishes: list[Wish] = []
+        self.held: dict[int, Divided] = {}
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if type(tensor.data) is Tensor and tensor.dim():
+                self.held[id(tensor)] = Divided(tensor, {}, name, self)
+
+    # ---- what rules ask ------------------------------------------------------------------------------------------------------
+    def divide(self, tensor: Divided, dim: int, role: str) -> bool:
+        """By the outputs of a layer, or its vocabulary, as nothing says otherwise yet."""
+        assert tensor.serial is not None
+        size = tensor.shape[dim]
+        blocks = self.blocks.get(tensor.serial, evenly_divided(size, self.ranks, tensor.serial).blocks)
+        if size < self.ranks or blocks is None or sum(block.size for block in blocks) != size:
+            return False
+        self.roles[tensor.serial] = role
+        return self._chosen(tensor, dim, Pieces(blocks, self.ranks))
+
+    def follow(self, tensor: Divided, dim: int, cut: Cut) -> bool:
+        """As a value with which it is used."""
+        assert tensor.serial is not None
+        if self.blocks.get(tensor.serial, ()) is None or tensor.cuts or any(
+                cut.pieces.length(rank) == 0 for rank in range(self.ranks)):
+            return False
+        return self._chosen(tensor, dim, cut.pieces)
+
+    def _chosen(self, tensor: Divided, dim: int, pieces: Pieces) -> bool:
+        assert tensor.serial is not None
+        self.chosen[tensor.serial] = dim, pieces
+        local = self.line.piece(tensor.local.detach(), dim, pieces).requires_grad_(tensor.local.requires_grad)
+        tensor.__dict__.update(local=local, cuts={dim: Cut(pieces, self.line)})
+        return True
+
+    def used(self, tensor: Divided, by: str) -> None:
+        """A parameter is used as it is."""
+        self.why.setdefault(str(tensor.serial), by)
+
+    def gathered(self, tensor: Divided, dim: int) -> None:
+        """A divided value is wanted whole."""
+        if tensor.serial is not None:                     # a parameter, in every step: it had better not be divided
+            self.wishes.append(Wish((tensor.serial, 0, tensor.shape[dim])))
+        self.noted("gathered", "all_gather", -(-tensor.numel() // self.ranks) * tensor.element_size())
+
+    def summed(self, tensor: Tensor) -> None:
+        self.noted("summed", "all_reduce", tensor.nbytes)
+
+    def noted(self, what: str, collective: str, payload: int) -> None:
+        self.notes.append(Note(self.at[-1], what, computed_bytes(collective, payload, self.ranks)))
+
+    # ---- the run -------------------------------------------------------------------------------------------------------------
+    def run(self, inputs: Any) -> None:
+        names = {module: name for name, module in self.model.named_modules()}
+
+        def call(plain: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self.at.append(names.get(module, type(module).__name__))
+            try:
+                return plain(module, *args, **kwargs)
+            finally:
+                self.at.pop()
+        with untouched(Summed(self.model, NO_LOSS)), self._in_place(), calls_watched(call, applied):
+            try:
+                called(self.model, copied(inputs))
+            except StepFailed:
+                raise
+            except Exception as error:
+                raise StepFailed(f"the model, of which every rank has some neurons and sees the shapes of the whole, raised "
+                                 f"{told(error)}; train it with data(n) or pipeline(n)") from error
+
+    @contextlib.contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """What asks, where modules find their parameters."""
+        put = []
+        for module in self.model.modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None and id(tensor) in self.held and name not in module.__dict__:
+                        module.__dict__[name] = self.held[id(tensor)]
+                        put.append((module, name))
+        try:
+            yield
+        finally:
+            for module, name in put:
+                module.__dict__.pop(name, None)
+
+    def after(self) -> dict[str, tuple[Block, ...] | None]:
+        """How parameters are to be divided in the next run."""
+        found = dict(self.blocks)
+        for name in {wish.origin[0] for wish in self.wishes}:
+            own = [wish for wish in self.wishes if wish.origin[0] == name]
+            before = found.get(name, self.chosen[name][1].blocks if name in self.chosen else ())
+            found[name] = None if before is None else granted(before, name, own, self.ranks)
+        return found
+
+
+def applied(apply: Any, args: Any, kwargs: Any) -> Any:
+    """An autograd function of Python's, which torch asks nobody about: it gets whole tensors."""
+    from torch.utils._pytree import tree_map_only
+
+    from paragrad.techniques.width.divided import whole
+    from paragrad.techniques.width.pairs import Copied, Gathered, Sliced
+    from paragrad.techniques.width.pairs import Summed as Sum
+    if getattr(apply, "args", (None,))[0] in (Copied, Sum, Sliced, Gathered):
+        return apply(*args, **kwargs)
+    args, kwargs = tree_map_only(Divided, whole, (args, kwargs))
+    return apply(*args, **kwargs)
+
+
+def planned(model: nn.Module, example: Any, ranks: int) -> Plan:
+    """How a model is split over so many ranks: of two ways to go on where plain and divided values meet, by which less travels.
+    example: inputs of some samples. Raises StepFailed where the model cannot run so."""
+    plans = [_planned(model, example, ranks, gathers) for gathers in (False, True)]
+    return min(plans, key=lambda plan: plan.bytes)
+
+
+def _planned(model: nn.Module, example: Any, ranks: int, gathers: bool) -> Plan:
+    blocks: dict[str, tuple[Block, ...] | None] = {}
+    for _ in range(ROUNDS):
+        planning = Planning(model, ranks, blocks, gathers)
+        planning.run(example)
+        if (after := planning.after()) == blocks:
+            break
+        blocks = after
+    names = {name: tuple(each.shape) for name, each in [*model.named_parameters(), *model.named_buffers()]}
+    return Plan(ranks, gathers, {name: (dim, pieces.blocks) for name, (dim, pieces) in planning.chosen.items()},
+                planning.roles, names, tuple(planning.notes),
+                {name: why for name, why in planning.why.items() if name not in planning.chosen})

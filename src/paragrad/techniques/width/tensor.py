@@ -1,0 +1,139 @@
+"""tensor: every layer's neurons, channels, heads or vocabulary over ranks; what cannot be divided is on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from paragrad.errors import StepFailed
+from paragrad.strategies.shares import Micro
+from paragrad.strategies.tensor import Tensor as Strategy
+from paragrad.techniques.cut import Share
+from paragrad.techniques.exchange import Exchange
+from paragrad.techniques.layout import Held
+from paragrad.techniques.model_parallel.watch import calls_watched
+from paragrad.techniques.passes import OneByOne, Passes, Sums, Within
+from paragrad.techniques.width import account, along, channels, letters, shapes  # noqa: F401 -- the rules
+from paragrad.techniques.width.divided import Divided, whole
+from paragrad.techniques.width.pairs import Line
+from paragrad.techniques.width.pieces import Pieces
+from paragrad.techniques.width.planning import Plan, applied, planned
+from paragrad.world.world import World
+
+
+def check(strategy: Strategy, model: nn.Module, example: Any, tested: bool) -> None:
+    """Can the model be split so? Raises StepFailed with the repair."""
+    look(strategy, model, example)
+
+
+def look(strategy: Strategy, model: nn.Module, example: Any) -> Plan:
+    """How the model's layers are split."""
+    plan = planned(model, example, strategy.size)
+    if not plan.divided:
+        widest = max((max(shape) for shape in plan.shapes.values() if shape), default=0)
+        repair = f"give at most tensor({widest})" if 1 < widest < strategy.size else "train it with data(n)"
+        raise StepFailed(f"no layer of the model can be split over {strategy.size} ranks: its parameters meet the data in no "
+                         f"product that has as many outputs; {repair}")
+    return plan
+
+
+def told(strategy: Strategy, model: nn.Module, inputs: Any, samples: int) -> list[str]:
+    """How a model is split, layer by layer. inputs: of so many samples."""
+    return account.told(look(strategy, model, inputs), samples)
+
+
+def share(strategy: Strategy, model: nn.Module, example: Any, axis: World, plan: Plan) -> Share:
+    """This rank's pieces. Collective over the axis."""
+    line, held = Line(axis, plan.gathers), dict[str, Held]()
+    first = {id(tensor): name for name, tensor in reversed(_tensors(model))}
+    pieces: dict[int, tuple[Tensor, Divided]] = {}
+    for name, tensor in _tensors(model):
+        if first[id(tensor)] == name:
+            if name not in plan.divided:
+                held[name] = Held(name, tuple(tensor.shape), counts=axis.rank == 0)
+                continue
+            dim, cut = plan.cut(name, line)
+            local = line.piece(tensor.detach(), dim, cut.pieces).clone()
+            if isinstance(tensor, nn.Parameter):
+                local = nn.Parameter(local, requires_grad=tensor.requires_grad)
+            pieces[id(tensor)] = local, Divided(local, {dim: cut}, name)
+            held[name] = Held(name, tuple(tensor.shape), _boxes(tensor, dim, cut.pieces, axis.rank), dim)
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for own, tensor in list(tensors.items()):
+                if tensor is not None and id(tensor) in pieces:
+                    # a forward finds the divided one, in the module's own attributes; who asks for parameters, the piece
+                    tensors[own], module.__dict__[own] = pieces[id(tensor)]
+    split = sum(each.where is not None for each in held.values())
+    whole_ones = ", ".join(plan.whole[:8]) or "none"
+    return Share(InWidth(model, line), held, chose=(
+        ("split", f"{split} of {len(held)} tensors", f"the others are on every rank: {whole_ones}"),))
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def _boxes(tensor: Tensor, dim: int, pieces: Pieces, rank: int) -> tuple[tuple[slice, ...], ...]:
+    before = tuple(slice(0, size) for size in tensor.shape[:dim])
+    return tuple((*before, slice(each.start, each.stop)) for each in pieces.ranges(rank))
+
+
+class InWidth(nn.Module):
+    """A model whose modules find divided tensors where their parameters were."""
+    inner: nn.Module
+    line: Line
+
+    def __init__(self, model: nn.Module, line: Line) -> None:
+        super().__init__()
+        self.__dict__.update(inner=model, line=line, _modules=model._modules, _parameters=model._parameters,
+                             _buffers=model._buffers)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+    def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "",
+                      remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+        """The model itself, and those inside of it."""
+        return self.inner.named_modules(memo, prefix, remove_duplicate)
+
+    @property
+    def training(self) -> bool:                         # type: ignore[override]
+        return self.inner.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        """Of nn.Module as it begins."""
+
+    def train(self, mode: bool = True) -> InWidth:
+        self.inner.train(mode)
+        return self
+
+
+def passes(strategy: Strategy, within: Within, exchange: Exchange) -> Passes:
+    return Together(within, exchange)
+
+
+class Together(OneByOne):
+    """Forward and backward of each micro-batch, by all ranks of a line together."""
+
+    def __init__(self, within: Within, exchange: Exchange) -> None:
+        super().__init__(within, exchange)
+        assert isinstance(within.module.model, InWidth)
+        self.line = within.module.model.line
+
+    def gradients(self, micros: Iterable[tuple[Micro, Any, Any]], count: int) -> Sums:
+        self.line.sent = 0
+        with calls_watched(None, applied):
+            found = super().gradients(micros, count)
+        self.line.let_go()
+        self.exchange.count("tensor", self.line.sent, computed=True)
+        return found
+
+    def output(self, inputs: Any) -> Any:
+        with calls_watched(None, applied):
+            out = super().output(inputs)
+        return tree_map_only(Divided, whole, out)
