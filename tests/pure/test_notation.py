@@ -150,7 +150,8 @@ def test_known_by_name_and_refused_as_not_built(text: str) -> None:
 
 def test_built_ones_pass() -> None:
     for text in ("place(2)", "tensor(2)", "data(2) * tensor(2)", "data(2, state=fully_sharded)",
-                 "pipeline(2, schedule=zero_bubble)", "serial(threads=1, micro=3)", "data(auto)", "data(2, reduce=ring_async(4), micro=2, batch_norm=share)"):
+                 "pipeline(2, schedule=zero_bubble)", "serial(threads=1, micro=3)", "data(auto)",
+                 "data(2, reduce=ring_async(4), micro=2, batch_norm=share)"):
         refuse_unbuilt(strategy(text))
 
 

@@ -134,7 +134,7 @@ def local_places(cut: Cut, device: torch.device) -> Tensor:
     return places
 
 
-@rule("embedding")
+@rule("embedding", decides=True)
 def embedding(func: Any, weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False,
               sparse: bool = False) -> Any:
     """Rows of the vocabulary: each rank gives those that it has. Or features."""

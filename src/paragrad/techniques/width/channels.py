@@ -14,7 +14,7 @@ from paragrad.techniques.width.pieces import wishes
 
 
 # ---- convolutions ------------------------------------------------------------------------------------------------------------
-@rule("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+@rule("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", decides=True)
 def convolution(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
     """Channels out, or in; of a grouped one whole groups."""
     spatial = weight.dim() - 2

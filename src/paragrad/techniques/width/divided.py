@@ -33,6 +33,7 @@ class Cut(NamedTuple):
 Cuts = Mapping[int, Cut]
 UNKNOWN = object()                          # a rule has none for these arguments
 RULES: dict[str, Callable[..., Any]] = {}   # by the name of a function of torch: rule(function, *arguments), or UNKNOWN
+DECIDING: set[str] = set()                  # of those that may divide what is whole as yet
 
 # what is asked of a tensor, and answered for the whole one
 OF_THE_WHOLE = frozenset((
@@ -45,10 +46,11 @@ REFUSED = {"register_hook": "puts a hook on", "retain_grad": "keeps the gradient
            "register_post_accumulate_grad_hook": "puts a hook on"}
 
 
-def rule(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The decorated function is the rule of the functions of these names."""
+def rule(*names: str, decides: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The decorated function is the rule of the functions of these names. decides: also where nothing is divided yet."""
     def named(function: Callable[..., Any]) -> Callable[..., Any]:
         RULES.update(dict.fromkeys(names, function))
+        DECIDING.update(names if decides else ())
         return function
     return named
 
@@ -57,18 +59,20 @@ class Divided(Tensor):
     """Pieces of a tensor. local: those of this rank, with their graph;  cuts: by dimension, how it is divided.
 
     serial: its name where it is a parameter or buffer;  asking: while it is found out how to divide those, who decides: then it
-    may be whole as yet.
+    may be whole as yet;  sources: where it is made of such ones, these.
     """
     local: Tensor
     cuts: Cuts
     serial: str | None
     asking: Deciding | None
+    sources: tuple[Divided, ...]
 
     @staticmethod
-    def __new__(cls, local: Tensor, cuts: Cuts, serial: str | None = None, asking: Deciding | None = None) -> Divided:
+    def __new__(cls, local: Tensor, cuts: Cuts, serial: str | None = None, asking: Deciding | None = None,
+                sources: tuple[Divided, ...] = ()) -> Divided:
         shape = [cuts[dim].pieces.size if dim in cuts else size for dim, size in enumerate(local.shape)]
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)    # type: ignore[attr-defined]
-        made.__dict__.update(local=local, cuts=cuts, serial=serial, asking=asking,
+        made.__dict__.update(local=local, cuts=cuts, serial=serial, asking=asking, sources=sources,
                              _is_param=isinstance(local, torch.nn.Parameter))
         return made                                                                             # type: ignore[no-any-return]
 
@@ -89,6 +93,8 @@ class Divided(Tensor):
         # a method in Python calls what it is a method of, which is itself here
         if not (name in RULES and getattr(func, "__module__", "") == "torch._tensor") and (own := body(func)) is not None:
             return own(*args, **kwargs)
+        if name not in DECIDING and not any(each.cuts for each in tree_leaves((args, kwargs)) if isinstance(each, Divided)):
+            return wholly(func, args, kwargs)
         found = RULES[name](func, *args, **kwargs) if name in RULES else UNKNOWN
         if found is UNKNOWN and name not in RULES and pointwise(name):
             found = RULES["each element"](func, *args, **kwargs)
@@ -121,6 +127,8 @@ def name_of(func: Any) -> str:
 @functools.cache
 def pointwise(name: str) -> bool:
     """Does torch say that the function of this name works element by element?"""
+    if name == "copy_":                 # which has no such tag
+        return True
     plain = name.strip("_")
     plain = {"truediv": "div", "rtruediv": "div", "radd": "add", "rmul": "mul", "rdiv": "div", "iadd": "add", "isub": "sub",
              "imul": "mul", "itruediv": "div", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
@@ -185,12 +193,17 @@ def piece(x: Tensor, dim: int, cut: Cut) -> Tensor:
 def wholly(func: Any, args: Any, kwargs: Any) -> Any:
     """On the whole tensors. What is changed in place is put back into its pieces."""
     first = args[0] if args and isinstance(args[0], Divided) and args[0].cuts else None
-    for each in tree_leaves((args, kwargs)):
-        if isinstance(each, Divided) and each.asking is not None and not each.cuts:
-            each.asking.used(each, name_of(func).strip("_"))
+    name, given = name_of(func), [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    asking = [each for each in given if isinstance(each, Divided) and each.asking is not None and not each.cuts]
+    for each in asking:
+        if each.serial is not None and each.asking is not None:
+            each.asking.used(each, name.strip("_"))
     args, kwargs = tree_map_only(Divided, whole, (args, kwargs))
     out = func(*args, **kwargs)
-    name = name_of(func)
+    others = [each for each in given if not any(each is one for one in asking)]
+    if asking and not any(each.requires_grad for each in others) and isinstance(out, Tensor):
+        sources = {id(source): source for each in asking for source in (each.sources or (each,))}
+        return Divided(out, {}, asking=asking[0].asking, sources=tuple(sources.values()))
     if first is not None and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
         local = args[0]
         for dim, cut in first.cuts.items():

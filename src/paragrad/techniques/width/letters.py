@@ -88,7 +88,9 @@ def _kept(operands: Sequence[Operand], out: Letters, first: bool) -> dict[Hashab
                 cut.line.wish(to_be_alike(before.pieces, cut.pieces))
     lines: dict[Line, Hashable] = {}
     for letter, cut in sorted(found.items(), key=lambda item: (item[0] not in out, -sizes[item[0]])):
-        lines.setdefault(cut.line, letter)
+        kept = lines.setdefault(cut.line, letter)
+        if kept != letter and letter not in out and cut.line.planning is not None:
+            cut.line.planning.reconsider(found[kept].pieces)
     return {letter: found[letter] for letter in found if lines[found[letter].line] == letter}
 
 
@@ -159,8 +161,17 @@ def _met(leaves: list[Any], places: list[int]) -> None:
             leaves[at] = whole(x)
 
 
+@rule("_weight_norm")
+def weight_norm(func: Any, v: Tensor, g: Tensor, dim: int = 0) -> Any:
+    letters = tuple("o" if at == dim else None for at in range(v.dim()))
+    if isinstance(v, Divided) and not set(v.cuts) <= {dim}:
+        others = tuple(at for at in range(v.dim()) if at != dim)
+        return v * (g / v.square().sum(others, keepdim=True).sqrt())
+    return spread(lambda a, b: func(a, b, dim), [Operand(v, letters), Operand(g, letters)], letters)
+
+
 # ---- products ----------------------------------------------------------------------------------------------------------------
-@rule("linear")
+@rule("linear", decides=True)
 def linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if weight.dim() != 2 or input.dim() == 0:
         return UNKNOWN
@@ -169,7 +180,7 @@ def linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None)
     return spread(func, operands, (*rest, "o"), [(1, "o")], bias=Operand(bias, "o"))
 
 
-@rule("addmm", "addmv")
+@rule("addmm", "addmv", decides=True)
 def addmm(func: Any, input: Tensor, first: Tensor, second: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
     if (beta, alpha) != (1, 1) or func.__name__ == "addmv":
         return beta * input + alpha * (first @ second)
@@ -180,12 +191,12 @@ def addmm(func: Any, input: Tensor, first: Tensor, second: Tensor, *, beta: floa
                   bias=Operand(input, "ro"[2 - input.dim():]))
 
 
-@rule("baddbmm")
+@rule("baddbmm", decides=True)
 def baddbmm(func: Any, input: Tensor, first: Tensor, second: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
     return beta * input + alpha * torch.bmm(first, second)
 
 
-@rule("matmul", "__matmul__", "mm", "bmm", "mv", "dot")
+@rule("matmul", "__matmul__", "mm", "bmm", "mv", "dot", decides=True)
 def matmul(func: Any, first: Tensor, second: Tensor) -> Any:
     dims = max(first.dim(), second.dim(), 2)
 
@@ -196,12 +207,12 @@ def matmul(func: Any, first: Tensor, second: Tensor) -> Any:
     return spread(torch.matmul, [Operand(first, one), Operand(second, two)], out, [(1, "c")] if second.dim() == 2 else ())
 
 
-@rule("__rmatmul__")
+@rule("__rmatmul__", decides=True)
 def rmatmul(func: Any, second: Tensor, first: Tensor) -> Any:
     return matmul(func, first, second)
 
 
-@rule("einsum")
+@rule("einsum", decides=True)
 def einsum(func: Any, equation: str, *operands: Any, **_: Any) -> Any:
     tensors = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], list | tuple) else list(operands)
     text = equation.replace(" ", "")

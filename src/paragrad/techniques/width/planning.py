@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -21,8 +21,8 @@ from paragrad.errors import StepFailed, told
 from paragrad.jobs.loss import Summed
 from paragrad.planner.price import computed_bytes
 from paragrad.techniques.model_parallel.units import NO_LOSS
-from paragrad.techniques.model_parallel.watch import calls_watched
 from paragrad.techniques.untouched import untouched
+from paragrad.techniques.width.around import asked
 from paragrad.techniques.width.divided import Cut, Divided
 from paragrad.techniques.width.pairs import Line
 from paragrad.techniques.width.pieces import Block, Pieces, Wish, evenly_divided, granted
@@ -88,11 +88,20 @@ class Nobody:
         return [tensor] * self.size
 
 
+class Made(NamedTuple):
+    """How a parameter is to be divided of which weights are made."""
+    dim: int
+    blocks: tuple[Block, ...]
+    role: str
+
+
 class Planning:
     """One run of a model, in which it is decided what is divided."""
 
-    def __init__(self, model: nn.Module, ranks: int, blocks: Mapping[str, tuple[Block, ...] | None], gathers: bool) -> None:
+    def __init__(self, model: nn.Module, ranks: int, blocks: Mapping[str, tuple[Block, ...] | None], gathers: bool,
+                 made: Mapping[str, Made] | None = None) -> None:
         self.model, self.ranks, self.blocks = model, ranks, blocks
+        self.made = dict(made or {})
         self.line = Line(Nobody(ranks), gathers, self)          # type: ignore[arg-type]
         self.chosen: dict[str, tuple[int, Pieces]] = {}
         self.notes: list[Note] = []
@@ -103,33 +112,51 @@ class Planning:
         self.held: dict[int, Divided] = {}
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if type(tensor.data) is Tensor and tensor.dim():
-                self.held[id(tensor)] = Divided(tensor, {}, name, self)
+                self.held[id(tensor)] = held = Divided(tensor, {}, name, self)
+                if name in self.made and (own := self.blocks.get(name, self.made[name].blocks)) is not None:
+                    self.roles.update({name: self.made[name].role} if self.made[name].role else {})
+                    self._chosen(held, self.made[name].dim, Pieces(own, self.ranks))
 
     # ---- what rules ask ------------------------------------------------------------------------------------------------------
     def divide(self, tensor: Divided, dim: int, role: str) -> bool:
         """By the outputs of a layer, or its vocabulary, as nothing says otherwise yet."""
-        assert tensor.serial is not None
         size = tensor.shape[dim]
-        blocks = self.blocks.get(tensor.serial, evenly_divided(size, self.ranks, tensor.serial).blocks)
+        name = tensor.serial or next((str(each.serial) for each in tensor.sources if size in each.shape), "")
+        blocks = self.blocks.get(name, evenly_divided(size, self.ranks, name).blocks)
         if size < self.ranks or blocks is None or sum(block.size for block in blocks) != size:
             return False
-        self.roles[tensor.serial] = role
-        return self._chosen(tensor, dim, Pieces(blocks, self.ranks))
+        if tensor.serial is not None:
+            self.roles[tensor.serial] = role
+        return self._chosen(tensor, dim, Pieces(blocks, self.ranks), role)
 
     def follow(self, tensor: Divided, dim: int, cut: Cut) -> bool:
         """As a value with which it is used."""
-        assert tensor.serial is not None
-        if self.blocks.get(tensor.serial, ()) is None or tensor.cuts or any(
+        if (tensor.serial and self.blocks.get(tensor.serial, ()) is None) or tensor.cuts or any(
                 cut.pieces.length(rank) == 0 for rank in range(self.ranks)):
             return False
         return self._chosen(tensor, dim, cut.pieces)
 
-    def _chosen(self, tensor: Divided, dim: int, pieces: Pieces) -> bool:
-        assert tensor.serial is not None
-        self.chosen[tensor.serial] = dim, pieces
+    def _chosen(self, tensor: Divided, dim: int, pieces: Pieces, role: str = "") -> bool:
+        """A weight that is made of parameters is divided in this run, and these are in the next one."""
+        if tensor.serial is not None:
+            self.chosen[tensor.serial] = dim, pieces
+        elif not (sources := [each for each in tensor.sources if pieces.size in each.shape
+                              and self.blocks.get(str(each.serial), ()) is not None]):
+            return False
+        else:
+            for each in sources:
+                same = each.dim() > dim and each.shape[dim] == pieces.size
+                at = dim if same else list(each.shape).index(pieces.size)
+                self.made.setdefault(str(each.serial), Made(at, pieces.blocks, role))
         local = self.line.piece(tensor.local.detach(), dim, pieces).requires_grad_(tensor.local.requires_grad)
         tensor.__dict__.update(local=local, cuts={dim: Cut(pieces, self.line)})
         return True
+
+    def reconsider(self, pieces: Pieces) -> None:
+        """A weight that is made of parameters is divided by its outputs, and its inputs are divided by now."""
+        for block in pieces.blocks:
+            for name, *_ in block.origins:
+                self.made.pop(name, None)
 
     def used(self, tensor: Divided, by: str) -> None:
         """A parameter is used as it is."""
@@ -150,6 +177,10 @@ class Planning:
     # ---- the run -------------------------------------------------------------------------------------------------------------
     def run(self, inputs: Any) -> None:
         names = {module: name for name, module in self.model.named_modules()}
+        if compiled := [name for module, name in names.items() if getattr(module, "_compiled_call_impl", None) is not None
+                        or type(module).__name__ == "OptimizedModule"]:
+            raise StepFailed(f"{compiled[0] or 'the model'} is compiled, and compiled code asks nobody what it makes of a "
+                             "tensor that is divided; train it without torch.compile, or with data(n)")
 
         def call(plain: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             self.at.append(names.get(module, type(module).__name__))
@@ -157,7 +188,7 @@ class Planning:
                 return plain(module, *args, **kwargs)
             finally:
                 self.at.pop()
-        with untouched(Summed(self.model, NO_LOSS)), self._in_place(), calls_watched(call, applied):
+        with untouched(Summed(self.model, NO_LOSS)), self._in_place(), asked(call):
             try:
                 called(self.model, copied(inputs))
             except StepFailed:
@@ -185,24 +216,13 @@ class Planning:
     def after(self) -> dict[str, tuple[Block, ...] | None]:
         """How parameters are to be divided in the next run."""
         found = dict(self.blocks)
-        for name in {wish.origin[0] for wish in self.wishes}:
+        known = {**{name: made.blocks for name, made in self.made.items()},
+                 **{name: pieces.blocks for name, (_, pieces) in self.chosen.items()}, **found}
+        for name in {wish.origin[0] for wish in self.wishes} & known.keys():
             own = [wish for wish in self.wishes if wish.origin[0] == name]
-            before = found.get(name, self.chosen[name][1].blocks if name in self.chosen else ())
+            before = known[name]
             found[name] = None if before is None else granted(before, name, own, self.ranks)
         return found
-
-
-def applied(apply: Any, args: Any, kwargs: Any) -> Any:
-    """An autograd function of Python's, which torch asks nobody about: it gets whole tensors."""
-    from torch.utils._pytree import tree_map_only
-
-    from paragrad.techniques.width.divided import whole
-    from paragrad.techniques.width.pairs import Copied, Gathered, Sliced
-    from paragrad.techniques.width.pairs import Summed as Sum
-    if getattr(apply, "args", (None,))[0] in (Copied, Sum, Sliced, Gathered):
-        return apply(*args, **kwargs)
-    args, kwargs = tree_map_only(Divided, whole, (args, kwargs))
-    return apply(*args, **kwargs)
 
 
 def planned(model: nn.Module, example: Any, ranks: int) -> Plan:
@@ -214,12 +234,13 @@ def planned(model: nn.Module, example: Any, ranks: int) -> Plan:
 
 def _planned(model: nn.Module, example: Any, ranks: int, gathers: bool) -> Plan:
     blocks: dict[str, tuple[Block, ...] | None] = {}
+    made: dict[str, Made] = {}
     for _ in range(ROUNDS):
-        planning = Planning(model, ranks, blocks, gathers)
+        planning = Planning(model, ranks, blocks, gathers, made)
         planning.run(example)
-        if (after := planning.after()) == blocks:
+        if (planning.after(), planning.made) == (blocks, made):
             break
-        blocks = after
+        blocks, made = planning.after(), planning.made
     names = {name: tuple(each.shape) for name, each in [*model.named_parameters(), *model.named_buffers()]}
     return Plan(ranks, gathers, {name: (dim, pieces.blocks) for name, (dim, pieces) in planning.chosen.items()},
                 planning.roles, names, tuple(planning.notes),

@@ -14,13 +14,13 @@ from paragrad.strategies.tensor import Tensor as Strategy
 from paragrad.techniques.cut import Share
 from paragrad.techniques.exchange import Exchange
 from paragrad.techniques.layout import Held
-from paragrad.techniques.model_parallel.watch import calls_watched
 from paragrad.techniques.passes import OneByOne, Passes, Sums, Within
 from paragrad.techniques.width import account, along, channels, letters, shapes  # noqa: F401 -- the rules
+from paragrad.techniques.width.around import asked
 from paragrad.techniques.width.divided import Divided, whole
 from paragrad.techniques.width.pairs import Line
 from paragrad.techniques.width.pieces import Pieces
-from paragrad.techniques.width.planning import Plan, applied, planned
+from paragrad.techniques.width.planning import Plan, planned
 from paragrad.world.world import World
 
 
@@ -127,13 +127,13 @@ class Together(OneByOne):
 
     def gradients(self, micros: Iterable[tuple[Micro, Any, Any]], count: int) -> Sums:
         self.line.sent = 0
-        with calls_watched(None, applied):
+        with asked():
             found = super().gradients(micros, count)
         self.line.let_go()
         self.exchange.count("tensor", self.line.sent, computed=True)
         return found
 
     def output(self, inputs: Any) -> Any:
-        with calls_watched(None, applied):
+        with asked():
             out = super().output(inputs)
         return tree_map_only(Divided, whole, out)

@@ -148,14 +148,14 @@ def wire(trainer: Trainer, some_unused: bool, example: Any, forward: Callable[[]
     """Cut the model, where the trainer's strategy does; make its exchange, and its passes. Collective."""
     check_alike(trainer.world, trainer.strategy)
     if cuts(trainer.strategy):
-        if trainer.batch_norm.inside:
-            raise StepFailed("the model has batch norms inside of samples or weights, which are known by the number of their "
-                             f"call, and in parts calls have others; train it without {trainer.strategy}")
         with trainer.batch_norm.looking():
             part = divided(trainer.strategy, trainer.module, trainer.optimizer, trainer.draws, trainer.world, example,
                            trainer.looks,           # and whoever may ask one worker again has the whole model too
                            whole_too=trainer.proof is not None or trainer.given is not None)
         trainer.hold(part)
+        if trainer.batch_norm.inside and part.draws.serial is not None:
+            raise StepFailed("the model has batch norms inside of samples or weights, which are known by the number of their "
+                             f"call, and in parts calls have others; train it without {trainer.strategy}")
         for choice in part.chose if trainer.world.rank == 0 else ():
             trainer.log.choice(*choice)
     replica = Replica(trainer.module, trainer.optimizer, trainer.clip_norm, some_unused, trainer.layout, forward,
