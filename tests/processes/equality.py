@@ -375,5 +375,9 @@ def covering_rows() -> set[tuple[str, str]]:
 
 
 # ---- layers in width ---------------------------------------------------------------------------------------------------------
-IN_WIDTH = ("tensor(2)", "tensor(3)", "tensor(4)", "data(2) * tensor(2)", "data(2, reduce=ring) * tensor(2)")
-WIDE = [(row, column) for row in IN_WIDTH for column in JOBS]
+IN_WIDTH = ("tensor(2)", "tensor(3)", "tensor(4)", "data(2) * tensor(2)", "data(2, reduce=ring) * tensor(2)",
+            "place(2) * tensor(2)", "tensor(2) * pipeline(2, micro=2)",
+            "pipeline(2, micro=3, schedule=zero_bubble) * tensor(2)", "pipeline(2, micro=2, recompute=true) * tensor(2)",
+            "data(2) * tensor(2) * pipeline(2, micro=2)")
+WIDE = [(row, column) for row in IN_WIDTH for column in JOBS
+        if MODULES[column] >= (2 if "place" in row or "pipeline" in row else 1)]

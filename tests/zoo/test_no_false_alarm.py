@@ -13,7 +13,7 @@ from alarms import DTYPES, SEEDS, assert_proved
 from equality import JOBS
 from equality import ROWS as LAYOUTS
 from foreign import missing
-from rows import IN_PARTS, STRATEGIES, Equal, Row
+from rows import IN_PARTS, STRATEGIES, TENSOR, Equal, Row
 from test_zoo import ROWS, pytestmark
 
 import paragrad as pg
@@ -43,7 +43,7 @@ CANNOT: dict[tuple[str, torch.dtype], str] = {
 
 RIGHT = [row for row in ROWS if row.name in NAMES]
 CELLS = [(row, dtype) for row in RIGHT for dtype in DTYPES if (row.name, dtype) not in CANNOT]
-SAMPLE = CELLS[::5]             # of every file, and in turn every type
+SAMPLE = CELLS[::7]             # of every file, and in turn every type
 
 
 def under(row: Row, seed: int) -> str:
@@ -101,9 +101,9 @@ def trained() -> list[object]:
     cells = []
     for place, row in enumerate(ROWS):
         turn = row.equal[place % len(row.equal)] if row.equal else None
-        sample = turn if place % (2 if turn in IN_PARTS else 6) == 0 else None
+        sample = turn if place % (3 if turn in (*IN_PARTS, TENSOR) else 8) == 0 else None
         cells += [pytest.param(row, each, id=f"{row.name}-{each}", marks=() if each == sample else pytest.mark.table)
-                  for each in row.equal if each == turn or each in IN_PARTS]
+                  for each in row.equal if each == turn or each in (*IN_PARTS, TENSOR)]
     return cells
 
 

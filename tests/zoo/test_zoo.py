@@ -1,4 +1,4 @@
-"""Every row of the zoo under seven strategies: the same training, or one message before any harm."""
+"""Every row of the zoo under eight strategies: the same training, or one message before any harm."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ import torchvision_jobs
 import training_jobs
 import transformers_jobs
 from foreign import missing
+from in_width import IN_WIDTH
 from models_page import Line
-from rows import BOUND, IN_PARTS, STRATEGIES, Equal, Refused, Row
+from rows import BOUND, IN_PARTS, STRATEGIES, TENSOR, Equal, Refused, Row
 
 import paragrad as pg
 
@@ -111,7 +112,8 @@ HAD = ("gpt2", "bert", "llama", "t5", "resnet of transformers", "resnet18", "tim
 
 def test_models_that_people_have_are_trained_in_parts() -> None:
     rows = {row.name: row for row in ROWS}
-    assert all(row.under[-2:] == IN_PARTS for row in ROWS)
-    assert [name for name in HAD if not {*IN_PARTS} <= {*rows[name].equal}] == []
-    for strategy in IN_PARTS:
+    assert all(row.under[-3:] == (*IN_PARTS, TENSOR) for row in ROWS)
+    assert [name for name in HAD if not {*IN_PARTS, TENSOR} <= {*rows[name].equal}] == []
+    assert {*IN_WIDTH} <= {*rows}
+    for strategy in (*IN_PARTS, TENSOR):
         assert sum(strategy in row.equal for row in ROWS) >= len(ROWS) / 2

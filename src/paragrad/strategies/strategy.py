@@ -95,6 +95,7 @@ class Strategy(Family, abstract=True):
     replica = False                                 # it holds replicas: at most one such factor in a product, leftmost
     reference = False                               # it is what others are compared with
     cuts_micro = False                              # it cuts micro-batches itself
+    inside = False                                  # it splits the layers of whatever other cuts leave of the model
     if TYPE_CHECKING:                               # options of some
         @property
         def workers(self) -> int | str: ...

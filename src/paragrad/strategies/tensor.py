@@ -10,6 +10,7 @@ from paragrad.world.axes import Axis
 class Tensor(Strategy):
     """Neurons, channels, heads and vocabulary split (Shoeybi et al. 2019)."""
     workers: int | str = option(Integer(), Word("auto"))
+    inside = True
 
     @property
     def promise(self) -> Promise:

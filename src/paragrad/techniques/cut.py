@@ -7,13 +7,35 @@ collective over the axis, and raises StepFailed with the module where it cannot 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import nn
 
 from paragrad.errors import StepFailed
 from paragrad.techniques.layout import Held
+
+
+class Around(Protocol):
+    """What a technique that splits layers wants around the forwards and backwards of a step, or of a test. name: of its
+    messages in the record;  sent: bytes of them in the last step."""
+    name: str
+    sent: int
+
+    def over(self) -> AbstractContextManager[None]: ...
+
+
+@contextmanager
+def over(around: Iterable[Around], count: Callable[..., None] | None = None) -> Iterator[None]:
+    """Around passes. count(name, bytes, computed): told what was sent for them."""
+    with ExitStack() as stack:
+        for each in around:
+            stack.enter_context(each.over())
+        yield
+    for each in around if count else ():
+        count(each.name, each.sent, computed=True)          # type: ignore[misc]
 
 
 @dataclass(frozen=True)
@@ -23,13 +45,14 @@ class Share:
     held: which part of which tensor its parameters and buffers are, by their names in `model`;  gives: the output, and the
     loss, are on this rank (where not, passes are the technique's own);  draws: of every random call in its forward, which call
     of the model before the cut it is; None: the same ones;  chose: what was picked by measure, for the record (what, picked,
-    because).
+    because);  around: what is wanted around passes.
     """
     model: nn.Module
     held: Mapping[str, Held]
     gives: bool = True
     draws: tuple[int, ...] | None = None
     chose: tuple[tuple[str, str, str], ...] = ()
+    around: tuple[Around, ...] = ()
 
     @classmethod
     def all_of(cls, model: nn.Module) -> Share:
@@ -48,4 +71,5 @@ class Share:
             raise StepFailed(f"a cut says that {strange[0]} holds of {self.held[strange[0]].name}, which the model does not "
                              "have")
         held = {name: each.after(before.held[each.name]) for name, each in self.held.items()}
-        return Share(self.model, held, self.gives and before.gives, draws, before.chose + self.chose)
+        return Share(self.model, held, self.gives and before.gives, draws, before.chose + self.chose,
+                     before.around + self.around)

@@ -62,20 +62,24 @@ def told_of(strategy: Strategy, model: nn.Module, inputs: Any, samples: int) -> 
 
 
 def share_of(strategy: Strategy, model: nn.Module, example: Any, world: World, looks: dict[str, Any]) -> Share:
-    """This rank's share of a model, which is changed: cut by the innermost factor first, along its axes. Collective.
-    looks: by the names of factors what each saw before it cut; kept there, and taken from there.
+    """This rank's share of a model, which is changed: cut by the innermost factor first, along its axes, and last by those that
+    split layers, of what others leave. Collective. looks: by the names of factors what each saw of the whole model; kept there,
+    and taken from there.
 
     One of a user's own has a method: share(model, example, axis).
     """
-    share = Share.all_of(model)
-    for factor in reversed(factors_of(strategy)):
+    share, factors = Share.all_of(model), factors_of(strategy)[::-1]
+    cutting = [*(each for each in factors if not each.inside), *(each for each in factors if each.inside)]
+    for factor in cutting:
+        looked = _part(factor, "look")                  # once, and told to all: replicas are cut alike
+        if looked and factor.name not in looks:
+            with waiting.meanwhile("rank 0 looks where to cut the model"):
+                looks[factor.name] = world.agreed(looked(model, example) if world.rank == 0 else None)
+    for factor in cutting:
         if made := _part(factor, "share"):
             axes = [axis.name for axis in factor.axes if axis.divides != "samples"]
             try:
-                looked = _part(factor, "look")          # once, and told to all: replicas are cut alike
-                if looked and factor.name not in looks:
-                    with waiting.meanwhile("rank 0 looks where to cut the model"):
-                        looks[factor.name] = world.agreed(looked(share.model, example) if world.rank == 0 else None)
+                looked = factor.name in looks
                 found = made(share.model, example, world.along(axes), *([looks[factor.name]] if looked else []))
             except Exception as error:
                 if ours(factor) or isinstance(error, StepFailed):

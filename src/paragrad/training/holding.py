@@ -16,7 +16,7 @@ from paragrad.jobs.job import TRAINED, Job
 from paragrad.jobs.loss import Summed
 from paragrad.strategies.strategy import Strategy
 from paragrad.techniques import layout, one_copy
-from paragrad.techniques.cut import Share
+from paragrad.techniques.cut import Around, Share
 from paragrad.techniques.draws import Draws
 from paragrad.techniques.layout import Held, Layout
 from paragrad.techniques.slices import FOREACH
@@ -32,13 +32,14 @@ from paragrad.world.world import World
 class Holding:
     """module: this rank's part of the model, and the loss;  layout: where it stands in the whole;  hollow: the whole, without
     values;  draws: with the number that each random call of the part has in the whole;  chose: as in Share;  groups: of the
-    optimizer, the serial names of its parameters."""
+    optimizer, the serial names of its parameters;  around: as in Share."""
     module: Summed
     layout: Layout
     hollow: nn.Module
     draws: Draws
     chose: tuple[tuple[str, str, str], ...]
     groups: list[list[str]]
+    around: tuple[Around, ...] = ()
 
 
 def placed(strategy: Strategy, world: World) -> World:
@@ -107,7 +108,8 @@ def divided(strategy: Strategy, module: Summed, optimizer: torch.optim.Optimizer
     for name, parameter in share.model.named_parameters():
         held[parameters[share.held[name].name]].append((share.held[name], parameter))
     layout.hand_over(optimizer, held)
-    return Holding(module.around(share.model), own, hollow, replace(draws, serial=share.draws), share.chose, groups)
+    return Holding(module.around(share.model), own, hollow, replace(draws, serial=share.draws), share.chose, groups,
+                   share.around)
 
 
 def check_given(weights: list[float], givers: int) -> None:

@@ -31,6 +31,7 @@ from paragrad.strategies.shares import Micro
 from paragrad.strategies.strategy import Strategy
 from paragrad.techniques import one_copy
 from paragrad.techniques.batch_norm import BatchNorm
+from paragrad.techniques.cut import Around, over
 from paragrad.techniques.draws import Calls, Draws, keyed
 from paragrad.techniques.exchange import Exchange, How, counted, unmoved
 from paragrad.techniques.layout import Layout, filled
@@ -57,9 +58,7 @@ from paragrad.world.world import World
 @dataclass(frozen=True)
 class Result:
     """A step's outcome, the same on every rank: the mean loss of the global batch, and its weight (samples or tokens).
-
-    stop: some rank was asked to stop.
-    """
+    stop: some rank was asked to stop."""
     loss: float
     weight: float
     stop: bool = False
@@ -104,7 +103,7 @@ class Trainer:
         self.hollow, self.given = model, None if examined else Given(model, optimizer)     # without values once it is cut
         self.exchange: Exchange | None = None
         self.passes: Passes | None = None
-        self.looks: dict[str, Any] = {}             # where techniques cut, by their names
+        self.looks, self.around = dict[str, Any](), tuple[Around, ...]()        # where techniques cut; what they want around
         self.feed, self.watch = Feed(self.log, world.device, self.dtype), Watch(self.world)
         self.steps = self.taken = self.batch_size = 0       # taken: by this trainer;  batch_size: once known
         self.activations, self.coarsest = 0, 0.0    # that backward keeps of a micro-batch: bytes; eps of the coarsest numbers
@@ -123,7 +122,7 @@ class Trainer:
     def hold(self, part: Holding) -> None:
         """From here on this rank holds a part of the model."""
         self.module, self.hollow, self.draws, self.groups = part.module, part.hollow, part.draws, part.groups
-        self.layout = self.held = part.layout
+        self.layout, self.around, self.held = part.layout, part.around, part.layout
         self.model = self.batch_norm.model = part.module.model
         self.parameters, self.everything = dict(self.model.named_parameters()), list(self.module.parameters())
 
@@ -184,11 +183,11 @@ class Trainer:
         for parameter in self.everything:               # also those that the optimizer does not hold
             parameter.grad = None
         self.exchange.begin()
-        self.layout.sent = 0
-        self.exchange.stop = self.world.stop.is_set()
+        self.layout.sent, self.exchange.stop = 0, self.world.stop.is_set()
         self.module.doubts, self.cast = 0.0, False
         looked = None if self.rehearsing or self.taken >= COUNTED or self.exchange.shards or not self.coarsest else self.model
-        with counting(self.passes, looked), unmoved(self.exchange, self.parameters, self.layout, self.replicated.size):
+        still = unmoved(self.exchange, self.parameters, self.layout, self.replicated.size)
+        with counting(self.passes, looked), still, over(self.around, self.exchange.count):
             own = sums_of(self.passes, batch.parts(inputs, target), len(batch.micros))
         if self.autocast is not None and not self.rehearsing and not self.cast:
             raise StepFailed(f"the passes of {self.strategy} leave autocast out; make every forward within.casting()")
@@ -249,7 +248,7 @@ class Trainer:
         samples = Samples(dataset, self.seed, self.collate, self.world.timeout)
         if self.given is not None:
             self.given.followed(self.model, self.passes, modes=False)
-        with self.for_evaluation(), evaluating(self.model), self.casting():
+        with self.for_evaluation(), evaluating(self.model), self.casting(), over(self.around):
             return evaluated(self.replicated, self.module, self.passes, self.layout, samples, metric, self.dtype, loaders,
                              at_once(self.batch_size, self.strategy.division, self.replicated.rank))
 

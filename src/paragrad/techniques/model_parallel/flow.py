@@ -37,6 +37,7 @@ from paragrad.techniques.model_parallel.watch import Place, Running, Unit, noted
 from paragrad.techniques.probe import evaluating
 from paragrad.techniques.untouched import unchanged
 from paragrad.techniques.values import differentiable
+from paragrad.techniques.width.divided import whole
 from paragrad.world.generators import generators_kept
 
 SHAPES, WAYS = 64, 4            # of inputs, and ways through the model for one, of which plans are kept
@@ -223,6 +224,7 @@ class OfPart(Running):
     def sent(self, crossing: Crossing) -> Tensor:
         """What crosses the end of the part. Raises StepFailed where another way was gone than was planned."""
         made = self.kept.get(crossing.place)
+        made = None if made is None else whole(made)
         if made is None or isinstance(made, FakeTensor) or (tuple(made.shape), made.dtype) != (crossing.shape, crossing.dtype):
             raise StepFailed(ANOTHER_WAY)
         return made

@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from paragrad.techniques.alive import Alive, Hold
+from paragrad.techniques.width.divided import Divided
 
 FUNCTIONS = (functional.linear, torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d,
              torch.conv_transpose3d, torch.embedding, functional.embedding, torch.addmm)
@@ -33,6 +34,9 @@ class Deferring(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in FUNCTIONS and any(isinstance(each, Divided) for each in args):       # which asks for it of what is here
+            with self:
+                return Divided.__torch_function__(func, types, args, kwargs)
         # what is given by its name has no place in the graph of its own; and torch.func takes no functions such as ours
         if func in FUNCTIONS and torch.is_grad_enabled() and not any(
                 isinstance(each, Tensor) for each in kwargs.values()) and not torch._C._are_functorch_transforms_active():

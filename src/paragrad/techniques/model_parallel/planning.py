@@ -19,6 +19,7 @@ from paragrad.techniques.model_parallel.tape import Tape, bounds
 from paragrad.techniques.model_parallel.watch import InUnits, Place, Running, Unit, noted, tensors_in
 from paragrad.techniques.untouched import kept_by
 from paragrad.techniques.values import differentiable, same
+from paragrad.techniques.width.divided import Divided, divided, whole
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Planning(Running):
             place, made = self.made[tensor]
             if made < part:
                 with self.unwatched():
-                    crossing = Crossing.of(place, self.emptied(tensor))
+                    crossing = Crossing.of(place, whole(self.emptied(tensor)))
                 for cut in range(made, part):
                     self.crossing[cut][place] = crossing
 
@@ -88,6 +89,8 @@ class Planning(Running):
         """The same every time: what is written into it stays in it."""
         if isinstance(tensor, FakeTensor):
             return tensor
+        if isinstance(tensor, Divided):
+            return divided(self.emptied(tensor.local), tensor.cuts)
         if tensor not in self.hollow:
             self.hollow[tensor] = self.flow.fake.from_tensor(tensor)
         return self.hollow[tensor]              # type: ignore[no-any-return]

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from paragrad.errors import StepFailed
 from paragrad.techniques.model_parallel.watch import Unit
+from paragrad.techniques.width.divided import Divided, whole
 
 Straight = list[list[nn.Module]]            # the modules of each part
 
@@ -19,7 +20,7 @@ def straight(model: nn.Module, parts: Sequence[Sequence[Unit]], outputs: Sequenc
     """Where a Sequential, nested ones too, calls nothing but the units of the parts, each giving one tensor, and no hook looks
     on; otherwise None. outputs: of each unit."""
     units = [unit for part in parts for unit in part]
-    if list(_called(model, "")) != units or not all(isinstance(each, FakeTensor) for each in outputs):
+    if list(_called(model, "")) != units or not all(isinstance(each, FakeTensor | Divided) for each in outputs):
         return None
     if any(each._forward_hooks or each._forward_pre_hooks or each._backward_hooks or each._backward_pre_hooks
            for each in model.modules()):
@@ -41,6 +42,7 @@ def through(modules: Sequence[nn.Module], given: Tensor, like: tuple[tuple[int, 
     """What modules make of a tensor, one after another. like: what it must be then, where it goes on to another part."""
     for module in modules:
         given = module(given)
+    given = given if like is None else whole(given)
     if like is not None and (tuple(given.shape), given.dtype) != like:
         raise StepFailed(f"a part of the model gave a tensor of {tuple(given.shape)}, {given.dtype}, and without values of "
                          f"{like[0]}, {like[1]}; let modules look at no values that decide these, or train it with data(n)")

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from paragrad.planner.price import computed_bytes
 from paragrad.techniques.width.pieces import Pieces, Wish
@@ -58,6 +59,8 @@ class Line:
         return self.world.size
 
     def summed(self, tensor: Tensor, operation: str = "SUM") -> Tensor:
+        if isinstance(tensor, FakeTensor):              # without values nobody is asked
+            return tensor.clone()
         self.sent += computed_bytes("all_reduce", tensor.nbytes, self.size)
         return self.world.all_reduced(tensor.contiguous(), operation)
 
@@ -68,8 +71,11 @@ class Line:
             wide = piece.new_zeros(*piece.shape[:dim], most, *piece.shape[dim + 1:])
             wide.narrow(dim, 0, piece.shape[dim]).copy_(piece)
             piece = wide
-        self.sent += computed_bytes("all_gather", piece.nbytes, self.size)
-        every = [each.narrow(dim, 0, length) for each, length in zip(self.world.gathered(piece), lengths, strict=True)]
+        found = [piece] * self.size
+        if not isinstance(piece, FakeTensor):
+            self.sent += computed_bytes("all_gather", piece.nbytes, self.size)
+            found = self.world.gathered(piece)
+        every = [each.narrow(dim, 0, length) for each, length in zip(found, lengths, strict=True)]
         if len(pieces.blocks) == 1:
             return torch.cat(every, dim)
         parts = [each.split(pieces.lengths(rank), dim) for rank, each in enumerate(every)]

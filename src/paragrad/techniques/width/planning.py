@@ -21,6 +21,7 @@ from paragrad.errors import StepFailed, told
 from paragrad.jobs.loss import Summed
 from paragrad.planner.price import computed_bytes
 from paragrad.techniques.model_parallel.units import NO_LOSS
+from paragrad.techniques.model_parallel.watch import calls_watched
 from paragrad.techniques.untouched import untouched
 from paragrad.techniques.width.around import asked
 from paragrad.techniques.width.divided import Cut, Divided
@@ -188,7 +189,7 @@ class Planning:
                 return plain(module, *args, **kwargs)
             finally:
                 self.at.pop()
-        with untouched(Summed(self.model, NO_LOSS)), self._in_place(), asked(call):
+        with untouched(Summed(self.model, NO_LOSS)), self._in_place(), asked(), calls_watched(call):
             try:
                 called(self.model, copied(inputs))
             except StepFailed:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from paragrad.errors import StepFailed
-from paragrad.strategies.shares import Micro
 from paragrad.strategies.tensor import Tensor as Strategy
 from paragrad.techniques.cut import Share
-from paragrad.techniques.exchange import Exchange
 from paragrad.techniques.layout import Held
-from paragrad.techniques.passes import OneByOne, Passes, Sums, Within
+from paragrad.techniques.model_parallel.part import Part
 from paragrad.techniques.width import account, along, channels, letters, shapes  # noqa: F401 -- the rules
 from paragrad.techniques.width.around import asked
-from paragrad.techniques.width.divided import Divided, whole
+from paragrad.techniques.width.divided import Divided
 from paragrad.techniques.width.pairs import Line
 from paragrad.techniques.width.pieces import Pieces
 from paragrad.techniques.width.planning import Plan, planned
@@ -50,7 +48,7 @@ def share(strategy: Strategy, model: nn.Module, example: Any, axis: World, plan:
     line, held = Line(axis, plan.gathers), dict[str, Held]()
     first = {id(tensor): name for name, tensor in reversed(_tensors(model))}
     pieces: dict[int, tuple[Tensor, Divided]] = {}
-    for name, tensor in _tensors(model):
+    for name, tensor in _tensors(model):                # of what other cuts left
         if first[id(tensor)] == name:
             if name not in plan.divided:
                 held[name] = Held(name, tuple(tensor.shape), counts=axis.rank == 0)
@@ -67,10 +65,12 @@ def share(strategy: Strategy, model: nn.Module, example: Any, axis: World, plan:
                 if tensor is not None and id(tensor) in pieces:
                     # a forward finds the divided one, in the module's own attributes; who asks for parameters, the piece
                     tensors[own], module.__dict__[own] = pieces[id(tensor)]
+                    if isinstance(model, Part):
+                        model.flow.split.append(module)
     split = sum(each.where is not None for each in held.values())
     whole_ones = ", ".join(plan.whole[:8]) or "none"
-    return Share(InWidth(model, line), held, chose=(
-        ("split", f"{split} of {len(held)} tensors", f"the others are on every rank: {whole_ones}"),))
+    return Share(model, held, chose=(
+        ("split", f"{split} of {len(held)} tensors", f"the others are on every rank: {whole_ones}"),), around=(Split(line),))
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -82,58 +82,17 @@ def _boxes(tensor: Tensor, dim: int, pieces: Pieces, rank: int) -> tuple[tuple[s
     return tuple((*before, slice(each.start, each.stop)) for each in pieces.ranges(rank))
 
 
-class InWidth(nn.Module):
-    """A model whose modules find divided tensors where their parameters were."""
-    inner: nn.Module
-    line: Line
+class Split:
+    """Around passes of a model whose modules find divided tensors where their parameters were."""
+    name = "tensor"
 
-    def __init__(self, model: nn.Module, line: Line) -> None:
-        super().__init__()
-        self.__dict__.update(inner=model, line=line, _modules=model._modules, _parameters=model._parameters,
-                             _buffers=model._buffers)
+    def __init__(self, line: Line) -> None:
+        self.line, self.sent = line, 0
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(*args, **kwargs)
-
-    def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "",
-                      remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
-        """The model itself, and those inside of it."""
-        return self.inner.named_modules(memo, prefix, remove_duplicate)
-
-    @property
-    def training(self) -> bool:                         # type: ignore[override]
-        return self.inner.training
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        """Of nn.Module as it begins."""
-
-    def train(self, mode: bool = True) -> InWidth:
-        self.inner.train(mode)
-        return self
-
-
-def passes(strategy: Strategy, within: Within, exchange: Exchange) -> Passes:
-    return Together(within, exchange)
-
-
-class Together(OneByOne):
-    """Forward and backward of each micro-batch, by all ranks of a line together."""
-
-    def __init__(self, within: Within, exchange: Exchange) -> None:
-        super().__init__(within, exchange)
-        assert isinstance(within.module.model, InWidth)
-        self.line = within.module.model.line
-
-    def gradients(self, micros: Iterable[tuple[Micro, Any, Any]], count: int) -> Sums:
+    @contextlib.contextmanager
+    def over(self) -> Iterator[None]:
         self.line.sent = 0
         with asked():
-            found = super().gradients(micros, count)
+            yield
         self.line.let_go()
-        self.exchange.count("tensor", self.line.sent, computed=True)
-        return found
-
-    def output(self, inputs: Any) -> Any:
-        with asked():
-            out = super().output(inputs)
-        return tree_map_only(Divided, whole, out)
+        self.sent = self.line.sent

@@ -1,0 +1,191 @@
+"""Steps of layers split over two ranks on one host: ours, DTensor's parallelize_module over gloo and over shm, and bounds.
+
+    python benchmarks/tensor.py --check             # both ranks on this machine, one thread each
+
+| figure | bar |
+|---|---|
+| speed over serial with one thread: MLP, batch 64 | at least 1.5 |
+| speed over DTensor on gloo: every setting | at least 1.3 |
+| speed over DTensor on shm: every setting | at least 1.0 |
+| speed over the bound's: MLP, batch 64 | at least 0.85 |
+
+MLP 784-2048-2048-2048-10 in float32, cross-entropy, at batch 64 and 16; a GPT block, 512 wide, 8 heads, 128 tokens, batch
+4, mean squared error; SGD. The bound is of two processes that each make a step of their half of every layer, without exchange,
+both at once. Ours is a whole training, timed by its record from step to step; DTensor's (columns and rows named by hand) is a
+loop over batches cut out of tensors in memory. Beside it, without a bar: one worker with all threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Bench, alternated, ratios
+from torch import Tensor, nn
+from trainings import ours, theirs
+from workers import Workers, serve
+
+import paragrad as pg
+from paragrad.world.launching import Ranks
+
+RANKS, BATCHES = 2, 4
+WIDTHS = (784, 2048, 2048, 2048, 10)
+WIDE, HEADS, TOKENS = 512, 8, 128
+
+
+class Block(nn.Module):
+    """As GPT has it. part: of the heads and of the neurons."""
+
+    def __init__(self, part: int = 1) -> None:
+        super().__init__()
+        own = WIDE // part
+        self.before, self.after = nn.LayerNorm(WIDE), nn.LayerNorm(WIDE)
+        self.query, self.key, self.value = (nn.Linear(WIDE, own) for _ in range(3))
+        self.out, self.up, self.down = nn.Linear(own, WIDE), nn.Linear(WIDE, 4 * own), nn.Linear(4 * own, WIDE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normal = self.before(x)
+        heads = [each(normal).view(*x.shape[:2], -1, WIDE // HEADS).transpose(1, 2)
+                 for each in (self.query, self.key, self.value)]
+        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
+        x = x + self.out(mixed.reshape(*x.shape[:2], -1))
+        return x + self.down(nn.functional.gelu(self.up(self.after(x))))
+
+
+def perceptron(part: int = 1) -> nn.Sequential:
+    """part: columns of the first layer, rows of the second, and so on; each gives and takes what a rank has of the others."""
+    layers: list[nn.Module] = []
+    for number, (into, out) in enumerate(itertools.pairwise(WIDTHS)):
+        layers += [nn.Linear(into // (part if number % 2 else 1), out // (1 if number % 2 else part)), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model and its global batch."""
+    name: str
+    batch: int
+
+    def __str__(self) -> str:
+        return f"{self.name}, batch {self.batch}"
+
+    @property
+    def deep(self) -> bool:
+        return self.name == "MLP"
+
+    def model(self, part: int = 1) -> nn.Module:
+        return perceptron(part) if self.deep else Block(part)
+
+    @property
+    def loss(self) -> Callable[[Tensor, Tensor], Tensor]:
+        return nn.functional.cross_entropy if self.deep else nn.functional.mse_loss
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        draw, count = torch.Generator().manual_seed(0), BATCHES * self.batch
+        if self.deep:
+            return torch.randn(count, WIDTHS[0], generator=draw), torch.randint(WIDTHS[-1], (count,), generator=draw)
+        x, y = (torch.randn(count, TOKENS, WIDE, generator=draw) for _ in range(2))
+        return x, y
+
+    def job(self) -> pg.Job:
+        return pg.Job(name="benchmark", model=self.model, loss=self.loss, epochs=1000, batch=self.batch,
+                      optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+                      train=lambda folder: torch.utils.data.TensorDataset(*self.data()))
+
+    @property
+    def steps(self) -> int:
+        """About a second of them."""
+        products = self.batch * (sum(map(math.prod, itertools.pairwise(WIDTHS))) if self.deep else
+                                 12 * WIDE**2 * TOKENS)
+        return max(8, min(200, int(3e10 / (6 * products))))
+
+
+SETTINGS = [Setting("MLP", 64), Setting("MLP", 16), Setting("GPT block", 4)]
+PEERS = {"torch, gloo": "DTensor on gloo", "torch, shm": "DTensor on shm", "halves": "the bound",
+         "serial(threads=1)": "serial with one thread", "serial": "serial with all threads"}
+
+
+def main() -> None:
+    bench = Bench(__doc__, options)
+    if bench.options.worker:
+        worker(*bench.options.worker)
+        return
+    with tempfile.TemporaryDirectory() as folder, Ranks(RANKS) as ranks:
+        peers = {kind: Workers(__file__, kind, RANKS) for kind in ("torch, gloo", "torch, shm", "halves")}
+        times = {}
+        for setting in SETTINGS[:1] if bench.quick else SETTINGS:
+            measures = {strategy: ours(ranks, strategy, setting, Path(folder) / str(setting))
+                        for strategy in ("tensor(2)", "serial(threads=1)", "serial")}
+            measures |= {kind: theirs(workers, setting) for kind, workers in peers.items()}
+            print(f"{setting} [ms]", flush=True)
+            times[setting] = alternated(measures, bench.rounds(9, quick=2))
+        for workers in peers.values():
+            workers.close()
+    report(bench, times)
+    bench.finish()
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+
+
+def report(bench: Bench, times: dict[Setting, dict[str, list[float]]]) -> None:
+    bench.measured["ms per step"] = {str(setting): found for setting, found in times.items()}
+    for setting, found in times.items():
+        first = setting == SETTINGS[0]
+        bars = {"torch, gloo": 1.3, "torch, shm": 1.0, "halves": 0.85 if first else None,
+                "serial(threads=1)": 1.5 if first else None, "serial": None}
+        for kind, name in PEERS.items():
+            bench.figure(f"speed over {name}, {setting}", ratios(found[kind], found["tensor(2)"]), at_least=bars[kind])
+
+
+# ---- in a rank -----------------------------------------------------------------------------------------------------------
+def worker(kind: str, address: str) -> None:
+    import torch.distributed as dist
+
+    import paragrad.world.backends  # noqa: F401
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo" if kind == "torch, gloo" else "shm")
+
+    def starts(setting: Setting) -> list[float]:
+        torch.manual_seed(0)
+        model = setting.model(RANKS) if kind == "halves" else parallelized(setting.model())
+        update = torch.optim.SGD(model.parameters(), lr=0.01)
+        inputs, targets = setting.data()
+        order, found = torch.randperm(len(inputs)), []
+        for number in range(setting.steps):
+            found.append(time.perf_counter())
+            place = number % BATCHES * setting.batch
+            mine = order[place:place + setting.batch]
+            update.zero_grad()
+            setting.loss(model(inputs[mine]), targets[mine]).backward()
+            update.step()
+        dist.barrier()
+        return found
+    serve(address, starts)
+    dist.destroy_process_group()
+
+
+def parallelized(model: nn.Module) -> nn.Module:
+    """By torch.distributed.tensor.parallel, with the plan that its tutorial has."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    columns: dict[str, Any]
+    if isinstance(model, Block):
+        columns = {name: ColwiseParallel() for name in ("query", "key", "value", "up")}
+        columns |= {name: RowwiseParallel() for name in ("out", "down")}
+    else:
+        columns = {"0": ColwiseParallel(), "2": RowwiseParallel(), "4": ColwiseParallel(), "6": RowwiseParallel()}
+    return parallelize_module(model, init_device_mesh("cpu", (RANKS,)), columns)
+
+
+if __name__ == "__main__":
+    main()
