@@ -95,6 +95,7 @@ class Strategy(Family, abstract=True):
     replica = False                                 # it holds replicas: at most one such factor in a product, leftmost
     reference = False                               # it is what others are compared with
     cuts_micro = False                              # it cuts micro-batches itself
+    lays_out = True                                 # a rank runs other calls, or sees other samples, than one worker
     inside = False                                  # it splits the layers of whatever other cuts leave of the model
     if TYPE_CHECKING:                               # options of some
         @property
@@ -266,6 +267,10 @@ class Product(Strategy, abstract=True):
         every = [factor.promise for factor in self.factors]
         return Promise(all(each.exact for each in every), all(each.buffers_equal for each in every),
                        next((each.jobs_only for each in every if each.jobs_only), None))
+
+    @property
+    def lays_out(self) -> bool:                                                     # type: ignore[override]
+        return any(factor.lays_out for factor in self.factors)
 
     def plans(self) -> tuple[Plan, ...]:
         return tuple(plan for factor in self.factors for plan in factor.plans())

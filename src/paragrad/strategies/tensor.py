@@ -11,6 +11,7 @@ class Tensor(Strategy):
     """Neurons, channels, heads and vocabulary split (Shoeybi et al. 2019)."""
     workers: int | str = option(Integer(), Word("auto"))
     inside = True
+    lays_out = False                        # all ranks see the batch as it is, and call what one worker calls
 
     @property
     def promise(self) -> Promise:

@@ -142,16 +142,17 @@ class Keyed(Drawing):
 
 
 @contextlib.contextmanager
-def keyed(draws: Draws, seed: int, step: int, positions: list[int], strict: bool = False, first: int = 0,
+def keyed(draws: Draws, seed: int, step: int, positions: list[int], always: bool = False, strict: bool = True, first: int = 0,
           calls: Calls | None = None) -> Iterator[None]:
-    """Around forward and backward of some samples: what they draw is keyed (`Keyed`), if they draw. Draws from other
-    generators, which are common to all samples, begin alike in every forward of a step, on every rank."""
-    if not draws and not strict:
+    """Around forward and backward of some samples: what they draw is keyed (`Keyed`), if they draw, or always; then strictly,
+    unless all ranks see the same samples. Draws from other generators, which are common to all samples, begin alike in every
+    forward of a step, on every rank."""
+    if not draws and not always:
         yield
         return
     if draws.others:
         seed_generators(f"forward {seed} {step}")
-    with drawing(Keyed(draws, seed, step, positions, strict, first, calls)):
+    with drawing(Keyed(draws, seed, step, positions, always and strict, first, calls)):
         yield
 
 

@@ -230,7 +230,8 @@ class Trainer:
         drew nothing, a draw ends the run. first, calls: as Keyed has them."""
         if not self.draws and not self.splits:
             return contextlib.nullcontext()
-        return keyed(self.draws, self.seed, self.steps, micro.places[:len(micro.positions)], self.splits, first, calls)
+        strict = (self.splits, self.strategy.lays_out)
+        return keyed(self.draws, self.seed, self.steps, micro.places[:len(micro.positions)], *strict, first, calls)
 
     def casting(self) -> contextlib.AbstractContextManager[Any]:
         self.cast = True

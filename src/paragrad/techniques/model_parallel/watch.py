@@ -20,7 +20,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from paragrad.datasets.loading import called
 from paragrad.errors import StepFailed
 from paragrad.techniques.width.around import kept_as_given
-from paragrad.techniques.width.divided import Divided
 
 Place = tuple[int, int]                 # which operation or unit of a forward made a value, and which of its outputs it is
 Unit = tuple[str, int]                  # a call of a module: its name, and which of its calls in a forward it is, from 0
@@ -39,7 +38,6 @@ class InUnits:
         self.parameters: list[nn.Parameter] | None = None       # in a step
         self.names: set[str] | None = None              # and the buffers that there were when it was planned
         self.elsewhere: list[tuple[nn.Module, str]] = []        # parameters and buffers that other ranks hold: attributes here
-        self.split: list[nn.Module] = []                # modules that have divided tensors
 
     def held(self) -> dict[int, Any]:
         """The model's tensors now, by their ids: a forward may put other buffers in the place of some, and the ids stay theirs
@@ -47,8 +45,7 @@ class InUnits:
         parameters = list(self.model.parameters()) if self.parameters is None else self.parameters
         return {id(each): each for each in (
             *parameters, *(each for name, each in self.model.named_buffers() if self.names is None or name in self.names),
-            *(getattr(module, name, None) for module, name in self.elsewhere),
-            *(each for module in self.split for each in vars(module).values() if isinstance(each, Divided)))}
+            *(getattr(module, name, None) for module, name in self.elsewhere))}
 
     @contextlib.contextmanager
     def keeping(self) -> Iterator[None]:

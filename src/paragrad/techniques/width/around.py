@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -25,6 +26,20 @@ def kept_as_given(function: Callable[..., Any], preserve: bool, context: Any, ch
     if not any(isinstance(each, Divided) for each in tree_leaves((args, kwargs))):
         return BY_HOOKS(function, preserve, context, check, debug, early_stop, *args, **kwargs)
     return BY_HOOKS(lambda: function(*args, **kwargs), preserve, context, check, debug, early_stop)
+
+
+@contextlib.contextmanager
+def members(pieces: Mapping[int, Divided]) -> Iterator[None]:
+    """Who asks a module for its parameters and buffers meanwhile (a penalty of all weights) gets the divided ones."""
+    plain = nn.Module._named_members
+
+    def named_members(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        return ((name, pieces.get(id(each), each)) for name, each in plain(module, *args, **kwargs))
+    nn.Module._named_members = named_members                    # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._named_members = plain                        # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from paragrad.planner.price import computed_bytes
 from paragrad.techniques.model_parallel.units import NO_LOSS
 from paragrad.techniques.model_parallel.watch import calls_watched
 from paragrad.techniques.untouched import untouched
-from paragrad.techniques.width.around import asked
+from paragrad.techniques.width.around import asked, members
 from paragrad.techniques.width.divided import Cut, Divided
 from paragrad.techniques.width.pairs import Line
 from paragrad.techniques.width.pieces import Block, Pieces, Wish, evenly_divided, granted
@@ -189,7 +189,8 @@ class Planning:
                 return plain(module, *args, **kwargs)
             finally:
                 self.at.pop()
-        with untouched(Summed(self.model, NO_LOSS)), self._in_place(), asked(), calls_watched(call):
+        with untouched(Summed(self.model, NO_LOSS)), self._in_place(), asked(), members(self.held), calls_watched(
+                call):
             try:
                 called(self.model, copied(inputs))
             except StepFailed:

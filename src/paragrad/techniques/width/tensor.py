@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,9 +12,8 @@ from paragrad.errors import StepFailed
 from paragrad.strategies.tensor import Tensor as Strategy
 from paragrad.techniques.cut import Share
 from paragrad.techniques.layout import Held
-from paragrad.techniques.model_parallel.part import Part
 from paragrad.techniques.width import account, along, channels, letters, shapes  # noqa: F401 -- the rules
-from paragrad.techniques.width.around import asked
+from paragrad.techniques.width.around import asked, members
 from paragrad.techniques.width.divided import Divided
 from paragrad.techniques.width.pairs import Line
 from paragrad.techniques.width.pieces import Pieces
@@ -65,12 +64,11 @@ def share(strategy: Strategy, model: nn.Module, example: Any, axis: World, plan:
                 if tensor is not None and id(tensor) in pieces:
                     # a forward finds the divided one, in the module's own attributes; who asks for parameters, the piece
                     tensors[own], module.__dict__[own] = pieces[id(tensor)]
-                    if isinstance(model, Part):
-                        model.flow.split.append(module)
     split = sum(each.where is not None for each in held.values())
     whole_ones = ", ".join(plan.whole[:8]) or "none"
     return Share(model, held, chose=(
-        ("split", f"{split} of {len(held)} tensors", f"the others are on every rank: {whole_ones}"),), around=(Split(line),))
+        ("split", f"{split} of {len(held)} tensors", f"the others are on every rank: {whole_ones}"),), around=(Split(line, {
+            id(local): each for local, each in pieces.values()}),))
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -83,16 +81,17 @@ def _boxes(tensor: Tensor, dim: int, pieces: Pieces, rank: int) -> tuple[tuple[s
 
 
 class Split:
-    """Around passes of a model whose modules find divided tensors where their parameters were."""
+    """Around passes of a model whose modules find divided tensors where their parameters were. pieces: these, by the ids of
+    what ranks hold."""
     name = "tensor"
 
-    def __init__(self, line: Line) -> None:
-        self.line, self.sent = line, 0
+    def __init__(self, line: Line, pieces: Mapping[int, Divided]) -> None:
+        self.line, self.pieces, self.sent = line, pieces, 0
 
     @contextlib.contextmanager
     def over(self) -> Iterator[None]:
         self.line.sent = 0
-        with asked():
+        with asked(), members(self.pieces):
             yield
         self.line.let_go()
         self.sent = self.line.sent

@@ -63,7 +63,7 @@ def before(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> None:
     trainer.activations = found.activations * max(1, len(batch.micros[0].positions))
     if found.draws.by_layout and (trainer.splits or trainer.unchecked):
         trainer.log.choice("random", "by layout", found.draws.by_layout)
-        if trainer.splits:
+        if trainer.splits and trainer.strategy.lays_out:
             raise StepFailed(by_layout(found.draws.by_layout))
     forward = functools.partial(_forward, trainer, batch, inputs, target)
     wiring = functools.partial(wire, trainer, found.some_unused, next(batch.parts(inputs, target))[1], forward)
