@@ -21,13 +21,16 @@ from paragrad.players.proof import GOALS, check
 from paragrad.schedules.sabotage import sabotaged
 from paragrad.strategies.strategy import Here, Promise, Strategy, factors_of
 from paragrad.strategies.table import refuse_unbuilt, resolve, strategy
+from paragrad.techniques.slices import FOREACH
 from paragrad.techniques.table import bringing, checks_of, cuts, ours
 from paragrad.techniques.untouched import untouched
+from paragrad.techniques.updating import updates_by
 from paragrad.training import checkpoint
 from paragrad.training.apart import refuse_reading, refuse_views
 from paragrad.training.divisible import alone, uncut
 from paragrad.training.door import Findings, examined
 from paragrad.training.first_step.causes import by_layout
+from paragrad.training.holding import refuse_optimizer
 from paragrad.training.room import refuse_crowded
 from paragrad.training.saved import Saved
 from paragrad.training.settings import Settings
@@ -278,6 +281,9 @@ def check_cut(job: Job, asked: Strategy, resolved: Strategy, data: Path | None) 
     inputs, target = brought(parted(samples[0, list(range(min(len(samples), 2)))]), CPU, job.parameter_dtype)
     try:
         module = Summed(job.built_model(), job.built_loss())
+        if any(factor.inside for factor in factors_of(resolved)):
+            optimizer = job.optimizer(module.model.parameters())
+            refuse_optimizer(asked, optimizer, updates_by(optimizer, known=type(optimizer) in FOREACH), parts=True)
         refuse_views(module.model)
         refuse_reading(module, inputs, target)
         for cuttable in checks_of(resolved):

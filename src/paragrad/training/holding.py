@@ -133,6 +133,11 @@ def _check(strategy: Strategy, own: Layout, share: Share, serial: Mapping[str, T
         raise StepFailed(f"{strategy} cuts the model wrongly: {told}; every element of every parameter and buffer is to be "
                          "held, and to count on one rank of a replica")
     parts = own.world.all_reduced(torch.tensor(float(any(held.where is not None for held in share.held.values()))), "MAX")
+    refuse_optimizer(strategy, optimizer, kind, bool(parts))
+
+
+def refuse_optimizer(strategy: Strategy, optimizer: torch.optim.Optimizer, kind: str, parts: bool) -> None:
+    """Raises StepFailed where an optimizer, which updates by that kind, wants what ranks do not have. parts: of tensors."""
     if beside := hooked(optimizer):
         raise StepFailed(f"{type(optimizer).__name__} has {beside}, which may look at parameters that are on another rank, for "
                          f"{strategy} cuts the model; do what it does in the step() of an optimizer of your own, or train "

@@ -34,7 +34,7 @@ def layers(plan: Plan) -> list[Layer]:
 
 def _layer(plan: Plan, module: str, names: list[str]) -> Layer:
     shapes = [plan.shapes[name] for name in names]
-    told = [f"{name.rpartition('.')[2]} {_divided(plan, name)}" for name in names]
+    told = [f"{name.rpartition('.')[2]} {divided(plan, name)}" for name in names]
     travels = []
     for forward in (True, False):
         notes = [note for note in plan.notes if note.at == module and (note.what in FORWARD) is forward]
@@ -44,7 +44,8 @@ def _layer(plan: Plan, module: str, names: list[str]) -> Layer:
     return Layer(module, "; ".join(told), sum(map(prod, shapes)), here, *travels)
 
 
-def _divided(plan: Plan, name: str) -> str:
+def divided(plan: Plan, name: str) -> str:
+    """How a tensor is divided, in words."""
     shape = plan.shapes[name]
     if name not in plan.divided:
         return f"whole{shape if len(shape) > 1 else ''}" + (f" ({plan.why[name]})" if name in plan.why else "")
