@@ -103,6 +103,15 @@ MOVES += [pytest.param(CUT[place % len(CUT)], *pair, id=f"{CUT[place % len(CUT)]
                                         *AMONG])]
 
 
+# layers in width: each to serial and back, mid-epoch, and ten pairs with all others
+IN_WIDTH = ("tensor(2)", "tensor(3)", "data(2) * tensor(2)", "tensor(2) * pipeline(2, micro=2)")
+WIDE = random.Random(1).sample([pair for pair in itertools.permutations([*IN_WIDTH, *IN_PARTS, "data(3, reduce=ring)"], 2)
+                                if {*pair} & {*IN_WIDTH}], 10)
+MOVES += [pytest.param(name, *pair, id=f"{name}: {' to '.join(pair)}", marks=[pytest.mark.table] if place % 5 else [])
+          for place, (name, pair) in enumerate(zip(itertools.cycle((*CUT, "two groups")), [
+              *((each, "serial") for each in IN_WIDTH), *(("serial", each) for each in IN_WIDTH), *WIDE], strict=False))]
+
+
 # sharded over ranks: to serial and back, and between others
 SHARDED = "data(3, state=fully_sharded)"
 MOVES += [pytest.param(name, *pair, id=f"{name}: {' to '.join(pair)}", marks=[pytest.mark.table] if place % 4 else [])

@@ -141,7 +141,7 @@ def test_what_is_counted_is_what_the_allocator_gave() -> None:
     assert (alive.now, alive.most) == (0, most), "let go by its backward"
 
 
-@pytest.mark.parametrize("strategy", ["place(4, cut=[2, 2, 2, 2])", "pipeline(4, micro=4, cut=[2, 2, 2, 2])"])
+@pytest.mark.parametrize("strategy", ["place(4, cut=[2, 2, 2, 2])", "pipeline(4, micro=4, cut=[2, 2, 2, 2])", "tensor(4)"])
 def test_a_part_of_four_holds_a_quarter_at_rest(pool: Ranks, strategy: str) -> None:
     """Eight equal layers: at most 0.30 of serial's parameters and optimizer state on the fullest rank."""
     job = make_job("equal", lambda: nn.Sequential(*(nn.Linear(40, 40) for _ in range(8))), DATA, optimizer=adam)
@@ -149,6 +149,30 @@ def test_a_part_of_four_holds_a_quarter_at_rest(pool: Ranks, strategy: str) -> N
     assert len(parts) == 4
     for kind in ("parameters", "optimizer", "gradients"):
         assert 0.25 <= max(each[kind] for each in parts) / alone[kind] <= 0.30, kind
+
+
+WORDS = TensorDataset(whole(8192, 8, 16, seed=1), whole(8192, 8, 16, seed=2))
+
+
+class Words(nn.Module):
+    """A tied vocabulary; the scores as a loss takes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.scores = nn.Embedding(8192, 12), nn.Linear(12, 8192)
+        self.scores.weight = self.words.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.scores(self.words(tokens).tanh()).transpose(1, 2)           # type: ignore[no-any-return]
+
+
+def test_no_rank_has_the_scores_of_all_words(pool: Ranks) -> None:
+    """What is kept for backward: of four ranks a quarter of one worker's, the words' scores and no more."""
+    job = make_job("words", Words, WORDS, batch=8, epochs=1)
+    (alone,), split = (one_step(pool, admitted(job, each)) for each in ("serial", "tensor(4)"))
+    scores = 8 * 16 * 8192 * 4
+    assert alone["activations"] >= scores
+    assert max(each["activations"] for each in split) <= 0.3 * scores
 
 
 @pytest.mark.parametrize("strategy", ["serial", pytest.param("pipeline(2, micro=2, cut=[12, 13])", marks=pytest.mark.table),

@@ -196,7 +196,7 @@ def recurrent_loop(world: World, strategy: str) -> list[float]:
         return [*losses, float(model(VECTORS.tensors[0].double()).sum())]
 
 
-@pytest.mark.parametrize("strategy", ["place(2)", pytest.param("pipeline(2, micro=2)", marks=pytest.mark.story)])
+@pytest.mark.parametrize("strategy", ["place(2)", "tensor(2)", pytest.param("pipeline(2, micro=2)", marks=pytest.mark.story)])
 def test_a_frozen_lstm_in_a_loop_of_ones_own(pool: Ranks, strategy: str) -> None:
     expected = recurrent_loop(World(), "serial")
     for losses in pool.run(recurrent_loop, strategy, size=2):
@@ -213,7 +213,8 @@ def goes_on(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("strategy", "size"), [
-    ("place(2)", 2), ("pipeline(3, micro=4, schedule=zero_bubble)", 3), ("data(2) * pipeline(2, micro=2)", 4)])
+    ("place(2)", 2), ("pipeline(3, micro=4, schedule=zero_bubble)", 3), ("data(2) * pipeline(2, micro=2)", 4),
+    ("tensor(2)", 2), ("data(2) * tensor(2)", 4), ("pipeline(2, micro=2) * tensor(2)", 4)])
 def test_a_model_that_is_cut_is_whole_again_after_the_loop(pool: Ranks, strategy: str, size: int) -> None:
     expected = cut_loop(World(), "serial")
     assert not expected[3]
@@ -310,7 +311,7 @@ def annealing_loop(world: World, strategy: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("strategy", ["place(2)", pytest.param(
+@pytest.mark.parametrize("strategy", ["place(2)", "tensor(2)", pytest.param(
     "pipeline(2, micro=2, schedule=interleaved(chunks=2))", marks=pytest.mark.story)])
 def test_what_is_set_on_a_module_while_it_is_cut_is_set_on_its_part(pool: Ranks, strategy: str) -> None:
     """A dropout that a loop makes weaker, a temperature, a width that crosses a cut, for steps or for a test: the parts kept

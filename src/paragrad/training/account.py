@@ -70,7 +70,7 @@ def account(job: Job, resolved: Strategy, facts: Findings, data: Path | None = N
                       "what its ranks held")
     whole = facts.order.at(0)
     parts = next((each for each in factors_of(resolved) if isinstance(each, InParts)), None)
-    if cuts(resolved) and parts is None:
+    if cuts(resolved) and (parts is None or any(each.inside for each in factors_of(resolved))):
         raise Refused(f"{resolved} cuts the model otherwise than in consecutive parts; the record of a training says what its "
                       "ranks held")
     with generators_kept():

@@ -118,10 +118,12 @@ def gather(func: Any, x: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Any:
     """Along a divided dimension each rank gives what it has."""
     if not isinstance(x, Divided) or set(x.cuts) != {dim % x.dim()} or isinstance(index, Divided) or kwargs:
         return UNKNOWN
-    cut = x.cuts[dim % x.dim()]
-    here = local_places(cut, index.device)[index]
-    found = x.local.gather(dim, here.clamp(min=0)).masked_fill(here < 0, 0)
-    return cut.line.added(found)
+    dim %= x.dim()
+    here = local_places(x.cuts[dim], index.device)[index]
+    # by places along all dimensions: the backward of torch's own gather keeps all that it took from
+    places = [here.clamp(min=0) if at == dim else torch.arange(size, device=index.device).view(
+        [-1 if each == at else 1 for each in range(x.dim())]) for at, size in enumerate(index.shape)]
+    return x.cuts[dim].line.added(x.local[tuple(places)].masked_fill(here < 0, 0))
 
 
 def local_places(cut: Cut, device: torch.device) -> Tensor:
