@@ -116,7 +116,7 @@ class Penalised(nn.Module):
 
 
 def of(model: nn.Module, example: Tensor) -> list[str]:
-    return groups(model, lambda: model(example))
+    return groups(model, lambda rehearsed=False: model(example))
 
 
 def test_groups_are_modules_whose_parameters_nobody_uses_but_their_own_call() -> None:
@@ -291,3 +291,23 @@ def test_a_parameter_that_a_forward_changes_later(state: str, tmp_path: Path) ->
     renormed = job("renormed", Renormed, TensorDataset(whole(11, 29, 7, seed=5), whole(4, 29, seed=2)))
     with pytest.raises(RankFailed, match=r"table\.weight: the forward changes a parameter.*change it in the optimizer's step"):
         train(renormed, f"data(2, state={state})", runs=tmp_path)
+
+
+class Sloped(nn.Module):
+    """Takes a gradient by its inputs in its forward, as potentials of molecules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        out = self.inner(x)
+        slope, = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out + slope.square().sum(1, keepdim=True)         # type: ignore[no-any-return]
+
+
+def test_a_group_is_one_without_autocast_too(tmp_path: Path) -> None:
+    """Under autocast the inner backward sees copies of the weights; rehearsed without, it found those of a group gone."""
+    run = train(job("sloped", Sloped, VECTORS, dtype=torch.bfloat16), "data(2, state=fully_sharded)", runs=tmp_path, limit=2)
+    assert "are one worker's" in (run.first_step or "")

@@ -74,12 +74,17 @@ def _fits(output: list[Any]) -> bool:
             and not any(each._base is not None for each in tensors))
 
 
-def groups(model: nn.Module, forward: Callable[[], Any]) -> list[str]:
-    """The names of modules that can be groups, in the order in which one forward calls them; none holds another."""
+def groups(model: nn.Module, forward: Callable[..., Any]) -> list[str]:
+    """The names of modules that can be groups, in the order in which one forward calls them; none holds another.
+
+    forward(rehearsed=True): as the first step is rehearsed, without autocast, which uses a parameter in a copy.
+    """
     uses = Uses(model)
     with uses.watched():
         forward()
-    times = Counter(uses.calls)
+        calls = list(uses.calls)
+        forward(rehearsed=True)
+    times = Counter(calls)
     total = sum(each.numel() for each in model.parameters())
     found: dict[nn.Module, str] = {}
 
@@ -99,7 +104,7 @@ def groups(model: nn.Module, forward: Callable[[], Any]) -> list[str]:
         if size * LEAST < total and (rest + size) * SHARE <= total:
             rest += size
             del found[module]
-    return [found[module] for module in uses.calls if module in found]
+    return [found[module] for module in calls if module in found]
 
 
 def common(told: list[list[str]]) -> list[str]:

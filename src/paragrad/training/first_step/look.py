@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import operator
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paragrad.datasets.loading import brought, cut, parted, tensors_of
+from paragrad.datasets.loading import brought, copied, cut, parted, tensors_of
 from paragrad.errors import Refused, StepFailed
 from paragrad.techniques.draws import Draws
 from paragrad.techniques.one_copy import give_back
@@ -111,3 +112,14 @@ def _examine(trainer: Trainer, inputs: Any, target: Any, samples: int, draws: Dr
         return
     if len(parts) == 3 and (wrong := wrong_with(trainer.module, parts, draws, tight=trainer.dtype == torch.float64)):
         raise StepFailed(wrong)
+
+
+def run_once(trainer: Trainer, batch: Batch, inputs: Any, target: Any, rehearsed: bool = False) -> None:
+    """Of model and loss, on this rank's first micro-batch; it leaves nothing behind. rehearsed: without autocast, where there
+    is any; otherwise nothing."""
+    if rehearsed and trainer.autocast is None:
+        return
+    micro, inputs, target = next(batch.parts(inputs, target))
+    casting = contextlib.nullcontext() if rehearsed else trainer.casting()
+    with untouched(trainer.module), trainer.batch_norm.looking(), casting:
+        trainer.module(*copied((inputs, target)), len(micro.positions))

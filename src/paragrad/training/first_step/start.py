@@ -26,7 +26,7 @@ from paragrad.training.apart import refuse_unlike_copies
 from paragrad.training.batches import Batch
 from paragrad.training.first_step.beside import fetched, fewer, proof, refuse_copies
 from paragrad.training.first_step.causes import by_layout, not_the_same
-from paragrad.training.first_step.look import all_given_as_loaded, given_as_loaded, looked_at, seen_at_the_door
+from paragrad.training.first_step.look import all_given_as_loaded, given_as_loaded, looked_at, run_once, seen_at_the_door
 from paragrad.training.first_step.made import Made
 from paragrad.training.first_step.proof import Miss, Proof
 from paragrad.training.holding import Holding, divided
@@ -65,7 +65,7 @@ def before(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> None:
         trainer.log.choice("random", "by layout", found.draws.by_layout)
         if trainer.splits and trainer.strategy.lays_out:
             raise StepFailed(by_layout(found.draws.by_layout))
-    forward = functools.partial(_forward, trainer, batch, inputs, target)
+    forward = functools.partial(run_once, trainer, batch, inputs, target)
     wiring = functools.partial(wire, trainer, found.some_unused, next(batch.parts(inputs, target))[1], forward)
     if trainer.splits:
         _prepare(trainer, batch, inputs, target, as_loaded, wiring=wiring)
@@ -80,13 +80,6 @@ def apart(trainer: Trainer) -> str:
     """Why no rank can run the whole model, from here on; or nothing."""
     sharded = trainer.exchange is not None and trainer.exchange.shards is not None
     return WHERE_CUT if trainer.layout.cut else WHERE_SHARDED if sharded else ""
-
-
-def _forward(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> None:
-    """Of model and loss, on this rank's first micro-batch; it leaves nothing behind."""
-    micro, inputs, target = next(batch.parts(inputs, target))
-    with untouched(trainer.module), trainer.batch_norm.looking(), trainer.casting():
-        trainer.module(*copied((inputs, target)), len(micro.positions))
 
 
 def _prepare(trainer: Trainer, batch: Batch, inputs: Any, target: Any, as_loaded: bool, loss_alone: bool = False,
