@@ -44,7 +44,8 @@ class Replica:
 
     module: the model, or its part, and the loss, whose forward gives the sum of losses;  clip_norm: as in Job;  some_unused:
     some rank's parameters got no gradient when the model was looked at;  layout: which part of the model this is;  forward: one
-    of model and loss on this rank's first micro-batch, which leaves nothing behind (rehearsed=True: without autocast);  kept: the whole model is wanted as it is.
+    of model and loss on this rank's first micro-batch, which leaves nothing behind (rehearsed=True: without autocast);
+    kept: the whole model is wanted as it is.
     """
     module: Summed
     optimizer: torch.optim.Optimizer
