@@ -12,7 +12,7 @@ from equality import numbers, whole
 from torch import Tensor
 from torch.nn import functional
 
-from paragrad.techniques.width import along, channels, letters, shapes
+from paragrad.techniques.width import along, channels, kinds, letters, shapes
 from paragrad.techniques.width.divided import Cut, Divided
 from paragrad.techniques.width.divided import whole as gathered
 from paragrad.techniques.width.pairs import Copied, Gathered, Line, Sliced, Summed
@@ -20,7 +20,7 @@ from paragrad.techniques.width.pieces import Block, Pieces, evenly_divided
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
-RULES = along, channels, letters, shapes                # which fill the table
+RULES = along, channels, kinds, letters, shapes                # which fill the table
 Case = tuple[Callable[..., Any], tuple[tuple[int, ...], ...], dict[int, int]]       # of tensors of these shapes, some divided
 
 CLASSES = whole(7, 5, seed=90).masked_fill(whole(4, 5, seed=91) == 0, -100)
@@ -40,6 +40,25 @@ def added(x: Tensor, y: Tensor) -> Tensor:
     x = x * 2
     x += y
     return x.mul_(3).relu_()
+
+
+def _given(x: Tensor, values: Tensor) -> Tensor:
+    out = x * 1
+    out.data = values.data.clone()
+    return out
+
+
+def _set_by_mask(x: Tensor) -> Tensor:
+    x.view(-1, 6)[INDEX > 2] = 0.5
+    return x
+
+
+def _sloped(x: Tensor, first: Tensor, second: Tensor, third: Tensor) -> Tensor:
+    """A penalty of a gradient through columns, rows and columns: each backward has a backward."""
+    x = x * 1
+    out = gathered(functional.linear(functional.linear(functional.linear(x, first).tanh(), second).tanh(), third).tanh())
+    slope, = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return slope.square() + out.sum()
 
 
 def heads(x: Tensor) -> Tensor:
@@ -155,6 +174,22 @@ CASES: dict[str, Case] = {
         x[:, :-1].to(torch.float64).contiguous().view(-1, 7), GRID[:4, :2].flatten()), ((4, 3, 7),), {0: 2}),
     "nll": (lambda x: functional.nll_loss(x.log_softmax(1), CLASSES, SCALES), ((5, 7),), {0: 1}),
     "cosine": (functional.cosine_similarity, ((4, 6), (4, 6)), {0: 1}),
+    "flipped": (lambda x: x.flip(0, 1) + x.flip((0,)), ((4, 6),), {0: 1}),
+    "by axis": (lambda x: torch.cat((x, x), axis=1) * x.sum(axis=1, keepdims=True) + torch.cat((x.sort(axis=0).values, x), 1),
+                ((4, 6),), {0: 1}),
+    "mean and variance": (lambda x: torch.var_mean(x, 0, False, True)[0] * x, ((4, 6),), {0: 1}),
+    "from behind": (lambda x: x.narrow(1, -2, 2) + x[..., 4:] + x[..., :0].sum(), ((4, 6),), {0: 1}),
+    "nothing of it": (lambda x: torch.cat(x.split([6, 0], 1), 1), ((4, 6),), {0: 1}),
+    "one slice twice": (lambda x: x[slice(0, 3), slice(0, 3)], ((6, 6),), {0: 1}),
+    "by name": (lambda x, y: torch.matmul(input=x, other=y).baddbmm(batch1=x, batch2=y, beta=0.5, alpha=2),
+                ((5, 2, 3), (5, 3, 3)), {0: 0}),
+    "nothing added": (lambda x, y: torch.baddbmm(torch.full((5, 2, 3), torch.nan, dtype=x.dtype), x, y, beta=0),
+                      ((5, 2, 3), (5, 3, 3)), {0: 0}),
+    "given other values": (lambda x: _given(x, x * 3), ((4, 6),), {0: 1}),
+    "equal": (lambda x: x * (2.0 if torch.equal(x, x.flip(0)) else 3.0), ((4, 6),), {0: 1}),
+    "set by a mask in a view": (lambda x: _set_by_mask(x * 1), ((4, 6),), {0: 1}),
+    "a gradient inside, three layers": (lambda x, a, b, c: _sloped(x, a, b, c), ((4, 6), (8, 6), (6, 8), (5, 6)),
+                                        {1: 0, 2: 1, 3: 0}),
     "no rule": (lambda x: torch.linalg.inv(x @ x.T + 4 * torch.eye(6, dtype=x.dtype)).roll(1, 0), ((6, 6),), {0: 1}),
     "multi-head attention": (lambda x, w, b, o, c: functional.multi_head_attention_forward(
         x, x, x, 6, 3, w, b, None, None, False, 0.0, o, c, need_weights=False)[0], (

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
 from paragrad.techniques.width.divided import RULES, UNKNOWN, Cut, Divided, divided, rule, whole
@@ -18,7 +19,7 @@ def reduced(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         return UNKNOWN
     dim = kwargs.get("dim", kwargs.get("axis", args[0] if args else None))
     keep = kwargs.get("keepdim", args[1] if len(args) > 1 else False)
-    if isinstance(dim, bool) or isinstance(keep, Tensor):
+    if isinstance(dim, bool) or isinstance(keep, Tensor) or (len(args) > 1 and func.__name__.endswith("_mean")):
         return UNKNOWN
     dims = {each % x.dim() for each in (range(x.dim()) if dim is None or dim in ((), []) else
                                         [dim] if isinstance(dim, int) else dim)}
@@ -63,6 +64,8 @@ def along(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     default: Any = -1 if func.__name__ in ("sort", "argsort", "topk", "kthvalue", "glu", "diff") else None
     dim = (-2, -1) if at is None else kwargs.get("dim", kwargs.get("dims", kwargs.get("dimension", args[at] if len(args) > at
                                                                                       else default)))
+    if func.__name__ == "flip" and all(isinstance(each, int) for each in args):
+        dim = args or dim
     if dim is None or isinstance(dim, bool):
         return UNKNOWN
     if any(each % x.dim() in x.cuts for each in ([dim] if isinstance(dim, int) else dim)):
@@ -92,8 +95,10 @@ def log_softmax(func: Any, x: Tensor, dim: int, *args: Any, **kwargs: Any) -> An
     if dim not in getattr(x, "cuts", ()):
         return along(func, x, dim, *args, **kwargs)
     x = x if dtype is None else x.to(dtype)
+    low, x = x.dtype, x.to(torch.promote_types(x.dtype, torch.float32))
     shifted = x - largest(x, dim)
-    return shifted - shifted.exp().sum(dim, keepdim=True).log()
+    logs = shifted - shifted.exp().sum(dim, keepdim=True).log()
+    return logs if torch.is_autocast_enabled(x.device.type) else logs.to(low)
 
 
 @rule("softmax")
@@ -102,14 +107,18 @@ def softmax(func: Any, x: Tensor, dim: int, *args: Any, **kwargs: Any) -> Any:
     if dim not in getattr(x, "cuts", ()):
         return along(func, x, dim, *args, **kwargs)
     x = x if dtype is None else x.to(dtype)
+    low, x = x.dtype, x.to(torch.promote_types(x.dtype, torch.float32))
     raised = (x - largest(x, dim)).exp()
-    return raised / raised.sum(dim, keepdim=True)
+    shares = raised / raised.sum(dim, keepdim=True)
+    return shares if torch.is_autocast_enabled(x.device.type) else shares.to(low)
 
 
 def largest(x: Divided, dim: int) -> Tensor:
     """Along a divided dimension; without a gradient."""
     cut = x.cuts[dim]
     most = cut.line.summed(x.local.detach().amax(dim, keepdim=True), "MAX")
+    if cut.line.planning is not None:
+        cut.line.planning.summed(most)
     return divided(most, {at: each for at, each in x.cuts.items() if at != dim})
 
 
@@ -119,16 +128,20 @@ def gather(func: Any, x: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Any:
     if not isinstance(x, Divided) or set(x.cuts) != {dim % x.dim()} or isinstance(index, Divided) or kwargs:
         return UNKNOWN
     dim %= x.dim()
-    here = local_places(x.cuts[dim], index.device)[index]
+    here = local_places(x.cuts[dim], index)[index]
     # by places along all dimensions: the backward of torch's own gather keeps all that it took from
     places = [here.clamp(min=0) if at == dim else torch.arange(size, device=index.device).view(
         [-1 if each == at else 1 for each in range(x.dim())]) for at, size in enumerate(index.shape)]
     return x.cuts[dim].line.added(x.local[tuple(places)].masked_fill(here < 0, 0))
 
 
-def local_places(cut: Cut, device: torch.device) -> Tensor:
-    """Of every element of a dimension, where it is in this rank's piece; -1: it is not."""
+def local_places(cut: Cut, index: Tensor) -> Tensor:
+    """Of every element of a dimension, where it is in this rank's piece; -1: it is not. index: of elements. Raises IndexError
+    where there is none of it, as torch does, also below 0."""
+    device = index.device
     places = torch.full((cut.pieces.size,), -1, dtype=torch.int64, device=device)
+    if not isinstance(index, FakeTensor) and index.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(places):
+        raise IndexError(f"index {int(index.min())} to {int(index.max())} is out of range of 0 to {len(places) - 1}")
     start = 0
     for each in cut.pieces.ranges(cut.line.rank):
         places[each.start:each.stop] = torch.arange(start, start + len(each), device=device)
@@ -147,7 +160,7 @@ def embedding(func: Any, weight: Tensor, indices: Tensor, padding_idx: int = -1,
     if 1 in weight.cuts:
         return divided(func(weight.local, indices, padding_idx), {indices.dim(): weight.cuts[1]})
     cut = weight.cuts[0]
-    places = local_places(cut, indices.device)
+    places = local_places(cut, indices)
     here = places[indices]
     padding = int(places[padding_idx]) if padding_idx >= 0 else -1
     rows = func(weight.local, here.clamp(min=0), padding).masked_fill((here < 0).unsqueeze(-1), 0)

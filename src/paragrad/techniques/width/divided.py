@@ -8,6 +8,7 @@ own Python where it is written in Python, and otherwise on the whole tensor, gat
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -42,6 +43,8 @@ OF_THE_WHOLE = frozenset((
     "element_size", "itemsize", "nbytes", "__hash__", "__len__", "is_contiguous", "stride", "is_signed", "get_device",
     "names", "is_same_size", "is_inference", "is_conj", "is_neg", "is_tensor", "result_type", "can_cast"))
 OF_THE_LOCAL = frozenset(("requires_grad", "grad_fn", "is_leaf", "_version", "output_nr", "grad"))
+OTHERWISE = {"axis": "dim", "keepdims": "keepdim"}          # torch takes both
+FIRST = {"input", "self", "tensors"}        # what a function's first argument is called
 REFUSED = {"register_hook": "puts a hook on", "retain_grad": "keeps the gradient of",
            "register_post_accumulate_grad_hook": "puts a hook on"}
 
@@ -81,7 +84,7 @@ class Divided(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, name_of(func)
+        kwargs, name = {OTHERWISE.get(key, key): value for key, value in (kwargs or {}).items()}, name_of(func)
         if name in OF_THE_WHOLE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -95,7 +98,7 @@ class Divided(Tensor):
             return own(*args, **kwargs)
         if name not in DECIDING and not any(each.cuts for each in tree_leaves((args, kwargs)) if isinstance(each, Divided)):
             return wholly(func, args, kwargs)
-        found = RULES[name](func, *args, **kwargs) if name in RULES else UNKNOWN
+        found = by_rule(name, func, args, kwargs) if name in RULES else UNKNOWN
         if found is UNKNOWN and name not in RULES and pointwise(name):
             found = RULES["each element"](func, *args, **kwargs)
         return wholly(func, args, kwargs) if found is UNKNOWN else found
@@ -113,6 +116,23 @@ class Divided(Tensor):
         return Divided(copy.deepcopy(self.local, memo), self.cuts, self.serial, self.asking)
 
 
+def by_rule(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """What the rule of that name makes of it; UNKNOWN where it does not take these arguments."""
+    if not args and (named := next((each for each in kwargs if each in FIRST), None)):
+        args, kwargs = (kwargs[named],), {key: value for key, value in kwargs.items() if key != named}
+    try:
+        if kwargs:
+            _signature(RULES[name]).bind(func, *args, **kwargs)
+    except TypeError:
+        return UNKNOWN
+    return RULES[name](func, *args, **kwargs)
+
+
+@functools.cache
+def _signature(function: Any) -> inspect.Signature:
+    return inspect.signature(function)
+
+
 def divided(local: Tensor, cuts: Cuts) -> Tensor:
     """A tensor of which this is here; a plain one where nothing is divided."""
     return Divided(local, cuts) if cuts else local
@@ -126,7 +146,7 @@ def name_of(func: Any) -> str:
 
 @functools.cache
 def pointwise(name: str) -> bool:
-    """Does torch say that the function of this name works element by element?"""
+    """Does torch say that the function of this name works element by element, and gives tensors?"""
     if name == "copy_":                 # which has no such tag
         return True
     plain = name.strip("_")
@@ -137,7 +157,8 @@ def pointwise(name: str) -> bool:
              "rfloordiv": "floor_divide", "ifloordiv": "floor_divide"}.get(plain, plain)
     found = getattr(torch.ops.aten, plain, None)
     return isinstance(found, torch._ops.OpOverloadPacket) and any(
-        torch.Tag.pointwise in getattr(found, each).tags for each in found.overloads())
+        torch.Tag.pointwise in each.tags and all(str(one.type) == "Tensor" for one in each._schema.returns)
+        for each in (getattr(found, name) for name in found.overloads()))
 
 
 # ---- functions of torch that are written in Python ---------------------------------------------------------------------------
@@ -206,8 +227,11 @@ def wholly(func: Any, args: Any, kwargs: Any) -> Any:
         return Divided(out, {}, asking=asking[0].asking, sources=tuple(sources.values()))
     if first is not None and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
         local = args[0]
+        if local.shape != first.shape:
+            raise StepFailed(f"{name} changes the shape of a value that is divided over ranks; make it another value, or train "
+                             "the model with data(n)")
         for dim, cut in first.cuts.items():
             local = piece(local, dim, cut)
-        first.__dict__["local"] = local
+        first.local.copy_(local)                # in its memory: views of it, or a module, have it too
         return first
     return out

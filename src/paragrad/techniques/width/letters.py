@@ -52,7 +52,8 @@ def spread(run: Callable[..., Any], operands: Sequence[Operand], out: Letters, c
     for line in sums:
         made = line.added(made)
     if sums and bias is not None and bias.value is not None:
-        made = made + _broadcast(fitted(bias, {letter: cut for letter, cut in cuts.items() if letter in out}), bias, out)
+        made = made + _broadcast(fitted(bias, {letter: cut for letter, cut in cuts.items() if letter in out}), bias, out,
+                                 made.dtype)
     found = {dim: cuts[letter] for dim, letter in enumerate(out) if letter in cuts}
     return tree_map_only(Tensor, lambda each: divided(each, found), made) if found else made
 
@@ -65,11 +66,11 @@ def _divide(operands: Sequence[Operand], columns: Sequence[tuple[int, Hashable]]
             return
 
 
-def _broadcast(tensor: Tensor | None, bias: Operand, out: Letters) -> Any:
-    """A bias in the dimensions of the result."""
+def _broadcast(tensor: Tensor | None, bias: Operand, out: Letters, dtype: torch.dtype) -> Any:
+    """A bias in the dimensions of the result, and its type (under autocast)."""
     assert tensor is not None
     after = len(out) - 1 - out.index(bias.letters[-1])
-    return tensor.view(*tensor.shape, *(1 for _ in range(after)))
+    return tensor.view(*tensor.shape, *(1 for _ in range(after))).to(dtype)
 
 
 def _kept(operands: Sequence[Operand], out: Letters, first: bool) -> dict[Hashable, Cut]:
@@ -181,30 +182,35 @@ def linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None)
 
 
 @rule("addmm", "addmv", decides=True)
-def addmm(func: Any, input: Tensor, first: Tensor, second: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+def addmm(func: Any, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
     if (beta, alpha) != (1, 1) or func.__name__ == "addmv":
-        return beta * input + alpha * (first @ second)
+        return _added(input, mat1 @ mat2, beta, alpha)
 
     def run(a: Tensor, b: Tensor, c: Tensor | None) -> Tensor:
         return torch.mm(a, b) if c is None else torch.addmm(c, a, b)
-    return spread(run, [Operand(first, "ri"), Operand(second, "io")], "ro", [(1, "o")],
+    return spread(run, [Operand(mat1, "ri"), Operand(mat2, "io")], "ro", [(1, "o")],
                   bias=Operand(input, "ro"[2 - input.dim():]))
 
 
 @rule("baddbmm", decides=True)
-def baddbmm(func: Any, input: Tensor, first: Tensor, second: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
-    return beta * input + alpha * torch.bmm(first, second)
+def baddbmm(func: Any, input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    return _added(input, torch.bmm(batch1, batch2), beta, alpha)
+
+
+def _added(input: Tensor, product: Tensor, beta: float, alpha: float) -> Tensor:
+    """Where beta is 0 torch does not look at the input, which may be empty memory."""
+    return alpha * product if beta == 0 else beta * input.to(product.dtype) + alpha * product
 
 
 @rule("matmul", "__matmul__", "mm", "bmm", "mv", "dot", decides=True)
-def matmul(func: Any, first: Tensor, second: Tensor) -> Any:
-    dims = max(first.dim(), second.dim(), 2)
+def matmul(func: Any, input: Tensor, other: Tensor) -> Any:
+    dims = max(input.dim(), other.dim(), 2)
 
     def letters(tensor: Tensor, own: tuple[str, str]) -> Letters:
         return (*range(dims - tensor.dim(), dims - 2), *own) if tensor.dim() > 1 else ("k",)
-    one, two = letters(first, ("r", "k")), letters(second, ("k", "c"))
-    out = (*range(dims - 2), *(["r"] if first.dim() > 1 else []), *(["c"] if second.dim() > 1 else []))
-    return spread(torch.matmul, [Operand(first, one), Operand(second, two)], out, [(1, "c")] if second.dim() == 2 else ())
+    one, two = letters(input, ("r", "k")), letters(other, ("k", "c"))
+    out = (*range(dims - 2), *(["r"] if input.dim() > 1 else []), *(["c"] if other.dim() > 1 else []))
+    return spread(torch.matmul, [Operand(input, one), Operand(other, two)], out, [(1, "c")] if other.dim() == 2 else ())
 
 
 @rule("__rmatmul__", decides=True)

@@ -116,6 +116,7 @@ class Line:
         self.copies.clear()
 
 
+# each is the other's adjoint, so that a backward has a backward (forces, gradient penalties)
 class Copied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
@@ -124,17 +125,18 @@ class Copied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return ctx.line.summed(gradients[0]), None
+        return Summed.apply(gradients[0], ctx.line), None
 
 
 class Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
+        ctx.line = line
         return line.summed(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0], None
+        return Copied.apply(gradients[0], ctx.line), None
 
 
 class Sliced(torch.autograd.Function):
@@ -145,7 +147,7 @@ class Sliced(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return ctx.line.together(gradients[0], ctx.dim, ctx.pieces), None, None, None
+        return Gathered.apply(gradients[0], ctx.dim, ctx.pieces, ctx.line), None, None, None
 
 
 class Gathered(torch.autograd.Function):
@@ -156,4 +158,4 @@ class Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return ctx.line.piece(gradients[0], ctx.dim, ctx.pieces), None, None, None
+        return Sliced.apply(gradients[0], ctx.dim, ctx.pieces, ctx.line), None, None, None

@@ -80,7 +80,7 @@ def _ranges(pieces: Pieces) -> tuple[tuple[range, ...], ...]:
         grain = block.size // block.grains
         found.append([range(start + part.start * grain, start + part.stop * grain)
                       for part in evenly(block.grains, pieces.ranks)])
-    return tuple(zip(*found, strict=True))
+    return tuple(zip(*found, strict=True)) if found else ((),) * pieces.ranks
 
 
 def evenly_divided(size: int, ranks: int, origin: str | None = None) -> Pieces:

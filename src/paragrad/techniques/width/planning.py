@@ -243,6 +243,10 @@ def _planned(model: nn.Module, example: Any, ranks: int, gathers: bool) -> Plan:
         if (planning.after(), planning.made) == (blocks, made):
             break
         blocks, made = planning.after(), planning.made
+    else:                                               # what goes back and forth is on every rank
+        blocks |= dict.fromkeys({*made, *(wish.origin[0] for wish in planning.wishes)})
+        planning = Planning(model, ranks, blocks, gathers)
+        planning.run(example)
     names = {name: tuple(each.shape) for name, each in [*model.named_parameters(), *model.named_buffers()]}
     return Plan(ranks, gathers, {name: (dim, pieces.blocks) for name, (dim, pieces) in planning.chosen.items()},
                 planning.roles, names, tuple(planning.notes),

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
-from paragrad.techniques.width.divided import RULES, UNKNOWN, Cut, Divided, divided, piece, rule
+from paragrad.techniques.width.divided import UNKNOWN, Cut, Divided, divided, piece, rule
 from paragrad.techniques.width.letters import Operand, spread
 from paragrad.techniques.width.pieces import Block, Pieces, evenly_divided, reshaped, to_cut_at
 
@@ -175,7 +174,9 @@ def chunk(func: Any, x: Divided, chunks: int, dim: int = 0) -> Any:
 
 @rule("narrow")
 def narrow(func: Any, x: Divided, dim: int, start: Any, length: int) -> Any:
-    return x[(slice(None),) * (dim % x.dim()) + (slice(int(start), int(start) + length),)]
+    dim, start = dim % x.dim(), int(start)
+    start += x.shape[dim] if start < 0 else 0
+    return x[(slice(None),) * dim + (slice(start, start + length),)]
 
 
 @rule("select")
@@ -229,10 +230,12 @@ def _item(x: Divided, items: list[Any], wide: int) -> Any:
             if not isinstance(item, slice) or step != 1:
                 _wish_apart(x, old)
                 return UNKNOWN
+            if stop <= start:
+                return UNKNOWN
             if (start, stop) != (0, x.shape[old]):
                 slices = taken(x, old, sorted({0, start, max(start, stop), x.shape[old]}))
                 return UNKNOWN if slices is None else slices[1 if start else 0][tuple(
-                    slice(None) if each is item else each for each in items)]
+                    slice(None) if at == len(found) else each for at, each in enumerate(items))]
             to[old], item, new = new, slice(None), new + 1
         else:
             new += isinstance(item, slice)
@@ -290,29 +293,3 @@ def cat(func: Any, tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> An
 def stack(func: Any, tensors: Sequence[Tensor], dim: int = 0, **kwargs: Any) -> Any:
     dim %= tensors[0].dim() + 1
     return torch.cat([each.unsqueeze(dim) for each in tensors], dim) if not kwargs else UNKNOWN
-
-
-# ---- the same elements, or as many -------------------------------------------------------------------------------------------
-def the_same(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The type, the device, the memory are others."""
-    if not isinstance(x, Divided):
-        return UNKNOWN
-    leaves, _ = tree_flatten((args, kwargs))
-    if any(isinstance(each, Tensor) for each in leaves):
-        if func.__name__ not in ("to", "type_as"):
-            return UNKNOWN
-        return x.to(args[0].dtype)
-    made = func(x.local, *args, **kwargs)
-    return x if made is x.local else divided(made, x.cuts)
-
-
-RULES.update(dict.fromkeys((
-    "clone", "contiguous", "detach", "to", "float", "double", "half", "bfloat16", "long", "int", "bool", "type", "type_as",
-    "cpu", "cuda", "requires_grad_", "data", "alias", "zeros_like", "ones_like", "empty_like", "full_like", "zero_", "fill_",
-    "detach_", "positive"), the_same))
-
-
-@rule("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
-def new(func: Any, x: Divided, *args: Any, **kwargs: Any) -> Any:
-    """Plain, of the same type and device."""
-    return func(x.local, *args, **kwargs)

@@ -12,7 +12,7 @@ from paragrad.errors import StepFailed
 from paragrad.strategies.tensor import Tensor as Strategy
 from paragrad.techniques.cut import Share
 from paragrad.techniques.layout import Held
-from paragrad.techniques.width import account, along, channels, letters, shapes  # noqa: F401 -- the rules
+from paragrad.techniques.width import account, along, channels, kinds, letters, shapes  # noqa: F401 -- the rules
 from paragrad.techniques.width.around import asked, members
 from paragrad.techniques.width.divided import Divided
 from paragrad.techniques.width.pairs import Line
@@ -91,7 +91,9 @@ class Split:
     @contextlib.contextmanager
     def over(self) -> Iterator[None]:
         self.line.sent = 0
-        with asked(), members(self.pieces):
-            yield
-        self.line.let_go()
-        self.sent = self.line.sent
+        try:
+            with asked(), members(self.pieces):
+                yield
+        finally:
+            self.line.let_go()
+            self.sent = self.line.sent
