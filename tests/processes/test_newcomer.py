@@ -49,7 +49,8 @@ WANTS = {
 
 
 LONG = {"work.md", "simulate.md", "own_all_reduce.md", "coming_from_ddp.md", "resume.md", "timeline.md", "memory.md",
-        "halving.md", "butterfly.md", "two_level.md", "direct.md", "ring.md", "ring_async.md", "place.md"}     # in `make table`
+        "halving.md", "butterfly.md", "two_level.md", "direct.md", "ring.md", "ring_async.md", "place.md",
+        "double_tree.md", "tensor.md", "exact.md", "your_data.md"}     # in `make table`
 
 
 def told(page: Path) -> list[tuple[str, str]]:
