@@ -22,7 +22,7 @@ def found(pool: Ranks, row: str, job: pg.Job, steps: int = STEPS) -> Any:
     return answers[0]
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("row", "column"), WIDE)
 def test_it_is_the_same_training(pool: Ranks, row: str, column: str) -> None:
     assert found(pool, row, JOBS[column], BRIEF).value <= 1e-10
