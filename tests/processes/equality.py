@@ -19,14 +19,25 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, TensorDataset
 
 from paragrad import Job
+from paragrad.report.certificate import Difference
 from paragrad.strategies.strategy import Here, Strategy
 from paragrad.strategies.table import resolve, strategy
+from paragrad.verbs.lockstep import STEPS, difference
+from paragrad.world.launching import Ranks
 
 
 def resolved(text: str) -> Strategy:
     """A strategy as ranks of this host run it; in shared memory only where that was asked for."""
     here = Here(2, backend="shm")
     return resolve(strategy(text), replace(here, unshared=None) if "shared_memory" in text else here)
+
+
+def found(pool: Ranks, row: str, job: Job, steps: int = STEPS) -> Difference:
+    """What every rank of a strategy says of its difference from serial."""
+    chosen = resolved(row)
+    answers = pool.run(functools.partial(difference, steps=steps), job, chosen, size=chosen.size)
+    assert all(answer == answers[0] for answer in answers)
+    return answers[0]                           # type: ignore[no-any-return]
 
 
 def numbers(*shape: int, seed: int) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import partial
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from equality import (
     VECTORS,
     covering,
     covering_rows,
+    found,
     mlp,
     parts_cells,
     resolved,
@@ -46,10 +46,7 @@ BOUND = 1e-10       # float64
 
 
 def checked(pool: Ranks, text: str, job: Job, steps: int = BRIEF) -> Difference:
-    chosen = resolved(text)
-    answers = pool.run(partial(difference, steps=steps), job, chosen, size=chosen.workers)
-    assert all(answer == answers[0] for answer in answers)
-    return answers[0]
+    return found(pool, text, job, steps)
 
 
 @pytest.mark.parametrize(("row", "column", "workers"), covering(), ids=str)

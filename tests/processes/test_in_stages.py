@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import traceback
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from equality import BRIEF, JOBS, MODULES, TOO_FEW, VECTORS, covering_parts, mlp, numbers, parts_cells, resolved, whole
+from equality import BRIEF, JOBS, MODULES, TOO_FEW, VECTORS, covering_parts, found, mlp, numbers, parts_cells, resolved, whole
 from equality import job as make_job
 from odd_stages import ODD, SeenSamples, Shared
 from torch import Tensor, nn
@@ -28,18 +27,10 @@ from paragrad.techniques.model_parallel import split
 from paragrad.techniques.model_parallel.flow import SHAPES, Flow
 from paragrad.techniques.model_parallel.units import units_of
 from paragrad.training.trainer import Trainer
-from paragrad.verbs.lockstep import STEPS, difference
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
 pytestmark = pytest.mark.usefixtures("warm")
-
-
-def found(pool: Ranks, row: str, job: pg.Job, steps: int = STEPS) -> Any:
-    chosen = resolved(row)
-    answers = pool.run(partial(difference, steps=steps), job, chosen, size=chosen.size)
-    assert all(answer == answers[0] for answer in answers)
-    return answers[0]
 
 
 @pytest.mark.parametrize(("row", "column"), sorted(covering_parts()))

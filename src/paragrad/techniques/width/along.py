@@ -39,7 +39,7 @@ def reduced(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 RULES.update(dict.fromkeys((
-    "sum", "mean", "amax", "amin", "max", "min", "prod", "var", "std", "var_mean", "std_mean", "logsumexp", "all", "any",
+    "sum", "mean", "amax", "amin", "max", "min", "prod", "var_mean", "std_mean", "logsumexp", "all", "any",
     "argmax", "argmin", "median", "nansum", "nanmean", "count_nonzero"), reduced))
 
 
@@ -51,21 +51,20 @@ def deviation(func: Any, x: Tensor, dim: Any = None, *args: Any, **kwargs: Any) 
 
 
 # ---- along a dimension -------------------------------------------------------------------------------------------------------
-AT = {"softmax": 0, "log_softmax": 0, "cumsum": 0, "cumprod": 0, "logcumsumexp": 0, "cummax": 0, "cummin": 0, "sort": 0,
-      "argsort": 0, "topk": 1, "kthvalue": 1, "glu": 0, "flip": 0, "roll": 1, "diff": 1, "unfold": 0, "gather": 0, "tril": None,
-      "triu": None, "vector_norm": 1, "linalg_vector_norm": 1}
+LAST_TWO = "the last two dimensions"
+ALONG: dict[str, tuple[int, Any]] = {           # where the dimension stands after the first argument, and which it is otherwise
+    **dict.fromkeys(("softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "flip"), (0, None)),
+    **dict.fromkeys(("sort", "argsort", "glu"), (0, -1)), **dict.fromkeys(("topk", "kthvalue", "diff"), (1, -1)),
+    "roll": (1, None), "tril": (1, LAST_TWO), "triu": (1, LAST_TWO)}
 
 
 def along(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Along dimensions that are not divided. As many dimensions come out."""
-    at = AT[func.__name__]
+    place, otherwise = ALONG[func.__name__]
     if not isinstance(x, Divided) or any(isinstance(each, Tensor) for each in (*args, *kwargs.values())):
         return UNKNOWN
-    default: Any = -1 if func.__name__ in ("sort", "argsort", "topk", "kthvalue", "glu", "diff") else None
-    dim = (-2, -1) if at is None else kwargs.get("dim", kwargs.get("dims", kwargs.get("dimension", args[at] if len(args) > at
-                                                                                      else default)))
-    if func.__name__ == "flip" and all(isinstance(each, int) for each in args):
-        dim = args or dim
+    given = args if func.__name__ == "flip" and len(args) > 1 else args[place] if len(args) > place else otherwise
+    dim = (-2, -1) if otherwise == LAST_TWO else kwargs.get("dim", kwargs.get("dims", given))
     if dim is None or isinstance(dim, bool):
         return UNKNOWN
     if any(each % x.dim() in x.cuts for each in ([dim] if isinstance(dim, int) else dim)):
@@ -74,7 +73,7 @@ def along(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     return tree_map_only(Tensor, lambda each: divided(each, x.cuts), made)
 
 
-RULES.update(dict.fromkeys([name for name in AT if "norm" not in name and name != "unfold"], along))
+RULES.update(dict.fromkeys(ALONG, along))
 
 
 @rule("vector_norm", "linalg_vector_norm")
@@ -88,29 +87,19 @@ def vector_norm(func: Any, x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bo
 
 
 # ---- the vocabulary ----------------------------------------------------------------------------------------------------------
-@rule("log_softmax")
-def log_softmax(func: Any, x: Tensor, dim: int, *args: Any, **kwargs: Any) -> Any:
-    """Over a divided dimension by the largest and the sum of all ranks."""
+@rule("softmax", "log_softmax")
+def softmax(func: Any, x: Tensor, dim: int, *args: Any, **kwargs: Any) -> Any:
+    """Over a divided dimension by the largest and the sum of all ranks; of low types in float32, as autocast has it."""
     dim, dtype = dim % x.dim(), kwargs.get("dtype", args[0] if args else None)
     if dim not in getattr(x, "cuts", ()):
         return along(func, x, dim, *args, **kwargs)
     x = x if dtype is None else x.to(dtype)
     low, x = x.dtype, x.to(torch.promote_types(x.dtype, torch.float32))
     shifted = x - largest(x, dim)
-    logs = shifted - shifted.exp().sum(dim, keepdim=True).log()
-    return logs if torch.is_autocast_enabled(x.device.type) else logs.to(low)
-
-
-@rule("softmax")
-def softmax(func: Any, x: Tensor, dim: int, *args: Any, **kwargs: Any) -> Any:
-    dim, dtype = dim % x.dim(), kwargs.get("dtype", args[0] if args else None)
-    if dim not in getattr(x, "cuts", ()):
-        return along(func, x, dim, *args, **kwargs)
-    x = x if dtype is None else x.to(dtype)
-    low, x = x.dtype, x.to(torch.promote_types(x.dtype, torch.float32))
-    raised = (x - largest(x, dim)).exp()
-    shares = raised / raised.sum(dim, keepdim=True)
-    return shares if torch.is_autocast_enabled(x.device.type) else shares.to(low)
+    raised = shifted.exp()
+    total = raised.sum(dim, keepdim=True)
+    found = raised / total if func.__name__ == "softmax" else shifted - total.log()
+    return found if torch.is_autocast_enabled(x.device.type) else found.to(low)
 
 
 def largest(x: Divided, dim: int) -> Tensor:

@@ -7,6 +7,7 @@ own Python where it is written in Python, and otherwise on the whole tensor, gat
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import types
@@ -112,8 +113,7 @@ class Divided(Tensor):
         return f"Divided({tuple(self.shape)}, here {tuple(self.local.shape)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Divided:
-        import copy
-        return Divided(copy.deepcopy(self.local, memo), self.cuts, self.serial, self.asking)
+        return Divided(copy.deepcopy(self.local, memo), self.cuts, self.serial, self.asking, self.sources)
 
 
 def by_rule(name: str, func: Any, args: Any, kwargs: Any) -> Any:
