@@ -35,7 +35,44 @@ def test_digits_on_the_gpu_is_digits_on_the_cpu(text: str, tmp_path: Path) -> No
     assert here.audit.missed == here.audit.twice == 0
 
 
-@pytest.mark.parametrize("text", ["data(2, reduce=ring)", "data(2, reduce=butterfly)", "data(2)"])
+class Attending(nn.Module):
+    """Heads, dropout of scores and of values, a norm of whole features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(8, 12)
+        self.attention = nn.MultiheadAttention(12, 3, dropout=0.2, batch_first=True)
+        self.norm, self.dropout, self.out = nn.LayerNorm(12), nn.Dropout(0.1), nn.Linear(96, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.into(x.view(-1, 8, 8))
+        x = self.norm(x + self.attention(x, x, x, need_weights=False)[0])
+        return self.out(self.dropout(x).flatten(1))                 # type: ignore[no-any-return]
+
+
+def convolving() -> nn.Module:
+    return nn.Sequential(nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(),
+                         nn.Dropout2d(0.2), nn.Conv2d(6, 4, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Dropout(0.1),
+                         nn.Linear(36, 10))
+
+
+MODELS = {"normed": normed, "attending": Attending, "convolving": convolving}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("text", ["tensor(2)", "tensor(3)", "data(2) * tensor(2)", "place(2)", "pipeline(2, micro=2)",
+                                  "pipeline(2, micro=2, schedule=zero_bubble)", "tensor(2) * pipeline(2, micro=2)"])
+def test_a_cut_model_on_the_gpu_is_one_on_the_cpu(text: str, model: str, tmp_path: Path) -> None:
+    """Also what dropout draws: by the element of the whole tensor, on either."""
+    job = DIGITS.replace(model=MODELS[model], name=model, epochs=1, dtype=torch.float64)
+    here = pg.train(job, text, runs=tmp_path, device="cuda", check=True)
+    there = pg.train(job, "serial(micro=2)" if "micro=2" in text else "serial", runs=tmp_path)      # statistics of each
+    assert here.header["device"] == "cuda"
+    assert here.losses == pytest.approx(there.losses, rel=1e-9)
+
+
+@pytest.mark.parametrize("text", ["data(2, reduce=ring)", "data(2, reduce=butterfly)", "data(2)", "tensor(2)",
+                                  "pipeline(2, micro=2)"])
 def test_verify_on_the_gpu(text: str, tmp_path: Path) -> None:
     for job in (DIGITS, DIGITS.replace(model=normed, name="normed")):
         certificate = pg.verify(job, text, runs=tmp_path, device="cuda")

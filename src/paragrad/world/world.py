@@ -127,13 +127,14 @@ class World:
         """
         return replace(self, axes=grid(axes, self.size))
 
-    def along(self, names: str | Collection[str]) -> World:
+    def along(self, names: str | Collection[str], through_host: bool = False) -> World:
         """The ranks that differ from this one along this axis, or these, alone; in the order they have here. Collective.
 
-        A group of its own for every call: its messages meet no others.
+        A group of its own for every call: its messages meet no others. through_host: over gloo where GPUs have NCCL, which
+        plays no schedules of ours.
         """
         names = {names} if isinstance(names, str) else set(names)
-        found = self.among(lines(self.axes, names))
+        found = self.among(lines(self.axes, names), self._host(through_host))
         assert found is not None                        # every rank stands on a line
         return replace(found, axes=tuple(axis for axis in self.axes if axis.name in names))
 
@@ -168,15 +169,16 @@ class World:
         return found
 
     def twin(self, through_host: bool = False) -> World:
-        """The same ranks over a process group of its own, so that its messages meet no others. Collective.
-
-        through_host: over gloo where GPUs have NCCL, which plays no schedules of ours.
-        """
+        """The same ranks over a process group of its own, so that its messages meet no others; through_host as `along` has it.
+        Collective."""
         if self.size == 1:
             return self
-        found = self.among([range(self.size)], "gloo" if through_host and self.backend == "nccl" else None)
+        found = self.among([range(self.size)], self._host(through_host))
         assert found is not None
         return replace(found, axes=self.axes)
+
+    def _host(self, wanted: bool) -> str | None:
+        return "gloo" if wanted and self.backend == "nccl" else None
 
     def _group(self, ranks: Sequence[int], backend: str | None) -> Any:
         """A process group of some of this world's ranks, on those; all ranks of this world call it.

@@ -18,8 +18,8 @@ ALIGNED = 16            # bytes at which each tensor of a message begins
 
 
 class Messages(Mapping[Slot, Tensor]):
-    """What travels, as bytes: all tensors that cross between two parts in one message, from when it is put together or awaited
-    until it is forgotten. alive: counts them."""
+    """What travels, as bytes where the backend takes them from: all tensors that cross between two parts in one message, from
+    when it is put together or awaited until it is forgotten. alive: counts them."""
 
     def __init__(self, plans: list[Plan], line: World, alive: Alive | None = None) -> None:
         self.plans, self.line, self.alive = plans, line, alive
@@ -34,7 +34,7 @@ class Messages(Mapping[Slot, Tensor]):
         if slot not in self.made:
             crossing = self.crossing(slot)
             size = sum(map(_room, crossing)) + (_aligned(len(crossing)) if back(slot) else 0)
-            self.made[slot] = torch.empty(size, dtype=torch.uint8, device=self.line.device)
+            self.made[slot] = torch.empty(size, dtype=torch.uint8, device=self.line.carrier)
             if self.alive is not None:
                 self.held[slot] = self.alive.hold(self.made[slot])
         return self.made[slot]
@@ -48,12 +48,12 @@ class Messages(Mapping[Slot, Tensor]):
             self._there(slot).copy_(torch.tensor([tensor is not None for tensor in tensors]))
 
     def read(self, slot: Slot) -> list[Tensor]:
-        """The tensors of a message."""
-        return list(self._views(slot))
+        """The tensors of a message, on the rank's device."""
+        return [each.to(self.line.device) for each in self._views(slot)]
 
     def gradients(self, slot: Slot) -> list[Tensor | None]:
         """Those of a message that goes back; None where there is none."""
-        return [tensor if there else None for tensor, there in zip(self._views(slot), self._there(slot).tolist(), strict=True)]
+        return [tensor if there else None for tensor, there in zip(self.read(slot), self._there(slot).tolist(), strict=True)]
 
     def _there(self, slot: Slot) -> Tensor:
         """Of each tensor, is it there? At the end of the message."""

@@ -76,7 +76,7 @@ class InStages(Passes):
         part = within.module.model
         assert isinstance(part, Part)
         self.part, self.strategy = part, strategy
-        self.line = within.world.along(strategy.name)
+        self.line = within.world.along(strategy.name, through_host=True)
         self.stages = part.flow.last + 1
         self.in_flight = strategy.pipelined.micro
         self.ending = False                         # the last backward of this rank is under way
