@@ -140,8 +140,8 @@ def test_refused_with_the_repair(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", [
-    "spatial(2)", "branch(2)", "server(2)", "local(2)", "federated(2)",
-    "data(2) * spatial(2)", "data(2, compress=top_k(0.01))", "data(2, shares=auto)",
+    "branch(2)", "server(2)", "local(2)", "federated(2)",
+    "data(2) * branch(2)", "data(2, compress=top_k(0.01))", "data(2, shares=auto)",
     "data(2, dense=tensor)"])
 def test_known_by_name_and_refused_as_not_built(text: str) -> None:
     with pytest.raises(Refused, match="known and not built yet"):

@@ -9,10 +9,11 @@ from paragrad.schedules.all_reduce import AllReduce as AllReduce
 from paragrad.strategies.data import ALGORITHMS, Data, Native
 from paragrad.strategies.pipeline import Pipeline, Place
 from paragrad.strategies.serial import Serial
+from paragrad.strategies.spatial import Spatial
 from paragrad.strategies.strategy import Here, Plan, Product, factors_of
 from paragrad.strategies.strategy import Strategy as Strategy
 from paragrad.strategies.tensor import Tensor
-from paragrad.strategies.unbuilt import Branch, Federated, Local, Server, Spatial
+from paragrad.strategies.unbuilt import Branch, Federated, Local, Server
 
 STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (
     Serial, Data, Tensor, Spatial, Branch, Place, Pipeline, Server, Local, Federated)}         # ours

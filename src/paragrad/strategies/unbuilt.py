@@ -19,22 +19,6 @@ class Unbuilt(Strategy, Planned, abstract=True):
         return Promise()
 
 
-class Spatial(Unbuilt):
-    """The image split, with halo exchange (Dryden et al. 2019)."""
-    rows: int = option(Integer())
-    columns: int = option(Integer(), default=1)
-    dense: str = option(Word("same", "tensor"), default="same")
-    batch_norm: str = option(Word("whole", "share"), default="whole")
-
-    @property
-    def workers(self) -> int:
-        return self.rows * self.columns
-
-    @property
-    def promise(self) -> Promise:
-        return Promise(exact=self.batch_norm == "whole")
-
-
 class Branch(Unbuilt):
     """Independent sub-networks on ranks of their own (Krizhevsky et al. 2012)."""
     workers: int = option(Integer())

@@ -9,6 +9,7 @@ weight 0) counts nothing, and nothing flows back through that sample.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -30,21 +31,33 @@ PLAIN: Callable[..., Tensor] = torch.batch_norm
 INSTANCES: Callable[..., Tensor] = torch.instance_norm
 VERIFY: Callable[..., None] = functional._verify_batch_size         # type: ignore[attr-defined]
 FEW = "Expected more than 1 value per channel when training"               # torch's sentence
+_beside: tuple[World, ...] = ()
 REPAIR = "a micro-batch of one sample has no variance: give fewer micro-batches, or another batch size"
+
+
+@contextmanager
+def beside(worlds: tuple[World, ...]) -> Iterator[None]:
+    """Around a batch norm of a part of each sample: the ranks along these lines have the others."""
+    global _beside
+    before, _beside = _beside, worlds
+    try:
+        yield
+    finally:
+        _beside = before
 
 
 class BatchNorm:
     """A context manager around forward and backward (where checkpoints run forwards again) of a micro-batch.
 
     In a world of one, and with `own`, each rank takes its own statistics (with more than one rank, not the serial training);
-    count(bytes) is told what is gathered otherwise. computed: a batch norm was computed in training.
+    count(bytes, ranks) is told what is gathered otherwise, and among how many. computed: a batch norm was computed in training.
     """
 
-    def __init__(self, world: World, model: nn.Module, count: Callable[[int], None], own: bool = False,
+    def __init__(self, world: World, model: nn.Module, count: Callable[[int, int], None], own: bool = False,
                  samples: int = 0) -> None:
         self.world, self.model, self.count = world, model, count
         self.samples = samples              # of the present micro-batch on this rank; 0: one runs, and counts for nothing
-        self.alone = own or world.size == 1
+        self.own, self.alone = own, own or world.size == 1
         self.looks = False
         self.computed = False
         self.compiled = False                       # by torch.compile, whose graphs do not come here again
@@ -127,7 +140,7 @@ class BatchNorm:
         inside = self.samples > 1 and _inside(input, weight)
         if self.looks:
             self.inside |= {number} if inside else set()
-        elif self.alone:
+        elif self.alone and (self.own or not _beside):
             if self.samples == 0 and running_mean is not None:
                 return plain(False)                 # an empty part changes no statistics
         elif number not in self.inside:
@@ -139,7 +152,8 @@ class BatchNorm:
 
     def _whole(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
                running_var: Tensor | None, momentum: float, eps: float, plain: Callable[[bool], Tensor]) -> Tensor:
-        number, mean, m2 = merged(self.gathered(_moments(x.detach(), counted=self.samples > 0)))
+        gather = functools.partial(self.gathered, worlds=_beside)
+        number, mean, m2 = merged(gather(_moments(x.detach(), counted=self.samples > 0)))
         if number == 0:                 # the part of every rank is empty
             return plain(running_mean is None)
         if number == 1:
@@ -150,12 +164,19 @@ class BatchNorm:
             running_var.lerp_((m2 / (number - 1)).to(running_var.dtype), momentum)
         inverse = (m2 / number + eps).rsqrt()
         wide = x.to(torch.promote_types(x.dtype, torch.float32))        # bfloat16 under autocast: computed as torch does
-        normal = Normalise.apply(wide, weight, bias, mean.to(wide.dtype), inverse.to(wide.dtype), number, self)
+        normal = Normalise.apply(wide, weight, bias, mean.to(wide.dtype), inverse.to(wide.dtype), number, gather,
+                                 self.samples == 0)
         return normal.to(x.dtype)
 
-    def gathered(self, tensor: Tensor) -> list[Tensor]:
-        self.count(tensor.numel() * tensor.element_size())
-        return self.ranks.gathered(tensor)
+    def gathered(self, tensor: Tensor, worlds: tuple[World, ...] = ()) -> list[Tensor]:
+        """What all ranks have, along each of the worlds and then over all replicas."""
+        for world in worlds:
+            self.count(tensor.nbytes, world.size)
+            tensor = torch.stack(world.gathered(tensor))
+        if not self.alone:
+            self.count(tensor.nbytes, self.ranks.size)
+            tensor = torch.stack(self.ranks.gathered(tensor))
+        return list(tensor.reshape(-1, tensor.shape[-1])) if worlds or not self.alone else [tensor]
 
 
 def _compiled_before(model: nn.Module) -> bool:
@@ -224,11 +245,11 @@ class Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, inverse: Tensor,
-                number: float, whole: BatchNorm) -> Tensor:
+                number: float, gather: Callable[[Tensor], list[Tensor]], empty: bool) -> Tensor:
         shape = [1, -1] + [1] * (x.dim() - 2)
         normal = (x - mean.view(shape)) * inverse.view(shape)
         ctx.save_for_backward(normal, weight, inverse)
-        ctx.number, ctx.whole, ctx.shape, ctx.empty = number, whole, shape, whole.samples == 0
+        ctx.number, ctx.gather, ctx.shape, ctx.empty = number, gather, shape, empty
         result = normal if weight is None else normal * weight.view(shape)
         return result if bias is None else result + bias.view(shape)
 
@@ -243,11 +264,11 @@ class Normalise(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             # d loss / d x: the direct part, less what flows through mean and variance, which all ranks' x share
             scale = inverse if weight is None else inverse * weight
-            sums = torch.stack(ctx.whole.gathered(torch.stack([for_bias, for_weight]).double())).sum(0) / ctx.number
-            through_mean, through_variance = (part.to(gradient.dtype).view(ctx.shape) for part in sums)
+            sums = torch.stack(ctx.gather(torch.cat([for_bias, for_weight]).double())).sum(0) / ctx.number
+            through_mean, through_variance = (part.to(gradient.dtype).view(ctx.shape) for part in sums.chunk(2))
             if ctx.empty:
                 for_x = torch.zeros_like(gradient)
             else:
                 for_x = (gradient - through_mean - normal * through_variance) * scale.view(ctx.shape)
         needs = ctx.needs_input_grad
-        return (for_x, for_weight if needs[1] else None, for_bias if needs[2] else None, None, None, None, None)
+        return (for_x, for_weight if needs[1] else None, for_bias if needs[2] else None, None, None, None, None, None)

@@ -27,6 +27,7 @@ TECHNIQUES = {
     "place": "paragrad.techniques.model_parallel.pipeline",
     "pipeline": "paragrad.techniques.model_parallel.pipeline",
     "tensor": "paragrad.techniques.width.tensor",
+    "spatial": "paragrad.techniques.width.spatial",
 }
 
 

@@ -52,7 +52,7 @@ def whole(module: Summed, draws: Draws, autocast: torch.dtype | None, given: Giv
     """Of a micro-batch, on a model that is not cut; nothing where nobody can look (torch.func takes no hooks)."""
     micro, inputs, target = given
     alive = Alive([*module.parameters(), *module.buffers(), *tensors_of([inputs, target])])
-    within = AllHere(World(), module, BatchNorm(World(), module.model, lambda _: None), draws, autocast)
+    within = AllHere(World(), module, BatchNorm(World(), module.model, lambda *_: None), draws, autocast)
     within.batch_norm.samples = len(micro.positions)
     try:
         with within.keyed(micro), within.batch_norm, within.casting(), alive.noting():
@@ -75,7 +75,7 @@ def passes_here(strategy: InParts, cut: Cut, module: Summed, draws: Draws, autoc
     """The passes of one worker that has all parts of a model, which is no longer what it was."""
     alone = World().with_axes((strategy.name, 1))
     share = share_of(module.model, cut, range(len(cut.parts)), alone)
-    within = AllHere(alone, module.around(share.model), BatchNorm(alone, share.model, lambda _: None),
+    within = AllHere(alone, module.around(share.model), BatchNorm(alone, share.model, lambda *_: None),
                      replace(draws, serial=share.draws), autocast)
     exchange = Alone(Replica(within.module, torch.optim.SGD(module.model.parameters(), lr=0.0)))
     return InStages(strategy, within, exchange)

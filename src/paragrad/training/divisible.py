@@ -29,7 +29,7 @@ def uncut(job: Job, data: Path | None = None) -> str | None:
 def alone(job: Job, data: Path | None = None) -> str | None:
     """Why a job's model cannot train on one sample alone, or None: a batch norm over one value for each channel."""
     model, samples = job.built_model(), job.samples(opened(job.train, data))
-    norm = batch_norm.BatchNorm(World(), model, lambda payload: None, samples=1)
+    norm = batch_norm.BatchNorm(World(), model, lambda *_: None, samples=1)
     with generators_kept(), restored(Summed(model, job.built_loss())), norm:
         try:
             called(model, brought(parted(samples[0, [0]])[0], CPU, job.parameter_dtype))

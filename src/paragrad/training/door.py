@@ -259,7 +259,7 @@ def _check_loss(job: Job, model: nn.Module, train: Dataset) -> tuple[Probe, str 
         return parted(brought(samples[0, indices[:1] * count], CPU, job.parameter_dtype))
 
     with generators_kept():
-        norm = batch_norm.BatchNorm(World(), model, lambda payload: None, samples=len(indices))
+        norm = batch_norm.BatchNorm(World(), model, lambda *_: None, samples=len(indices))
         with _casting(job), restored(module), norm:
             try:
                 probe = probed(module, part.inputs, part.target, len(indices), norm, repeated)

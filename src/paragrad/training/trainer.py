@@ -126,9 +126,9 @@ class Trainer:
         self.model = self.batch_norm.model = part.module.model
         self.parameters, self.everything = dict(self.model.named_parameters()), list(self.module.parameters())
 
-    def _count_batch_norm(self, payload: int) -> None:
+    def _count_batch_norm(self, payload: int, ranks: int) -> None:
         if self.exchange is not None:
-            self.exchange.count("batch_norm", computed_bytes("all_gather", payload, self.replicated.size), computed=True)
+            self.exchange.count("batch_norm", computed_bytes("all_gather", payload, ranks), computed=True)
 
     # ---- batches -------------------------------------------------------------------------------------------------------
     def batches(self, dataset: Dataset, batch: int, epoch: int, *, start: int = 0, loaders: int = 0) -> Iterator[Any]:

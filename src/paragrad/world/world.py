@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -84,6 +84,18 @@ class World:
         results = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(results, mine, group=self.group)
         return [result.to(tensor.device) for result in results]
+
+    def passed(self, sends: Mapping[int, Tensor], takes: Mapping[int, Tensor]) -> None:
+        """Send tensors to other ranks, and receive others from ranks into tensors, by rank, all at once."""
+        own = [each.to(self.carrier).contiguous() for each in sends.values()]
+        came = [torch.empty_like(each, device=self.carrier) for each in takes.values()]
+        works = [dist.P2POp(function, tensor, group=self.group, group_peer=peer)
+                 for function, peers, tensors in ((dist.irecv, takes, came), (dist.isend, sends, own))
+                 for peer, tensor in zip(peers, tensors, strict=True)]
+        for work in dist.batch_isend_irecv(works) if works else ():
+            work.wait()
+        for wanted, found in zip(takes.values(), came, strict=True):
+            wanted.copy_(found)
 
     def gather_into(self, every: Tensor, mine: Tensor) -> None:
         """The flat tensors of all ranks, one after another, into one of their lengths together; NCCL's on its GPU."""

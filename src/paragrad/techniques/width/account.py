@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -62,9 +63,22 @@ def told(plan: Plan, samples: int) -> list[str]:
     rows = [("layer", "numbers", "on a rank", "how", "forward", "backward"), *(
         (each.name or "the model", f"{each.numbers:,}", f"{each.here:,}", each.how, each.forward, each.backward)
         for each in layers(plan))]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["   ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     split = sum(prod(plan.shapes[name]) for name in plan.divided)
     total = sum(map(prod, plan.shapes.values()))
-    return [*lines, f"{split / max(total, 1):.1%} of {total:,} numbers are divided; forward and backward: what travels between "
-            f"ranks, and the bytes that each sends, for {samples} samples"]
+    return [*table(rows), f"{split / max(total, 1):.1%} of {total:,} numbers are divided; forward and backward: what travels "
+            f"between ranks, and the bytes that each sends, for {samples} samples"]
+
+
+def fetching(plan: Plan, samples: int) -> list[str]:
+    """Of layers that are given pieces of images, as a table in text."""
+    found = [each for each in layers(plan) if each.forward or each.backward]
+    rows = [("layer", "fetched by each rank", "forward", "backward"), *(
+        (each.name or "the model", "; ".join(note.detail for note in plan.notes if note.at == each.name and note.detail),
+         each.forward, each.backward) for each in found)]
+    return [*table(rows), "fetched: rows that come to a rank from others; forward and backward: what travels between ranks, "
+            f"and the bytes that the fullest rank sends, for {samples} samples"]
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["   ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

@@ -89,6 +89,8 @@ class Divided(Tensor):
         if name in OF_THE_WHOLE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func is torch.autograd.grad:
+            return gradients(*args, **kwargs)
         if name in OF_THE_LOCAL:
             return func(args[0].local, *args[1:])
         if name in REFUSED:
@@ -114,6 +116,15 @@ class Divided(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Divided:
         return Divided(copy.deepcopy(self.local, memo), self.cuts, self.serial, self.asking, self.sources)
+
+
+def gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """As torch.autograd.grad: with respect to a divided value they are divided as it is."""
+    given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    plain = tree_map_only(Divided, lambda x: x.local, (outputs, given, grad_outputs))
+    found = torch.autograd.grad(*plain, *args, **kwargs)
+    return tuple(divided(each, x.cuts) if isinstance(x, Divided) and each is not None else each
+                 for each, x in zip(found, given, strict=True))
 
 
 def by_rule(name: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -205,8 +216,7 @@ def whole(x: Tensor, dims: Any = None) -> Tensor:
 def piece(x: Tensor, dim: int, cut: Cut) -> Tensor:
     """Of a plain tensor what this rank has."""
     if x.requires_grad and torch.is_grad_enabled():
-        if cut.line.planning is not None:
-            cut.line.planning.noted("sliced", "all_gather", -(-x.nbytes // cut.line.size))
+        cut.line.note("sliced", -(-x.nbytes // cut.line.size))
         return Sliced.apply(x, dim, cut.pieces, cut.line)           # type: ignore[no-any-return]
     return cut.line.piece(x, dim, cut.pieces)
 

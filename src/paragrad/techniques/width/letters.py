@@ -29,6 +29,9 @@ class Operand:
     value: Tensor | None
     letters: Letters
 
+    def __post_init__(self) -> None:
+        self.letters = tuple(self.letters)
+
     def cuts(self) -> Iterator[tuple[Hashable, int, Cut]]:
         if isinstance(self.value, Divided):
             for dim, cut in self.value.cuts.items():
@@ -36,13 +39,15 @@ class Operand:
 
 
 def spread(run: Callable[..., Any], operands: Sequence[Operand], out: Letters, columns: Sequence[tuple[int, Hashable]] = (),
-           first: bool = False, bias: Operand | None = None) -> Any:
+           first: bool = False, bias: Operand | None = None, after: Mapping[Any, Cut] | None = None) -> Any:
     """run(*local operands), with what travels before and after.
 
     columns: where nothing is divided yet, and it is being found out what to divide: of which operand along which letter;
     first: the first operand's letters stay divided as they are, and no others (it is changed in place);
-    bias: is given to run last, or, where the result is a sum over ranks, added to that: then run gets None.
+    bias: is given to run last, or, where the result is a sum over ranks, added to that: then run gets None;  after: of letters
+    that the result has in other pieces, how.
     """
+    out = tuple(out)
     if not any(True for each in operands for _ in each.cuts()):
         _divide(operands, columns)
     cuts = _kept(operands, out, first)
@@ -54,7 +59,8 @@ def spread(run: Callable[..., Any], operands: Sequence[Operand], out: Letters, c
     if sums and bias is not None and bias.value is not None:
         made = made + _broadcast(fitted(bias, {letter: cut for letter, cut in cuts.items() if letter in out}), bias, out,
                                  made.dtype)
-    found = {dim: cuts[letter] for dim, letter in enumerate(out) if letter in cuts}
+    after = {**cuts, **(after or {})}
+    found = {dim: after[letter] for dim, letter in enumerate(out) if letter in cuts}
     return tree_map_only(Tensor, lambda each: divided(each, found), made) if found else made
 
 
@@ -177,6 +183,8 @@ def linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None)
     if weight.dim() != 2 or input.dim() == 0:
         return UNKNOWN
     rest = range(input.dim() - 1)
+    if not isinstance(weight, Divided) and weight.numel() > input.numel():      # of which less travels
+        input = whole(input, [input.dim() - 1])
     operands = [Operand(input, (*rest, "i")), Operand(weight, "oi")]
     return spread(func, operands, (*rest, "o"), [(1, "o")], bias=Operand(bias, "o"))
 
@@ -277,8 +285,9 @@ def drawn_in(box: Box | None, call: Callable[[], Any]) -> Any:
 def random(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(x, Divided) or not x.cuts or any(isinstance(each, Divided) for each in (*args, *kwargs.values())):
         return UNKNOWN
-    cuts = dict(x.cuts)
-    made = drawn_in(boxes(cuts, range(x.dim())), lambda: func(x.local, *args, **kwargs))
+    cuts: dict[Any, Cut] = dict(x.cuts)
+    drawn = {dim: cut for dim, cut in cuts.items() if dim < 2 or "feature" not in func.__name__}     # of samples and channels
+    made = drawn_in(boxes(drawn, range(x.dim())), lambda: func(x.local, *args, **kwargs))
     if func.__name__.endswith("_"):
         x.__dict__["local"] = made
         return x

@@ -6,6 +6,8 @@ A plain tensor is on all ranks of a line, and so is its whole gradient; a divide
     Summed    sum over ranks                the same                a plain value, made of what each rank has
     Sliced    this rank's piece             all pieces together     from plain to divided
     Gathered  all pieces together           this rank's piece       from divided to plain
+    Fetched   some of other ranks' pieces   added to whose it is    from pieces to what this rank's outputs see of them
+    Returned  added to whose it is          some of other ranks'    the other way
 
 (f and g, and their sequence-parallel kin, of Shoeybi et al. 2019, arXiv 1909.08053, and Korthikanti et al. 2022, 2205.05198.)
 """
@@ -21,9 +23,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from paragrad.planner.price import computed_bytes
+from paragrad.techniques.width.fetching import PADDING, Run, Want, runs
 from paragrad.techniques.width.pieces import Pieces, Wish
 from paragrad.world.world import World
 
+COLLECTIVES = {"copied": "all_reduce", "summed": "all_reduce", "gathered": "all_gather", "sliced": "all_gather",
+               "statistics": "all_gather", "statistics back": "all_gather"}
 KEPT = 4                    # plain values that were copied last: queries, keys and values are made of one
 
 
@@ -37,17 +42,16 @@ class Deciding(Protocol):
     def reconsider(self, pieces: Pieces) -> None: ...
     def used(self, tensor: Any, by: str) -> None: ...
     def gathered(self, tensor: Any, dim: int) -> None: ...
-    def summed(self, tensor: Tensor) -> None: ...
-    def noted(self, what: str, collective: str, payload: int) -> None: ...
+    def noted(self, what: str, sent: int, detail: str) -> None: ...
 
 
 class Line:
     """Ranks over which layers are split. gathers: where a plain and a divided value of one size meet, both are plain from there
-    on, not divided;  planning: where it is being found out how to divide parameters, who decides;  sent: bytes since somebody
-    set it to 0."""
+    on, not divided;  planning: where it is being found out how to divide parameters, who decides;  name: of what they divide
+    of the data (rows, columns, samples), if they do;  sent: bytes since somebody set it to 0."""
 
-    def __init__(self, world: World, gathers: bool = False, planning: Deciding | None = None) -> None:
-        self.world, self.gathers, self.planning, self.sent = world, gathers, planning, 0
+    def __init__(self, world: World, gathers: bool = False, planning: Deciding | None = None, name: str = "") -> None:
+        self.world, self.gathers, self.planning, self.name, self.sent = world, gathers, planning, name, 0
         self.copies: deque[tuple[Tensor, int, Tensor]] = deque(maxlen=KEPT)
 
     @property
@@ -66,6 +70,9 @@ class Line:
 
     def together(self, piece: Tensor, dim: int, pieces: Pieces) -> Tensor:
         """All ranks' pieces, in their places."""
+        if len(set(pieces.blocks)) == 1 < len(count := pieces.blocks):              # one after the other, as one of them
+            found = self.together(piece.unflatten(dim, (len(count), -1)), dim + 1, pieces.some(0, 1))
+            return found.flatten(dim, dim + 1).detach()         # no view: it may be changed in place
         lengths = [pieces.length(rank) for rank in range(self.size)]
         if (most := max(lengths)) > piece.shape[dim]:
             wide = piece.new_zeros(*piece.shape[:dim], most, *piece.shape[dim + 1:])
@@ -86,6 +93,52 @@ class Line:
         parts = [whole.narrow(dim, each.start, len(each)) for each in pieces.ranges(self.rank)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
+    def fetched(self, piece: Tensor, dim: int, have: Pieces, wants: tuple[Want, ...], fill: float) -> Tensor:
+        """What this rank wants of all ranks' pieces; fill: stands where there is nothing."""
+        mine = runs(have, wants[self.rank])
+        came = self._passed(piece, dim, {peer: [run for run in runs(have, wants[peer]) if run.owner == self.rank]
+                                         for peer in range(self.size)},
+                            {peer: sum(run.length for run in mine if run.owner == peer) for peer in range(self.size)})
+        parts = list[Tensor]()
+        for run in mine:
+            if run.owner == PADDING:
+                parts.append(piece.new_full((*piece.shape[:dim], run.length, *piece.shape[dim + 1:]), fill))
+            elif run.owner == self.rank:
+                parts.append(piece.narrow(dim, run.start, run.length))
+            else:
+                parts.append(came[run.owner].narrow(dim, 0, run.length))
+                came[run.owner] = came[run.owner].narrow(dim, run.length, came[run.owner].shape[dim] - run.length)
+        return torch.cat(parts, dim)
+
+    def returned(self, wanted: Tensor, dim: int, have: Pieces, wants: tuple[Want, ...]) -> Tensor:
+        """The other way: of what all ranks have for what they wanted, the sum for each element of this rank's piece."""
+        places, at = dict[int, list[Run]](), 0
+        for run in runs(have, wants[self.rank]):
+            places.setdefault(run.owner, []).append(run._replace(start=at))
+            at += run.length
+        theirs = {peer: [run for run in runs(have, wants[peer]) if run.owner == self.rank] for peer in range(self.size)}
+        came = self._passed(wanted, dim, {peer: places.get(peer, []) for peer in range(self.size)},
+                            {peer: sum(run.length for run in found) for peer, found in theirs.items()})
+        if self.rank in places:
+            came[self.rank] = _taken(wanted, dim, places[self.rank])
+        total = wanted.new_zeros(*wanted.shape[:dim], have.length(self.rank), *wanted.shape[dim + 1:])
+        for peer, found in theirs.items():                      # in the order of ranks
+            at = 0
+            for run in found:
+                total.narrow(dim, run.start, run.length).add_(came[peer].narrow(dim, at, run.length))
+                at += run.length
+        return total
+
+    def _passed(self, source: Tensor, dim: int, out: dict[int, list[Run]], into: dict[int, int]) -> dict[int, Tensor]:
+        """To every rank its runs of a tensor, from each so many elements."""
+        takes = {peer: source.new_empty(*source.shape[:dim], count, *source.shape[dim + 1:])
+                 for peer, count in into.items() if count and peer != self.rank}
+        if not isinstance(source, FakeTensor):
+            sends = {peer: _taken(source, dim, found) for peer, found in out.items() if found and peer != self.rank}
+            self.sent += sum(each.nbytes for each in sends.values())
+            self.world.passed(sends, takes)
+        return takes
+
     def copied(self, x: Tensor) -> Tensor:
         """Of a plain value of which every rank makes something else: its gradient is summed, once for all that is made."""
         if not (x.requires_grad and torch.is_grad_enabled()):
@@ -93,8 +146,7 @@ class Line:
         for known, version, before in self.copies:
             if known is x and version == x._version:
                 return before
-        if self.planning is not None:
-            self.planning.noted("copied", "all_reduce", x.nbytes)
+        self.note("copied", x.nbytes)
         made: Tensor = Copied.apply(x, self)
         self.copies.append((x, x._version, made))
         return made
@@ -102,9 +154,14 @@ class Line:
     def added(self, x: Tensor) -> Tensor:
         """The sum of what all ranks have."""
         made: Tensor = Summed.apply(x, self)
-        if self.planning is not None:
-            self.planning.summed(made)
+        self.note("summed", made.nbytes)
         return made
+
+    def note(self, what: str, payload: int, detail: str = "") -> None:
+        """Something travels: a tensor of so many bytes, by a collective, or, of what is fetched, so many as a rank sends."""
+        if self.planning is not None:
+            sent = computed_bytes(COLLECTIVES[what], payload, self.size) if what in COLLECTIVES else payload
+            self.planning.noted(what, sent, detail)
 
     def wish(self, wishes: Iterable[Wish]) -> None:
         """Parameters had better be divided so."""
@@ -114,6 +171,11 @@ class Line:
     def let_go(self) -> None:
         """A forward is over."""
         self.copies.clear()
+
+
+def _taken(source: Tensor, dim: int, found: list[Run]) -> Tensor:
+    parts = [source.narrow(dim, run.start, run.length) for run in found]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 # each is the other's adjoint, so that a backward has a backward (forces, gradient penalties)
@@ -159,3 +221,26 @@ class Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return Sliced.apply(gradients[0], ctx.dim, ctx.pieces, ctx.line), None, None, None
+
+
+class Fetched(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, have: Pieces, wants: tuple[Want, ...], fill: float, line: Line) -> Tensor:
+        ctx.given = dim, have, wants, line
+        return line.fetched(x, dim, have, wants, fill)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return Returned.apply(gradients[0], *ctx.given), None, None, None, None, None
+
+
+class Returned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, have: Pieces, wants: tuple[Want, ...], line: Line) -> Tensor:
+        ctx.given = dim, have, wants, line
+        return line.returned(x, dim, have, wants)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        dim, have, wants, line = ctx.given
+        return Fetched.apply(gradients[0], dim, have, wants, 0.0, line), None, None, None, None

@@ -19,26 +19,27 @@ from torch import Tensor, nn
 from paragrad.datasets.loading import called, copied
 from paragrad.errors import StepFailed, told
 from paragrad.jobs.loss import Summed
-from paragrad.planner.price import computed_bytes
 from paragrad.techniques.model_parallel.units import NO_LOSS
 from paragrad.techniques.model_parallel.watch import calls_watched
 from paragrad.techniques.untouched import untouched
 from paragrad.techniques.width.around import asked, members
 from paragrad.techniques.width.divided import Cut, Divided
+from paragrad.techniques.width.domain import Domain, entering
 from paragrad.techniques.width.pairs import Line
 from paragrad.techniques.width.pieces import Block, Pieces, Wish, evenly_divided, granted
 
 ROUNDS = 12                 # of granting wishes
-FORWARD = {"summed", "gathered"}            # what travels in a forward; the rest is of backward: copied, sliced
+FORWARD = {"summed", "gathered", "fetched", "statistics"}       # what travels in a forward; the rest is of backward
 
 
 @dataclass(frozen=True)
 class Note:
-    """A message between ranks in a forward (summed, gathered) or its backward (copied, sliced). at: the module that is called;
-    bytes: of each rank, of the samples that the model was tried with."""
+    """A message between ranks in a forward (FORWARD) or its backward. at: the module that is called;  bytes: of each rank, of
+    the samples that the model was tried with;  detail: of what is fetched, how much comes to each rank."""
     at: str
     what: str
     bytes: int
+    detail: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,10 @@ class Nobody:
     def gathered(self, tensor: Tensor) -> list[Tensor]:
         return [tensor] * self.size
 
+    def passed(self, sends: Mapping[int, Tensor], takes: Mapping[int, Tensor]) -> None:
+        for tensor in takes.values():
+            tensor.zero_()
+
 
 class Made(NamedTuple):
     """How a parameter is to be divided of which weights are made."""
@@ -97,13 +102,18 @@ class Made(NamedTuple):
 
 
 class Planning:
-    """One run of a model, in which it is decided what is divided."""
+    """One run of a model, in which it is decided what is divided. domain: how its inputs are; then parameters are only where
+    it says so."""
 
     def __init__(self, model: nn.Module, ranks: int, blocks: Mapping[str, tuple[Block, ...] | None], gathers: bool,
-                 made: Mapping[str, Made] | None = None) -> None:
+                 made: Mapping[str, Made] | None = None, domain: Domain | None = None) -> None:
         self.model, self.ranks, self.blocks = model, ranks, blocks
         self.made = dict(made or {})
         self.line = Line(Nobody(ranks), gathers, self)          # type: ignore[arg-type]
+        self.lines = {dim: Line(Nobody(each.ranks), gathers, self, each.name)                   # type: ignore[arg-type]
+                      for dim, each in (domain.dims.items() if domain else ())}
+        if domain and domain.dense:
+            self.line, = self.lines.values()
         self.chosen: dict[str, tuple[int, Pieces]] = {}
         self.notes: list[Note] = []
         self.why: dict[str, str] = {}
@@ -111,7 +121,8 @@ class Planning:
         self.at: list[str] = [""]
         self.wishes: list[Wish] = []
         self.held: dict[int, Divided] = {}
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        neurons = not domain or domain.dense
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()] if neurons else ():
             if type(tensor.data) is Tensor and tensor.dim():
                 self.held[id(tensor)] = held = Divided(tensor, {}, name, self)
                 if name in self.made and (own := self.blocks.get(name, self.made[name].blocks)) is not None:
@@ -167,13 +178,11 @@ class Planning:
         """A divided value is wanted whole."""
         if tensor.serial is not None:                     # a parameter, in every step: it had better not be divided
             self.wishes.append(Wish((tensor.serial, 0, tensor.shape[dim])))
-        self.noted("gathered", "all_gather", -(-tensor.numel() // self.ranks) * tensor.element_size())
+        cut = tensor.cuts[dim]
+        cut.line.note("gathered", tensor.local.nbytes)
 
-    def summed(self, tensor: Tensor) -> None:
-        self.noted("summed", "all_reduce", tensor.nbytes)
-
-    def noted(self, what: str, collective: str, payload: int) -> None:
-        self.notes.append(Note(self.at[-1], what, computed_bytes(collective, payload, self.ranks)))
+    def noted(self, what: str, sent: int, detail: str) -> None:
+        self.notes.append(Note(self.at[-1], what, sent, detail))
 
     # ---- the run -------------------------------------------------------------------------------------------------------------
     def run(self, inputs: Any) -> None:
@@ -192,7 +201,7 @@ class Planning:
         with untouched(Summed(self.model, NO_LOSS)), self._in_place(), asked(), members(self.held), calls_watched(
                 call):
             try:
-                called(self.model, copied(inputs))
+                called(self.model, entering(copied(inputs), self.lines))
             except StepFailed:
                 raise
             except Exception as error:
@@ -227,25 +236,25 @@ class Planning:
         return found
 
 
-def planned(model: nn.Module, example: Any, ranks: int) -> Plan:
+def planned(model: nn.Module, example: Any, ranks: int, domain: Domain | None = None) -> Plan:
     """How a model is split over so many ranks: of two ways to go on where plain and divided values meet, by which less travels.
     example: inputs of some samples. Raises StepFailed where the model cannot run so."""
-    plans = [_planned(model, example, ranks, gathers) for gathers in (False, True)]
+    plans = [_planned(model, example, ranks, gathers, domain) for gathers in ((False,) if domain else (False, True))]
     return min(plans, key=lambda plan: plan.bytes)
 
 
-def _planned(model: nn.Module, example: Any, ranks: int, gathers: bool) -> Plan:
+def _planned(model: nn.Module, example: Any, ranks: int, gathers: bool, domain: Domain | None) -> Plan:
     blocks: dict[str, tuple[Block, ...] | None] = {}
     made: dict[str, Made] = {}
     for _ in range(ROUNDS):
-        planning = Planning(model, ranks, blocks, gathers, made)
+        planning = Planning(model, ranks, blocks, gathers, made, domain)
         planning.run(example)
         if (planning.after(), planning.made) == (blocks, made):
             break
         blocks, made = planning.after(), planning.made
     else:                                               # what goes back and forth is on every rank
         blocks |= dict.fromkeys({*made, *(wish.origin[0] for wish in planning.wishes)})
-        planning = Planning(model, ranks, blocks, gathers)
+        planning = Planning(model, ranks, blocks, gathers, domain=domain)
         planning.run(example)
     names = {name: tuple(each.shape) for name, each in [*model.named_parameters(), *model.named_buffers()]}
     return Plan(ranks, gathers, {name: (dim, pieces.blocks) for name, (dim, pieces) in planning.chosen.items()},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from paragrad.errors import StepFailed
 from paragrad.strategies.tensor import Tensor as Strategy
 from paragrad.techniques.cut import Share
 from paragrad.techniques.layout import Held
-from paragrad.techniques.width import account, along, channels, kinds, letters, shapes  # noqa: F401 -- the rules
+from paragrad.techniques.width import account, along, kinds, letters, norms, shapes, sliding  # noqa: F401 -- the rules
 from paragrad.techniques.width.around import asked, members
 from paragrad.techniques.width.divided import Divided
 from paragrad.techniques.width.pairs import Line
@@ -44,31 +44,39 @@ def told(strategy: Strategy, model: nn.Module, inputs: Any, samples: int) -> lis
 
 def share(strategy: Strategy, model: nn.Module, example: Any, axis: World, plan: Plan) -> Share:
     """This rank's pieces. Collective over the axis."""
-    line, held = Line(axis, plan.gathers), dict[str, Held]()
-    first = {id(tensor): name for name, tensor in reversed(_tensors(model))}
+    line = Line(axis, plan.gathers)
+    held, pieces = divide(model, plan, line, axis.rank == 0)
+    split = sum(each.where is not None for each in held.values())
+    whole_ones = ", ".join(plan.whole[:8]) or "none"
+    return Share(model, held, chose=(
+        ("split", f"{split} of {len(held)} tensors", f"the others are on every rank: {whole_ones}"),), around=(
+            Split("tensor", [line], pieces),))
+
+
+def divide(model: nn.Module, plan: Plan, line: Line, first: bool) -> tuple[dict[str, Held], dict[int, Divided]]:
+    """Leave this rank's pieces of a model's parameters: (what is held, what its modules find, by the ids of that). first: what
+    is whole counts here."""
+    held = dict[str, Held]()
+    names = {id(tensor): name for name, tensor in reversed(_tensors(model))}
     pieces: dict[int, tuple[Tensor, Divided]] = {}
     for name, tensor in _tensors(model):                # of what other cuts left
-        if first[id(tensor)] == name:
+        if names[id(tensor)] == name:
             if name not in plan.divided:
-                held[name] = Held(name, tuple(tensor.shape), counts=axis.rank == 0)
+                held[name] = Held(name, tuple(tensor.shape), counts=first)
                 continue
             dim, cut = plan.cut(name, line)
             local = line.piece(tensor.detach(), dim, cut.pieces).clone()
             if isinstance(tensor, nn.Parameter):
                 local = nn.Parameter(local, requires_grad=tensor.requires_grad)
             pieces[id(tensor)] = local, Divided(local, {dim: cut}, name)
-            held[name] = Held(name, tuple(tensor.shape), _boxes(tensor, dim, cut.pieces, axis.rank), dim)
+            held[name] = Held(name, tuple(tensor.shape), _boxes(tensor, dim, cut.pieces, line.rank), dim)
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for own, tensor in list(tensors.items()):
                 if tensor is not None and id(tensor) in pieces:
                     # a forward finds the divided one, in the module's own attributes; who asks for parameters, the piece
                     tensors[own], module.__dict__[own] = pieces[id(tensor)]
-    split = sum(each.where is not None for each in held.values())
-    whole_ones = ", ".join(plan.whole[:8]) or "none"
-    return Share(model, held, chose=(
-        ("split", f"{split} of {len(held)} tensors", f"the others are on every rank: {whole_ones}"),), around=(Split(line, {
-            id(local): each for local, each in pieces.values()}),))
+    return held, {id(local): each for local, each in pieces.values()}
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -83,17 +91,18 @@ def _boxes(tensor: Tensor, dim: int, pieces: Pieces, rank: int) -> tuple[tuple[s
 class Split:
     """Around passes of a model whose modules find divided tensors where their parameters were. pieces: these, by the ids of
     what ranks hold."""
-    name = "tensor"
 
-    def __init__(self, line: Line, pieces: Mapping[int, Divided]) -> None:
-        self.line, self.pieces, self.sent = line, pieces, 0
+    def __init__(self, name: str, lines: Sequence[Line], pieces: Mapping[int, Divided]) -> None:
+        self.name, self.lines, self.pieces, self.sent = name, lines, pieces, 0
 
     @contextlib.contextmanager
     def over(self) -> Iterator[None]:
-        self.line.sent = 0
+        for line in self.lines:
+            line.sent = 0
         try:
             with asked(), members(self.pieces):
                 yield
         finally:
-            self.line.let_go()
-            self.sent = self.line.sent
+            for line in self.lines:
+                line.let_go()
+            self.sent = sum(line.sent for line in self.lines)

@@ -81,7 +81,7 @@ class Beside:
         with untouched(self.module):                # in which a loss that holds the model leaves gradients
             self._as_before()
             model = copy.deepcopy(self.module.model)
-            with BatchNorm(trainer.world, model, lambda payload: None, samples=trainer.batch_norm.samples).looking():
+            with BatchNorm(trainer.world, model, lambda *_: None, samples=trainer.batch_norm.samples).looking():
                 return precise(model, self.module, self.batch(list), self.draws, trainer.seed, trainer.steps,
                                loss_in(self.module.loss, trainer.world.device, torch.float64), self.loss_alone)
 

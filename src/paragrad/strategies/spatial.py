@@ -1,0 +1,45 @@
+"""spatial: every image over ranks, by rows and columns."""
+
+from __future__ import annotations
+
+from paragrad.errors import Refused
+from paragrad.notation.choices import Integer, Word, option
+from paragrad.strategies.strategy import Promise, Strategy
+from paragrad.world.axes import Axis
+
+
+class Spatial(Strategy):
+    """The image split, with halo exchange (Dryden et al. 2019)."""
+    rows: int = option(Integer())
+    columns: int = option(Integer(), default=1)
+    dense: str = option(Word("same", "tensor"), default="same")
+    batch_norm: str = option(Word("whole", "share"), default="whole")
+    inside = True
+    lays_out = False                        # all ranks see every sample, and call what one worker calls
+
+    def check(self) -> None:
+        if self.dense == "tensor" and self.columns > 1:
+            raise Refused("spatial(dense=tensor) has the neurons of fully connected layers where it has rows, and columns are "
+                          f"ranks of their own; give spatial({self.rows * self.columns}, dense=tensor)")
+
+    @property
+    def workers(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def promise(self) -> Promise:
+        whole = self.batch_norm == "whole"
+        return Promise(exact=whole, buffers_equal=whole)
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        columns = (Axis("columns", self.columns, "domain"),) if self.columns > 1 else ()
+        return (Axis("rows", self.rows, "domain"), *columns)
+
+    def unplanned(self) -> str:
+        return "its ranks fetch of their neighbours what the layers of a job want"
+
+    def refuse_beside(self, factors: tuple[Strategy, ...]) -> None:
+        if others := [each.name for each in factors if each is not self and not each.replica]:
+            raise Refused(f"spatial gives a model pieces of images, and beside it {others[0]} cuts that model; multiply it "
+                          "with data(n) alone")

@@ -1,0 +1,51 @@
+"""The data at the door of a model: which of its inputs are divided, along which dimensions, and this rank's pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from paragrad.techniques.width.divided import Cut, divided
+from paragrad.techniques.width.pairs import Line
+from paragrad.techniques.width.pieces import evenly_divided
+
+ROWS, COLUMNS = 2, 3                        # dimensions of images: (samples, channels, rows, columns), also of volumes
+
+
+class Along(NamedTuple):
+    """What a dimension is, and over how many ranks it is divided."""
+    name: str
+    ranks: int
+
+
+@dataclass(frozen=True)
+class Domain:
+    """By dimension, how images are divided. dense: the same ranks have the neurons of fully connected layers."""
+    dims: Mapping[int, Along]
+    dense: bool = False
+
+
+def images(inputs: Any) -> list[Tensor]:
+    """Those of the inputs that are images, or volumes."""
+    return [each for each in tree_leaves(inputs) if isinstance(each, Tensor) and _image(each)]
+
+
+def _image(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dim() in (4, 5)
+
+
+def entering(inputs: Any, lines: Mapping[int, Line]) -> Any:
+    """The inputs with this rank's pieces of images."""
+    def piece(tensor: Tensor) -> Tensor:
+        if not _image(tensor):
+            return tensor
+        cuts, local = dict[int, Cut](), tensor
+        for dim, line in lines.items():
+            cuts[dim] = Cut(evenly_divided(tensor.shape[dim], line.size), line)
+            local = line.piece(local, dim, cuts[dim].pieces)
+        return divided(local.contiguous(), cuts)
+    return tree_map_only(Tensor, piece, inputs) if lines else inputs

@@ -1,0 +1,314 @@
+"""Functions that slide a window along the dimensions of an image: convolutions, pooling, padding, resizing.
+
+Where such a dimension is divided each rank fetches what its outputs see (`fetching.py`), which are divided evenly, and does
+without padding there what one worker does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import inf, lcm
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from paragrad.techniques.width.divided import RULES, UNKNOWN, Cut, Divided, divided, rule, whole
+from paragrad.techniques.width.fetching import Spread, Want, Window, fetched, given, padded, taps
+from paragrad.techniques.width.letters import Letters, Operand, fitted, spread
+from paragrad.techniques.width.pairs import Fetched
+from paragrad.techniques.width.pieces import evenly_divided, wishes
+
+
+# ---- what is fetched ---------------------------------------------------------------------------------------------------------
+class Sliding(Protocol):
+    """What outputs along a dimension see of its inputs."""
+
+    def outputs(self, size: int) -> int: ...
+    def sees(self, outputs: range, size: int) -> Want: ...
+
+
+def fetch(x: Tensor, dim: int, cut: Cut, wants: tuple[Want, ...], fill: float) -> Tensor:
+    """Of a local part what this rank wants of all."""
+    line, one = cut.line, x.nbytes // max(1, x.shape[dim])
+    if line.planning is not None:                       # of the rank that sends most
+        ranks = range(line.size)
+        shown = " + ".join(str(fetched(cut.pieces, wants, rank)) for rank in ranks)
+        line.note("fetched", one * max(given(cut.pieces, wants, rank) for rank in ranks), f"{line.name} {shown}")
+        if x.requires_grad and torch.is_grad_enabled():
+            line.note("returned", one * max(fetched(cut.pieces, wants, rank) for rank in ranks))
+    if all(want == tuple(have) for want, (have,) in zip(wants, map(cut.pieces.ranges, range(line.size)), strict=True)):
+        return x                                        # each has what it wants
+    return Fetched.apply(x, dim, cut.pieces, wants, fill, line)         # type: ignore[no-any-return]
+
+
+def seen(x: Tensor, sliding: Mapping[int, Sliding], fill: float = 0.0) -> tuple[Tensor, Tensor, dict[int, Cut]]:
+    """(x, what this rank's outputs see of it, how these are divided). x is whole along a dimension that has fewer outputs than
+    ranks."""
+    few = [dim for dim, cut in x.cuts.items() if dim in sliding and (
+        len(cut.pieces.blocks) > 1 or sliding[dim].outputs(x.shape[dim]) < cut.line.size)] if isinstance(x, Divided) else []
+    x = whole(x, few) if few else x
+    local, after = x.local if isinstance(x, Divided) else x, dict[int, Cut]()
+    for dim, cut in x.cuts.items() if isinstance(x, Divided) else ():
+        if dim in sliding:
+            after[dim] = Cut(evenly_divided(sliding[dim].outputs(x.shape[dim]), cut.line.size), cut.line)
+            wants = tuple(sliding[dim].sees(after[dim].pieces.ranges(rank)[0], x.shape[dim]) for rank in range(cut.line.size))
+            local = fetch(local, dim, cut, wants, fill)
+    return x, local, after
+
+
+def each(value: Any, count: int) -> list[Any]:
+    """2 or (2,) or (2, 3), of so many dimensions."""
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    return values * count if len(values) == 1 else values
+
+
+def dimensions(name: str) -> int:
+    return next(int(letter) for letter in reversed(name) if letter in "123")
+
+
+# ---- convolutions ------------------------------------------------------------------------------------------------------------
+@rule("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", decides=True)
+def convolution(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    """Channels out, or in; of a grouped one whole groups; rows and columns of images."""
+    spatial = weight.dim() - 2
+    names = ("stride", "padding", "output_padding", "groups", "dilation") if "transpose" in func.__name__ else (
+        "stride", "padding", "dilation", "groups")
+    kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+    rest, batch = (None,) * spatial, (0,) if input.dim() == spatial + 2 else ()
+    channel = len(batch)
+    if isinstance(input, Divided) and any(dim > channel for dim in input.cuts):
+        return _of_an_image(func, input, weight, bias, kwargs)
+    kernel = ("i", "o", *rest) if "transpose" in func.__name__ else ("o", "i", *rest)
+    if kwargs.get("groups", 1) == 1 or (isinstance(input, Divided) and set(input.cuts) == {0} and channel):
+        return spread(lambda x, w, b: func(x, w, b, **kwargs), [Operand(input, (*batch, "i", *rest)), Operand(weight, kernel)],
+                      (*batch, "o", *rest), [(1, "o")] if kwargs.get("groups", 1) == 1 else (), bias=Operand(bias, "o"))
+    if not isinstance(input, Divided) or set(input.cuts) != {channel}:
+        return UNKNOWN
+    groups, cut = kwargs["groups"], input.cuts[channel]
+    into = input.shape[channel] // groups
+    out = weight.shape[1] if kernel[0] == "i" else weight.shape[0] // groups
+    if (here := groups_here(cut, into)) is None:
+        return UNKNOWN
+    after = Cut(cut.pieces.scaled(out, into), cut.line)
+    local = fitted(Operand(weight, ("g", None, *rest)), {"g": cut if kernel[0] == "i" else after})
+    made = func(input.local, local, fitted(Operand(bias, "o"), {"o": after}), **{**kwargs, "groups": here})
+    return divided(made, {channel: after})
+
+
+def groups_here(cut: Cut, channels: int) -> int | None:
+    """How many groups of so many channels this rank has; None, and a wish, where one is cut."""
+    blocks = cut.pieces.blocks
+    if all(block.size // block.grains % channels == 0 for block in blocks):
+        return cut.pieces.length(cut.line.rank) // channels
+    cut.line.wish(wish for block in blocks for wish in wishes(
+        block, 0 if block.size % channels else block.size // lcm(block.size // block.grains, channels)))
+    return None
+
+
+def _of_an_image(func: Any, input: Divided, weight: Tensor, bias: Tensor | None, kwargs: dict[str, Any]) -> Any:
+    """Of one that is divided along its rows or columns."""
+    count, transposed = weight.dim() - 2, "transpose" in func.__name__
+    first, groups = input.dim() - count, kwargs.get("groups", 1)
+    stride, dilation = each(kwargs.get("stride", 1), count), each(kwargs.get("dilation", 1), count)
+    more = each(kwargs.get("output_padding", 0), count)
+    sides = _sides(kwargs.get("padding", 0), weight.shape[2:], dilation)
+    made: Callable[..., Spread | Window] = Spread if transposed else Window
+    sliding = {first + at: made(weight.shape[2 + at], stride[at], *sides[at], dilation[at], *([more[at]] if transposed else []))
+               for at in range(count)}
+    x, local, after = seen(input, sliding)
+    if not after:
+        return func(x, weight, bias, **kwargs)
+    padding = [0 if first + at in after else min(sides[at]) for at in range(count)]
+    beside = [0 if first + at in after else sides[at][1] - min(sides[at]) for at in range(count)]     # where sides differ
+    around = dict[int, tuple[int, int]]()
+    for dim in after if transposed else ():
+        here = after[dim].pieces.ranges(after[dim].line.rank)[0]
+        slid = sliding[dim]
+        assert isinstance(slid, Spread)
+        around[dim] = slid.around(here, slid.sees(here, x.shape[dim]))
+
+    def run(_: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        if not transposed:
+            given = functional.pad(local, _pads({first + at: (0, beside[at]) for at in range(count)}, local.dim())) if any(
+                beside) else local
+            return func(given, w, b, stride, padding, dilation, groups)             # type: ignore[no-any-return]
+        out = func(local, w, None, stride, padding, [0 if first + at in after else more[at] for at in range(count)], groups,
+                   dilation)
+        out = functional.pad(out, _pads(around, out.dim()))
+        return out if b is None else out + b.view(-1, *(1 for _ in range(count)))   # type: ignore[no-any-return]
+    batch: Letters = (0,) if first == 2 else ()
+    places = [dim if dim in after else None for dim in range(first, first + count)]
+    rest = (None,) * count
+    kernel = ("i", "o", *rest) if transposed else ("o", "i", *rest)
+    return spread(run, [Operand(x, (*batch, "i", *places)), Operand(weight, kernel)], (*batch, "o", *places),
+                  bias=Operand(bias, "o"), after=after)
+
+
+def _sides(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> list[tuple[int, int]]:
+    """How much is put before and after, along each dimension."""
+    if padding == "same":
+        reaches = [times * (size - 1) for size, times in zip(kernel, dilation, strict=True)]
+        return [(reach // 2, reach - reach // 2) for reach in reaches]
+    return [(size, size) for size in each(0 if padding == "valid" else padding, len(kernel))]
+
+
+def _pads(sides: Mapping[int, tuple[int, int]], dims: int) -> list[int]:
+    """As torch's pad has them, from the last dimension."""
+    return [size for dim in reversed(range(min(sides), dims)) for size in sides.get(dim, (0, 0))]
+
+
+# ---- each channel of each sample by itself -----------------------------------------------------------------------------------
+def per_channel(func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The last one, two or three dimensions as the function's name says: what stands before them may be divided."""
+    if not isinstance(input, Divided) or any(dim >= input.dim() - dimensions(func.__name__) for dim in input.cuts):
+        return UNKNOWN
+    made, cuts = func(input.local, *args, **kwargs), input.cuts
+    return tuple(divided(each, cuts) for each in made) if isinstance(made, tuple) else divided(made, cuts)
+
+
+RULES.update(dict.fromkeys((f"{kind}{spatial}d{more}" for spatial in "123" for more in ("", "_with_indices") for kind in (
+    "adaptive_max_pool", "reflection_pad", "replication_pad")), per_channel))
+RULES.update(dict.fromkeys(("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"), per_channel))
+
+
+@rule("max_pool1d", "max_pool2d", "max_pool3d", "max_pool1d_with_indices", "max_pool2d_with_indices", "max_pool3d_with_indices")
+def max_pool(func: Any, input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1,
+             ceil_mode: bool = False) -> Any:
+    if "indices" in func.__name__ or not _of_images(func, input):           # an index is of a place in the whole image
+        return per_channel(func, input, kernel_size, stride, padding, dilation, ceil_mode)
+    count = dimensions(func.__name__)
+    kernel, pads, dilations = each(kernel_size, count), each(padding, count), each(dilation, count)
+    strides, first = each(stride or kernel_size, count), input.dim() - count
+    x, local, after = seen(input, {first + at: Window(kernel[at], strides[at], pads[at], pads[at], dilations[at], ceil_mode)
+                                   for at in range(count)}, -inf)
+    pads = [0 if first + at in after else pads[at] for at in range(count)]
+    made = func(local, kernel, strides, pads, dilations, ceil_mode)
+    return divided(made, {**getattr(x, "cuts", {}), **after})
+
+
+@rule("avg_pool1d", "avg_pool2d", "avg_pool3d")
+def avg_pool(func: Any, input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, ceil_mode: bool = False,
+             count_include_pad: bool = True, divisor_override: int | None = None) -> Any:
+    """The sum over a window, by how many are in it."""
+    if not _of_images(func, input):
+        more = {} if divisor_override is None else {"divisor_override": divisor_override}
+        return per_channel(func, input, kernel_size, stride, padding, ceil_mode, count_include_pad, **more)
+    count = dimensions(func.__name__)
+    if count == 1:
+        return functional.avg_pool2d(input.unsqueeze(-2), (1, *each(kernel_size, 1)), (1, *each(stride or kernel_size, 1)),
+                                     (0, *each(padding, 1)), ceil_mode, count_include_pad).squeeze(-2)
+    kernel, pads, strides = each(kernel_size, count), each(padding, count), each(stride or kernel_size, count)
+    first = input.dim() - count
+    windows = {first + at: Window(kernel[at], strides[at], pads[at], pads[at], 1, ceil_mode) for at in range(count)}
+    x, local, after = seen(input, windows)
+    pads = [0 if first + at in after else pads[at] for at in range(count)]
+    made = func(local, kernel, strides, pads, ceil_mode, True, 1)
+    for dim, window in windows.items() if divisor_override is None else ():
+        counts = made.new_tensor(window.counts(input.shape[dim], count_include_pad))
+        if dim in after:
+            counts = after[dim].line.piece(counts, 0, after[dim].pieces)
+        made = made / counts.view(-1, *(1 for _ in range(input.dim() - 1 - dim)))
+    return divided(made if divisor_override is None else made / divisor_override, {**getattr(x, "cuts", {}), **after})
+
+
+def _of_images(func: Any, input: Tensor) -> bool:
+    return isinstance(input, Divided) and any(dim >= input.dim() - dimensions(func.__name__) for dim in input.cuts)
+
+
+@rule("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
+def adaptive_avg_pool(func: Any, input: Tensor, output_size: Any) -> Any:
+    """One output: the mean over all ranks; several want the image whole."""
+    count = dimensions(func.__name__)
+    if _of_images(func, input) and all(size == 1 for size in each(output_size, count)):
+        return input.mean(tuple(range(-count, 0)), keepdim=True)
+    return per_channel(func, input, output_size)
+
+
+@rule("pad", "constant_pad_nd")
+def pad(func: Any, input: Tensor, pad: Any, *args: Any, **kwargs: Any) -> Any:
+    """Along divided dimensions what stands outside is fetched, if it is not a constant."""
+    if not isinstance(input, Divided):
+        return UNKNOWN
+    given = dict(zip(("mode", "value") if func.__name__ == "pad" else ("value",), args, strict=False), **kwargs)
+    mode, last = given.get("mode", "constant"), input.dim() - 1     # of which pad has the first two numbers
+    sides = {last - at: (pad[2 * at], pad[2 * at + 1]) for at in range(len(pad) // 2)}
+    along = {dim: _Padded(*sides[dim], mode) for dim in input.cuts if any(sides.get(dim, ()))}
+    if any(len(cut.pieces.blocks) > 1 or along[dim].outputs(input.shape[dim]) < cut.line.size
+           for dim, cut in input.cuts.items() if dim in along):
+        return UNKNOWN
+    _, local, after = seen(input, along, given.get("value") or 0.0)
+    rest = [0 if last - at // 2 in after else size for at, size in enumerate(pad)]
+    return divided(func(local, rest, *args, **kwargs) if any(rest) else local, {**input.cuts, **after})
+
+
+class _Padded:
+    """Outputs that stand before, over and after inputs."""
+
+    def __init__(self, before: int, after: int, mode: str) -> None:
+        self.before, self.after, self.mode = before, after, mode
+
+    def outputs(self, size: int) -> int:
+        return size + self.before + self.after
+
+    def sees(self, outputs: range, size: int) -> Want:
+        return tuple(padded(at - self.before, size, self.mode) for at in outputs)
+
+
+# ---- resizing ----------------------------------------------------------------------------------------------------------------
+KINDS = {"nearest": "nearest", "linear": "linear", "bilinear": "linear", "trilinear": "linear", "bicubic": "cubic"}
+
+
+class _Resized:
+    """By a whole factor: all inputs from the first to the last that some outputs see."""
+
+    def __init__(self, taps: list[list[tuple[int, float]]]) -> None:
+        self.taps = taps
+
+    def outputs(self, size: int) -> int:
+        return len(self.taps)
+
+    def sees(self, outputs: range, size: int) -> Want:
+        places = [place for at in outputs for place, _ in self.taps[at]]
+        return tuple(range(min(places), max(places) + 1))
+
+
+@rule("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
+      "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
+      "upsample_bicubic2d", "upsample_trilinear3d")
+def resized(func: Any, input: Tensor, output_size: Any, *args: Any) -> Any:
+    """Divided dimensions one after the other, each output by its taps; what is not divided by torch."""
+    if not _of_images(func, input):
+        return per_channel(func, input, output_size, *args)
+    count, aligned, factors = dimensions(func.__name__), args[0] if len(args) > 1 else False, args[-1] if args else None
+    first = input.dim() - count
+    kind = KINDS[func.__name__.strip("_").removeprefix("upsample_").rstrip("123d").removesuffix("_exact")]
+    sizes = [int(input.shape[first + at] * factors[at]) for at in range(count)] if factors else list(output_size)
+    times = {first + at: size // input.shape[first + at] for at, size in enumerate(sizes)}
+    cuts = [dim for dim in input.cuts if dim >= first]                          # type: ignore[attr-defined]
+    if any(sizes[dim - first] != times[dim] * input.shape[dim] or (factors and factors[dim - first] != times[dim])
+           for dim in cuts):
+        return UNKNOWN
+    points = {dim: taps(kind, input.shape[dim], times[dim], aligned) for dim in cuts}
+    x, local, after = seen(input, {dim: _Resized(points[dim]) for dim in cuts})
+    for dim, cut in after.items():
+        here = cut.pieces.ranges(cut.line.rank)[0]
+        start = min(place for at in here for place, _ in points[dim][at])
+        local = _tapped(local, dim, [points[dim][at] for at in here], start)
+    if len(after) < count:
+        rest = [local.shape[first + at] if first + at in after else size for at, size in enumerate(sizes)]
+        scale = [1.0 if first + at in after else factor for at, factor in enumerate(factors)] if factors else None
+        local = func(local, None if factors else rest, *args[:-1], scale)
+    return divided(local, {**getattr(x, "cuts", {}), **after})
+
+
+def _tapped(x: Tensor, dim: int, points: list[list[tuple[int, float]]], start: int) -> Tensor:
+    """Sums of weighted elements along a dimension."""
+    total: Any = 0
+    for tap in zip(*points, strict=True):
+        places = torch.tensor([place - start for place, _ in tap], device=x.device)
+        weights = torch.tensor([weight for _, weight in tap], dtype=x.dtype, device=x.device)
+        taken = x.index_select(dim, places)
+        total = total + (taken if len(points[0]) == 1 else taken * weights.view(-1, *(1 for _ in range(x.dim() - 1 - dim))))
+    return total                                                                # type: ignore[no-any-return]
