@@ -392,3 +392,48 @@ IN_WIDTH = ("tensor(2)", "tensor(3)", "tensor(4)", "data(2) * tensor(2)", "data(
             "data(2) * tensor(2) * pipeline(2, micro=2)")
 WIDE = [(row, column) for row in IN_WIDTH for column in JOBS
         if MODULES[column] >= (2 if "place" in row or "pipeline" in row else 1)]
+
+
+# ---- images in pieces --------------------------------------------------------------------------------------------------------
+class Residual(nn.Module):
+    """Blocks with skips, as residual networks have them: a stride, a pool that hangs over, groups, padding by reflection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(2, 4, 3, padding=1, padding_mode="reflect", bias=False)
+        self.norm, self.pool = nn.BatchNorm2d(4), nn.MaxPool2d(3, 2, 1, ceil_mode=True)
+        self.first, self.depth, self.around = nn.Conv2d(4, 6, 3, 2, 1), nn.Conv2d(6, 6, 3, padding=2, dilation=2, groups=2), (
+            nn.Conv2d(4, 6, 1, 2))
+        self.groups, self.dropout, self.out = nn.GroupNorm(3, 6), nn.Dropout2d(0.2), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(self.norm(self.stem(x)).relu())
+        x = self.around(x) + self.groups(self.depth(self.first(x).relu()))
+        return self.out(self.dropout(x.relu()).mean((2, 3)))                # type: ignore[no-any-return]
+
+
+class Pixels(nn.Module):
+    """A class for every pixel: down, up in two ways, and what went around."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.deep, self.norm = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.up, self.out, self.dropout = nn.ConvTranspose2d(4, 3, 3, 2, 1, 1), nn.Conv2d(11, 4, 1), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.down(x).tanh()
+        second = self.norm(self.deep(functional.avg_pool2d(first, 2))).tanh()
+        wide = functional.interpolate(second, scale_factor=2, mode="bilinear")
+        return self.out(self.dropout(torch.cat([first, self.up(second), wide], 1)))         # type: ignore[no-any-return]
+
+
+LABELLED = TensorDataset(IMAGES.tensors[0], whole(4, 30, 8, 8, seed=8).masked_fill(whole(4, 30, 8, 8, seed=9) == 0, -100))
+OF_IMAGES = {**{name: each for name, each in JOBS.items() if each.train is IMAGES}, **{each.name: each for each in (
+    job("residual, clipped", Residual, IMAGES, clip_norm=0.3), job("pixels", Pixels, LABELLED, optimizer=adam))}}
+IN_PIECES = ("spatial(2)", "spatial(3)", "spatial(2, columns=2)", "spatial(1, columns=3)", "data(2) * spatial(2)",
+             "data(2, reduce=ring) * spatial(2)")
+INTEGRATED = ("data(2, dense=tensor)", "data(3, dense=tensor)")
+OF_PIECES = [*((row, column) for row in IN_PIECES for column in OF_IMAGES),
+             *((row, column) for row in INTEGRATED for column in {**JOBS, **OF_IMAGES} if column not in ("pixels",)),
+             *((row, column) for row in ("spatial(2, dense=tensor)", "data(2) * spatial(2, dense=tensor)")
+               for column in OF_IMAGES if column != "pixels")]                  # which has no fully connected layer

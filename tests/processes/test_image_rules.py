@@ -12,14 +12,14 @@ from equality import numbers, whole
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paragrad.techniques.width import along, kinds, letters, norms, shapes, sliding
+from paragrad.techniques.width import along, convolutions, kinds, letters, norms, shapes, sliding
 from paragrad.techniques.width.divided import whole as gathered
 from paragrad.techniques.width.domain import entering
 from paragrad.techniques.width.pairs import Line
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
-RULES = along, kinds, letters, norms, shapes, sliding                   # which fill the table
+RULES = along, convolutions, kinds, letters, norms, shapes, sliding                   # which fill the table
 Case = tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]         # of an image, and tensors that are on all ranks
 PIXELS = whole(4, 2, 7, 9, seed=80).masked_fill(whole(5, 2, 7, 9, seed=81) == 0, -100)
 WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 1.5], dtype=torch.float64)
@@ -58,7 +58,7 @@ def u_net(x: Tensor, down: Tensor, deep: Tensor, up: Tensor) -> Tensor:
     return functional.conv2d(torch.cat([first, third], 1), up)
 
 
-IMAGE, KERNEL = (2, 4, 11, 9), (3, 4, 3, 3)
+IMAGE, TALL, KERNEL = (2, 4, 11, 9), (2, 4, 70, 5), (3, 4, 3, 3)         # of tall ones edges are computed apart
 CASES: dict[str, Case] = {
     "conv": (conv(), (IMAGE, KERNEL, (3,))),
     "conv, padded": (conv(padding=1), (IMAGE, KERNEL, (3,))),
@@ -82,6 +82,20 @@ CASES: dict[str, Case] = {
     "conv, reflect": (in_mode("reflect", 5), (IMAGE, (3, 4, 5, 5))),
     "conv, replicate": (in_mode("replicate", 3, stride=2), (IMAGE, KERNEL)),
     "conv, fewer rows than ranks": (conv(stride=8), (IMAGE, KERNEL, (3,))),
+    "tall, conv": (conv(), (TALL, KERNEL, (3,))),
+    "tall, padded": (conv(padding=1), (TALL, KERNEL, (3,))),
+    "tall, padded by 2": (conv(padding=2), (TALL, KERNEL, (3,))),
+    "tall, stride 2": (conv(stride=2, padding=1), (TALL, KERNEL, (3,))),
+    "tall, stride 2, even": (conv(stride=2, padding=1), ((2, 4, 144, 4), KERNEL, (3,))),
+    "tall, stride 2, kernel 5": (conv(stride=2, padding=2), ((2, 4, 240, 4), (3, 4, 5, 5))),
+    "tall, dilated": (conv(dilation=2, padding=2), ((1, 4, 140, 5), KERNEL, (3,))),
+    "tall, same, even": (conv(padding="same"), ((1, 4, 140, 5), (3, 4, 4, 2), (3,))),
+    "tall, in groups": (conv(groups=2, padding=1), (TALL, (6, 2, 3, 3), (6,))),
+    "tall, reflect": (in_mode("reflect", 3), (TALL, KERNEL)),
+    "tall, no rows of others": (conv(padding=(0, 1)), (TALL, (3, 4, 1, 3))),
+    "tall, one after another": (lambda x, a, b: functional.conv2d(functional.conv2d(x, a, padding=1).relu(), b, padding=1) + (
+        x[:, :3]), (TALL, KERNEL, (3, 3, 3, 3))),
+    "tall, a penalty of a gradient": (sloped, (TALL, (3, 4, 3, 3), (2, 3, 3, 3))),
     "conv3d": (lambda x, w: functional.conv3d(x, w, padding=1), ((2, 3, 7, 5, 4), (2, 3, 3, 3, 3))),
     "transposed conv": (transposed(), (IMAGE, (4, 3, 3, 3), (3,))),
     "transposed conv, stride 2": (transposed(stride=2, padding=1, output_padding=1), (IMAGE, (4, 3, 3, 3), (3,))),

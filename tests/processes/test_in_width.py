@@ -1,9 +1,9 @@
-"""tensor: the same training as serial's, with the neurons of each layer over ranks."""
+"""tensor, spatial, integrated: the same training as serial's, with the neurons of each layer over ranks, or the pixels."""
 
 from __future__ import annotations
 
 import pytest
-from equality import BRIEF, JOBS, WIDE, found
+from equality import BRIEF, JOBS, OF_IMAGES, OF_PIECES, WIDE, found
 
 from paragrad.world.launching import Ranks
 
@@ -14,3 +14,9 @@ pytestmark = pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(("row", "column"), WIDE)
 def test_it_is_the_same_training(pool: Ranks, row: str, column: str) -> None:
     assert found(pool, row, JOBS[column], BRIEF).value <= 1e-10
+
+
+@pytest.mark.sample(10)
+@pytest.mark.parametrize(("row", "column"), OF_PIECES)
+def test_images_in_pieces_are_the_same_training(pool: Ranks, row: str, column: str) -> None:
+    assert found(pool, row, {**JOBS, **OF_IMAGES}[column], BRIEF).value <= 1e-10

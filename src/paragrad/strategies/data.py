@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Self
 
 from paragrad.errors import Refused
@@ -35,8 +35,7 @@ class Data(Strategy):
     micro: int = option(Integer(), default=1)
     compress: Choice | None = option(One(*COMPRESSORS), Word("none"), default=None)
     batch_norm: str = option(Word("whole", "share"), default="whole")
-    dense: str = option(Word("same", "tensor"), default="same", later=("tensor",))
-    replica = True
+    dense: str = option(Word("same", "tensor"), default="same")
 
     def check(self) -> None:
         if self.reduce != "auto" and self.state not in ("replicated", "auto"):
@@ -50,7 +49,34 @@ class Data(Strategy):
                 raise Refused(f"data: every worker needs a share of at least 1, got {list(self.shares)}; "
                               "use fewer workers instead")
 
+        unfit = [each.name for each in fields(self) if each.name not in ("workers", "batch_norm", "dense")
+                 and getattr(self, each.name) != each.default]
+        if self.integrated and unfit:
+            raise Refused(f"data(dense=tensor) divides a batch evenly and sums gradients where a layer makes them; leave out "
+                          f"{unfit[0]}")
+
     # ---- what it is --------------------------------------------------------------------------------------------------------
+    @property
+    def integrated(self) -> bool:
+        """Its ranks have samples up to the first fully connected layer, and neurons from there on."""
+        return self.dense == "tensor"
+
+    @property
+    def technique(self) -> str:
+        return "integrated" if self.integrated else self.name
+
+    @property
+    def replica(self) -> bool:                                                      # type: ignore[override]
+        return not self.integrated
+
+    @property
+    def inside(self) -> bool:                                                       # type: ignore[override]
+        return self.integrated
+
+    @property
+    def lays_out(self) -> bool:                                                     # type: ignore[override]
+        return not self.integrated
+
     @property
     def promise(self) -> Promise:
         whole = self.batch_norm == "whole"
@@ -68,16 +94,18 @@ class Data(Strategy):
 
     @property
     def bucketed(self) -> bool:
-        return not self.shared
+        return not self.shared and not self.integrated
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         assert isinstance(self.workers, int)
-        return (Axis("data", self.workers),)
+        return (Axis("data", self.workers, "domain" if self.integrated else "samples"),)
 
     @property
     def division(self) -> Division:
         assert isinstance(self.workers, int)
+        if self.integrated:
+            return Division()
         return Division(self.shares if isinstance(self.shares, tuple) else (1,) * self.workers, self.micro)
 
     def plans(self) -> tuple[Plan, ...]:
@@ -85,6 +113,8 @@ class Data(Strategy):
         return (Plan("all-reduce", self.reduce, self.workers),) if isinstance(self.reduce, AllReduce) else ()
 
     def unplanned(self) -> str:
+        if self.integrated:
+            return "with dense=tensor gradients are summed where a layer makes them, by the backend's own; leave it out"
         if isinstance(self.reduce, Native):
             return ("native is the backend's own all-reduce, of which there is no schedule (gloo's is like ring_async); name "
                     "one: " + ", ".join(each.name for each in SCHEDULES))
@@ -98,6 +128,8 @@ class Data(Strategy):
         """Over gloo `reduce=auto` stays: which is the quickest is seen when the first gradients are exchanged."""
         count = self.workers if isinstance(self.workers, int) else here.ranks or here.cores
         state, reduce = self.state, self.reduce
+        if self.integrated:
+            return replace(self, workers=count)
         if state == "auto":
             alone = here.own_loop or here.unshared is not None or count == 1
             state = "replicated" if alone or reduce != "auto" else "shared_memory"
@@ -113,7 +145,7 @@ class Data(Strategy):
         return self.reduce == "auto" and self.state == "replicated"
 
     def picked(self, resolved: Self, here: Here) -> Iterator[tuple[str, str, str]]:
-        if self.state == "auto":
+        if self.state == "auto" and not self.integrated:
             yield "state", resolved.state, here.unshared or (
                 "all ranks are on this host" if resolved.shared else "an exchange was asked for, or there is one worker")
         if self.reduce == "auto" and isinstance(resolved.reduce, Native):
@@ -121,7 +153,7 @@ class Data(Strategy):
 
     def alternatives(self, here: Here) -> tuple[Strategy, ...]:
         # not what was asked to take statistics of shares, or of other micro-batches, or not to have all of the state
-        same = self.batch_norm == "whole" and self.micro == 1 and not self.sharded
+        same = self.batch_norm == "whole" and self.micro == 1 and not self.sharded and not self.integrated
         return (Serial(threads=here.cores),) if self.workers == "auto" and same else ()
 
     def refuse_beside(self, factors: tuple[Strategy, ...]) -> None:

@@ -123,6 +123,11 @@ class Strategy(Family, abstract=True):
 
     # ---- what it is --------------------------------------------------------------------------------------------------------
     @property
+    def technique(self) -> str:
+        """By which name the technique that runs it is found."""
+        return self.name
+
+    @property
     def axes(self) -> tuple[Axis, ...]:
         """Outer to inner, of a resolved strategy; the ranks of the last one are neighbours."""
         assert isinstance(self.workers, int)

@@ -1,4 +1,4 @@
-"""Which technique runs a strategy: found by the strategy's name, imported when it is used."""
+"""Which technique runs a strategy: found by its name, imported when it is used."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ TECHNIQUES = {
     "pipeline": "paragrad.techniques.model_parallel.pipeline",
     "tensor": "paragrad.techniques.width.tensor",
     "spatial": "paragrad.techniques.width.spatial",
+    "integrated": "paragrad.techniques.width.spatial",
 }
 
 
 def ours(strategy: Strategy) -> bool:
-    return strategy.name in TECHNIQUES
+    return strategy.technique in TECHNIQUES
 
 
 def bringing(strategy: Strategy, what: str) -> list[Strategy]:
@@ -121,5 +122,5 @@ def _part(strategy: Strategy, name: str) -> Any:
     """A function of the strategy's technique, given the strategy; a strategy of a user's own is its own technique."""
     if not ours(strategy):
         return getattr(strategy, name, None)
-    made = getattr(importlib.import_module(TECHNIQUES[strategy.name]), name, None)
+    made = getattr(importlib.import_module(TECHNIQUES[strategy.technique]), name, None)
     return made and functools.partial(made, strategy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -85,17 +85,25 @@ class World:
         dist.all_gather(results, mine, group=self.group)
         return [result.to(tensor.device) for result in results]
 
-    def passed(self, sends: Mapping[int, Tensor], takes: Mapping[int, Tensor]) -> None:
-        """Send tensors to other ranks, and receive others from ranks into tensors, by rank, all at once."""
+    def passing(self, sends: Mapping[int, Tensor], takes: Mapping[int, Tensor]) -> Callable[[], None]:
+        """Begin to send tensors to other ranks, and to receive others from ranks into tensors, by rank; what is returned waits
+        until all have come and gone."""
         own = [each.to(self.carrier).contiguous() for each in sends.values()]
-        came = [torch.empty_like(each, device=self.carrier) for each in takes.values()]
-        works = [dist.P2POp(function, tensor, group=self.group, group_peer=peer)
-                 for function, peers, tensors in ((dist.irecv, takes, came), (dist.isend, sends, own))
-                 for peer, tensor in zip(peers, tensors, strict=True)]
-        for work in dist.batch_isend_irecv(works) if works else ():
-            work.wait()
-        for wanted, found in zip(takes.values(), came, strict=True):
-            wanted.copy_(found)
+        wanted = list(takes.values())
+        came = [each if each.device == self.carrier else torch.empty_like(each, device=self.carrier) for each in wanted]
+        messages = [dist.P2POp(function, tensor, group=self.group, group_peer=peer)
+                    for function, peers, tensors in ((dist.irecv, takes, came), (dist.isend, sends, own))
+                    for peer, tensor in zip(peers, tensors, strict=True)]
+        works = dist.batch_isend_irecv(messages) if messages else []
+
+        def over() -> None:
+            for work in works:
+                work.wait()
+            for into, found in zip(wanted, came, strict=True):
+                if found is not into:
+                    into.copy_(found)
+            own.clear()                         # which the backend reads until then
+        return over
 
     def gather_into(self, every: Tensor, mine: Tensor) -> None:
         """The flat tensors of all ranks, one after another, into one of their lengths together; NCCL's on its GPU."""

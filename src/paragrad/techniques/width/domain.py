@@ -13,7 +13,7 @@ from paragrad.techniques.width.divided import Cut, divided
 from paragrad.techniques.width.pairs import Line
 from paragrad.techniques.width.pieces import evenly_divided
 
-ROWS, COLUMNS = 2, 3                        # dimensions of images: (samples, channels, rows, columns), also of volumes
+SAMPLES, ROWS, COLUMNS = 0, 2, 3            # dimensions of images: (samples, channels, rows, columns), also of volumes
 
 
 class Along(NamedTuple):
@@ -24,7 +24,7 @@ class Along(NamedTuple):
 
 @dataclass(frozen=True)
 class Domain:
-    """By dimension, how images are divided. dense: the same ranks have the neurons of fully connected layers."""
+    """By dimension, how inputs are divided. dense: the same ranks have the neurons of fully connected layers."""
     dims: Mapping[int, Along]
     dense: bool = False
 
@@ -39,13 +39,16 @@ def _image(tensor: Tensor) -> bool:
 
 
 def entering(inputs: Any, lines: Mapping[int, Line]) -> Any:
-    """The inputs with this rank's pieces of images."""
+    """The inputs with this rank's pieces: of images, or, by samples, of all that have as many. What is too small is whole."""
+    sizes = {each.shape[0] if each.dim() else 0 for each in tree_leaves(inputs) if isinstance(each, Tensor)}
+
     def piece(tensor: Tensor) -> Tensor:
-        if not _image(tensor):
+        if not (len(sizes) == 1 if SAMPLES in lines else _image(tensor)):
             return tensor
         cuts, local = dict[int, Cut](), tensor
         for dim, line in lines.items():
-            cuts[dim] = Cut(evenly_divided(tensor.shape[dim], line.size), line)
-            local = line.piece(local, dim, cuts[dim].pieces)
+            if tensor.shape[dim] >= line.size:
+                cuts[dim] = Cut(evenly_divided(tensor.shape[dim], line.size), line)
+                local = line.piece(local, dim, cuts[dim].pieces)
         return divided(local.contiguous(), cuts)
     return tree_map_only(Tensor, piece, inputs) if lines else inputs

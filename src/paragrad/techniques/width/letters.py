@@ -185,6 +185,8 @@ def linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None)
     rest = range(input.dim() - 1)
     if not isinstance(weight, Divided) and weight.numel() > input.numel():      # of which less travels
         input = whole(input, [input.dim() - 1])
+    if input.dim() == 2 and isinstance(input, Divided) and 0 in input.cuts and input.cuts[0].line.dense:
+        input = whole(input, [0])
     operands = [Operand(input, (*rest, "i")), Operand(weight, "oi")]
     return spread(func, operands, (*rest, "o"), [(1, "o")], bias=Operand(bias, "o"))
 

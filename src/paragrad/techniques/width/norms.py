@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from paragrad.techniques.batch_norm import beside
+from paragrad.techniques.width.convolutions import groups_here
 from paragrad.techniques.width.divided import UNKNOWN, Cut, Divided, divided, rule
 from paragrad.techniques.width.letters import Operand, fitted, spread
-from paragrad.techniques.width.sliding import groups_here
 
 
 @rule("batch_norm", "instance_norm")

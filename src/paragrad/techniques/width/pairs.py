@@ -15,7 +15,7 @@ A plain tensor is on all ranks of a line, and so is its whole gradient; a divide
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -48,10 +48,13 @@ class Deciding(Protocol):
 class Line:
     """Ranks over which layers are split. gathers: where a plain and a divided value of one size meet, both are plain from there
     on, not divided;  planning: where it is being found out how to divide parameters, who decides;  name: of what they divide
-    of the data (rows, columns, samples), if they do;  sent: bytes since somebody set it to 0."""
+    of the data (rows, columns, samples), if they do;  dense: samples are divided up to the first fully connected layer, and
+    neurons from there on;  sent: bytes since somebody set it to 0."""
 
-    def __init__(self, world: World, gathers: bool = False, planning: Deciding | None = None, name: str = "") -> None:
-        self.world, self.gathers, self.planning, self.name, self.sent = world, gathers, planning, name, 0
+    def __init__(self, world: World, gathers: bool = False, planning: Deciding | None = None, name: str = "",
+                 dense: bool = False) -> None:
+        self.world, self.gathers, self.planning, self.sent = world, gathers, planning, 0
+        self.name, self.dense = name, dense
         self.copies: deque[tuple[Tensor, int, Tensor]] = deque(maxlen=KEPT)
 
     @property
@@ -93,51 +96,61 @@ class Line:
         parts = [whole.narrow(dim, each.start, len(each)) for each in pieces.ranges(self.rank)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
-    def fetched(self, piece: Tensor, dim: int, have: Pieces, wants: tuple[Want, ...], fill: float) -> Tensor:
-        """What this rank wants of all ranks' pieces; fill: stands where there is nothing."""
+    def asked(self, piece: Tensor, dim: int, have: Pieces, wants: tuple[Want, ...], fill: float) -> Callable[[], Tensor]:
+        """Begins to get what this rank wants of all ranks' pieces; what is returned waits for it. fill: stands where there is
+        nothing."""
         mine = runs(have, wants[self.rank])
-        came = self._passed(piece, dim, {peer: [run for run in runs(have, wants[peer]) if run.owner == self.rank]
-                                         for peer in range(self.size)},
-                            {peer: sum(run.length for run in mine if run.owner == peer) for peer in range(self.size)})
-        parts = list[Tensor]()
-        for run in mine:
-            if run.owner == PADDING:
-                parts.append(piece.new_full((*piece.shape[:dim], run.length, *piece.shape[dim + 1:]), fill))
-            elif run.owner == self.rank:
-                parts.append(piece.narrow(dim, run.start, run.length))
-            else:
-                parts.append(came[run.owner].narrow(dim, 0, run.length))
-                came[run.owner] = came[run.owner].narrow(dim, run.length, came[run.owner].shape[dim] - run.length)
-        return torch.cat(parts, dim)
+        came, over = self._passed(piece, dim, {peer: [run for run in runs(have, want) if run.owner == self.rank]
+                                               for peer, want in enumerate(wants)},
+                                  {peer: sum(run.length for run in mine if run.owner == peer) for peer in range(self.size)})
 
-    def returned(self, wanted: Tensor, dim: int, have: Pieces, wants: tuple[Want, ...]) -> Tensor:
-        """The other way: of what all ranks have for what they wanted, the sum for each element of this rank's piece."""
+        def together() -> Tensor:
+            over()
+            parts, at = list[Tensor](), dict.fromkeys(came, 0)
+            for run in mine:
+                if run.owner == PADDING:
+                    parts.append(piece.new_full((*piece.shape[:dim], run.length, *piece.shape[dim + 1:]), fill))
+                elif run.owner == self.rank:
+                    parts.append(piece.narrow(dim, run.start, run.length))
+                else:
+                    parts.append(came[run.owner].narrow(dim, at[run.owner], run.length))
+                    at[run.owner] += run.length
+            return torch.cat(parts, dim) if parts else piece.narrow(dim, 0, 0)
+        return together
+
+    def returned(self, wanted: Tensor, dim: int, have: Pieces, wants: tuple[Want, ...]) -> Callable[[Tensor], Tensor]:
+        """The other way, begun: of what all ranks have for what they wanted, that for this rank's piece is added to a
+        tensor."""
         places, at = dict[int, list[Run]](), 0
         for run in runs(have, wants[self.rank]):
             places.setdefault(run.owner, []).append(run._replace(start=at))
             at += run.length
-        theirs = {peer: [run for run in runs(have, wants[peer]) if run.owner == self.rank] for peer in range(self.size)}
-        came = self._passed(wanted, dim, {peer: places.get(peer, []) for peer in range(self.size)},
-                            {peer: sum(run.length for run in found) for peer, found in theirs.items()})
+        theirs = {peer: [run for run in runs(have, want) if run.owner == self.rank] for peer, want in enumerate(wants)}
+        came, over = self._passed(wanted, dim, {peer: places.get(peer, []) for peer in range(self.size)},
+                                  {peer: sum(run.length for run in found) for peer, found in theirs.items()})
         if self.rank in places:
             came[self.rank] = _taken(wanted, dim, places[self.rank])
-        total = wanted.new_zeros(*wanted.shape[:dim], have.length(self.rank), *wanted.shape[dim + 1:])
-        for peer, found in theirs.items():                      # in the order of ranks
-            at = 0
-            for run in found:
-                total.narrow(dim, run.start, run.length).add_(came[peer].narrow(dim, at, run.length))
-                at += run.length
-        return total
 
-    def _passed(self, source: Tensor, dim: int, out: dict[int, list[Run]], into: dict[int, int]) -> dict[int, Tensor]:
-        """To every rank its runs of a tensor, from each so many elements."""
+        def added(total: Tensor) -> Tensor:
+            over()
+            for peer, found in theirs.items():                      # in the order of ranks
+                at = 0
+                for run in found:
+                    total.narrow(dim, run.start, run.length).add_(came[peer].narrow(dim, at, run.length))
+                    at += run.length
+            return total
+        return added
+
+    def _passed(self, source: Tensor, dim: int, out: dict[int, list[Run]],
+                into: dict[int, int]) -> tuple[dict[int, Tensor], Callable[[], None]]:
+        """To every rank its runs of a tensor, from each so many elements: (what comes, until when it has)."""
         takes = {peer: source.new_empty(*source.shape[:dim], count, *source.shape[dim + 1:])
                  for peer, count in into.items() if count and peer != self.rank}
-        if not isinstance(source, FakeTensor):
-            sends = {peer: _taken(source, dim, found) for peer, found in out.items() if found and peer != self.rank}
-            self.sent += sum(each.nbytes for each in sends.values())
-            self.world.passed(sends, takes)
-        return takes
+        if isinstance(source, FakeTensor):
+            return takes, lambda: None
+        sends = {peer: _taken(source, dim, found) for peer, found in out.items() if found and peer != self.rank}
+        self.sent += sum(each.nbytes for each in sends.values())
+        return takes, self.world.passing(sends, takes)
 
     def copied(self, x: Tensor) -> Tensor:
         """Of a plain value of which every rank makes something else: its gradient is summed, once for all that is made."""
@@ -227,7 +240,7 @@ class Fetched(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, have: Pieces, wants: tuple[Want, ...], fill: float, line: Line) -> Tensor:
         ctx.given = dim, have, wants, line
-        return line.fetched(x, dim, have, wants, fill)
+        return line.asked(x, dim, have, wants, fill)()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -238,7 +251,8 @@ class Returned(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, have: Pieces, wants: tuple[Want, ...], line: Line) -> Tensor:
         ctx.given = dim, have, wants, line
-        return line.returned(x, dim, have, wants)
+        zeros = x.new_zeros(*x.shape[:dim], have.length(line.rank), *x.shape[dim + 1:])
+        return line.returned(x, dim, have, wants)(zeros)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

@@ -9,7 +9,7 @@ leaves a wish, and the model runs again with the wishes granted, until there are
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -89,9 +89,10 @@ class Nobody:
     def gathered(self, tensor: Tensor) -> list[Tensor]:
         return [tensor] * self.size
 
-    def passed(self, sends: Mapping[int, Tensor], takes: Mapping[int, Tensor]) -> None:
+    def passing(self, sends: Mapping[int, Tensor], takes: Mapping[int, Tensor]) -> Callable[[], None]:
         for tensor in takes.values():
             tensor.zero_()
+        return lambda: None
 
 
 class Made(NamedTuple):
@@ -110,9 +111,10 @@ class Planning:
         self.model, self.ranks, self.blocks = model, ranks, blocks
         self.made = dict(made or {})
         self.line = Line(Nobody(ranks), gathers, self)          # type: ignore[arg-type]
-        self.lines = {dim: Line(Nobody(each.ranks), gathers, self, each.name)                   # type: ignore[arg-type]
-                      for dim, each in (domain.dims.items() if domain else ())}
-        if domain and domain.dense:
+        domain = domain or Domain({}, dense=True)
+        self.lines = {dim: Line(Nobody(each.ranks), gathers, self, each.name, domain.dense)     # type: ignore[arg-type]
+                      for dim, each in domain.dims.items()}
+        if domain.dims and domain.dense:
             self.line, = self.lines.values()
         self.chosen: dict[str, tuple[int, Pieces]] = {}
         self.notes: list[Note] = []
@@ -121,8 +123,7 @@ class Planning:
         self.at: list[str] = [""]
         self.wishes: list[Wish] = []
         self.held: dict[int, Divided] = {}
-        neurons = not domain or domain.dense
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()] if neurons else ():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()] if domain.dense else ():
             if type(tensor.data) is Tensor and tensor.dim():
                 self.held[id(tensor)] = held = Divided(tensor, {}, name, self)
                 if name in self.made and (own := self.blocks.get(name, self.made[name].blocks)) is not None:

@@ -1,4 +1,4 @@
-"""Functions that slide a window along the dimensions of an image: convolutions, pooling, padding, resizing.
+"""Functions that slide a window along the dimensions of an image: pooling, padding, resizing; and what they all fetch.
 
 Where such a dimension is divided each rank fetches what its outputs see (`fetching.py`), which are divided evenly, and does
 without padding there what one worker does.
@@ -6,8 +6,8 @@ without padding there what one worker does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from math import inf, lcm
+from collections.abc import Collection, Mapping
+from math import inf
 from typing import Any, Protocol
 
 import torch
@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from paragrad.techniques.width.divided import RULES, UNKNOWN, Cut, Divided, divided, rule, whole
-from paragrad.techniques.width.fetching import Spread, Want, Window, fetched, given, padded, taps
-from paragrad.techniques.width.letters import Letters, Operand, fitted, spread
+from paragrad.techniques.width.fetching import Want, Window, fetched, given, padded, taps
 from paragrad.techniques.width.pairs import Fetched
-from paragrad.techniques.width.pieces import evenly_divided, wishes
+from paragrad.techniques.width.pieces import evenly_divided
 
 
 # ---- what is fetched ---------------------------------------------------------------------------------------------------------
@@ -31,6 +30,14 @@ class Sliding(Protocol):
 
 def fetch(x: Tensor, dim: int, cut: Cut, wants: tuple[Want, ...], fill: float) -> Tensor:
     """Of a local part what this rank wants of all."""
+    note(x, dim, cut, wants)
+    if all(want == tuple(have) for want, (have,) in zip(wants, map(cut.pieces.ranges, range(cut.line.size)), strict=True)):
+        return x                                        # each has what it wants
+    return Fetched.apply(x, dim, cut.pieces, wants, fill, cut.line)     # type: ignore[no-any-return]
+
+
+def note(x: Tensor, dim: int, cut: Cut, wants: tuple[Want, ...]) -> None:
+    """What is fetched, while it is found out what travels."""
     line, one = cut.line, x.nbytes // max(1, x.shape[dim])
     if line.planning is not None:                       # of the rank that sends most
         ranks = range(line.size)
@@ -38,24 +45,27 @@ def fetch(x: Tensor, dim: int, cut: Cut, wants: tuple[Want, ...], fill: float) -
         line.note("fetched", one * max(given(cut.pieces, wants, rank) for rank in ranks), f"{line.name} {shown}")
         if x.requires_grad and torch.is_grad_enabled():
             line.note("returned", one * max(fetched(cut.pieces, wants, rank) for rank in ranks))
-    if all(want == tuple(have) for want, (have,) in zip(wants, map(cut.pieces.ranges, range(line.size)), strict=True)):
-        return x                                        # each has what it wants
-    return Fetched.apply(x, dim, cut.pieces, wants, fill, line)         # type: ignore[no-any-return]
 
 
-def seen(x: Tensor, sliding: Mapping[int, Sliding], fill: float = 0.0) -> tuple[Tensor, Tensor, dict[int, Cut]]:
+def seen(x: Tensor, sliding: Mapping[int, Sliding], fill: float = 0.0,
+         later: Collection[int] = ()) -> tuple[Tensor, Tensor, dict[int, Cut]]:
     """(x, what this rank's outputs see of it, how these are divided). x is whole along a dimension that has fewer outputs than
-    ranks."""
-    few = [dim for dim, cut in x.cuts.items() if dim in sliding and (
-        len(cut.pieces.blocks) > 1 or sliding[dim].outputs(x.shape[dim]) < cut.line.size)] if isinstance(x, Divided) else []
+    ranks; later: along these nothing is fetched yet."""
+    few = [dim for dim, cut in x.cuts.items() if dim in sliding and not enough(sliding[dim], x.shape[dim], cut)] if isinstance(
+        x, Divided) else []
     x = whole(x, few) if few else x
     local, after = x.local if isinstance(x, Divided) else x, dict[int, Cut]()
     for dim, cut in x.cuts.items() if isinstance(x, Divided) else ():
         if dim in sliding:
             after[dim] = Cut(evenly_divided(sliding[dim].outputs(x.shape[dim]), cut.line.size), cut.line)
             wants = tuple(sliding[dim].sees(after[dim].pieces.ranges(rank)[0], x.shape[dim]) for rank in range(cut.line.size))
-            local = fetch(local, dim, cut, wants, fill)
+            local = local if dim in later else fetch(local, dim, cut, wants, fill)
     return x, local, after
+
+
+def enough(sliding: Sliding, size: int, cut: Cut) -> bool:
+    """Are there outputs for every rank, of inputs in one piece each?"""
+    return len(cut.pieces.blocks) == 1 and sliding.outputs(size) >= cut.line.size
 
 
 def each(value: Any, count: int) -> list[Any]:
@@ -66,97 +76,6 @@ def each(value: Any, count: int) -> list[Any]:
 
 def dimensions(name: str) -> int:
     return next(int(letter) for letter in reversed(name) if letter in "123")
-
-
-# ---- convolutions ------------------------------------------------------------------------------------------------------------
-@rule("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", decides=True)
-def convolution(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-    """Channels out, or in; of a grouped one whole groups; rows and columns of images."""
-    spatial = weight.dim() - 2
-    names = ("stride", "padding", "output_padding", "groups", "dilation") if "transpose" in func.__name__ else (
-        "stride", "padding", "dilation", "groups")
-    kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
-    rest, batch = (None,) * spatial, (0,) if input.dim() == spatial + 2 else ()
-    channel = len(batch)
-    if isinstance(input, Divided) and any(dim > channel for dim in input.cuts):
-        return _of_an_image(func, input, weight, bias, kwargs)
-    kernel = ("i", "o", *rest) if "transpose" in func.__name__ else ("o", "i", *rest)
-    if kwargs.get("groups", 1) == 1 or (isinstance(input, Divided) and set(input.cuts) == {0} and channel):
-        return spread(lambda x, w, b: func(x, w, b, **kwargs), [Operand(input, (*batch, "i", *rest)), Operand(weight, kernel)],
-                      (*batch, "o", *rest), [(1, "o")] if kwargs.get("groups", 1) == 1 else (), bias=Operand(bias, "o"))
-    if not isinstance(input, Divided) or set(input.cuts) != {channel}:
-        return UNKNOWN
-    groups, cut = kwargs["groups"], input.cuts[channel]
-    into = input.shape[channel] // groups
-    out = weight.shape[1] if kernel[0] == "i" else weight.shape[0] // groups
-    if (here := groups_here(cut, into)) is None:
-        return UNKNOWN
-    after = Cut(cut.pieces.scaled(out, into), cut.line)
-    local = fitted(Operand(weight, ("g", None, *rest)), {"g": cut if kernel[0] == "i" else after})
-    made = func(input.local, local, fitted(Operand(bias, "o"), {"o": after}), **{**kwargs, "groups": here})
-    return divided(made, {channel: after})
-
-
-def groups_here(cut: Cut, channels: int) -> int | None:
-    """How many groups of so many channels this rank has; None, and a wish, where one is cut."""
-    blocks = cut.pieces.blocks
-    if all(block.size // block.grains % channels == 0 for block in blocks):
-        return cut.pieces.length(cut.line.rank) // channels
-    cut.line.wish(wish for block in blocks for wish in wishes(
-        block, 0 if block.size % channels else block.size // lcm(block.size // block.grains, channels)))
-    return None
-
-
-def _of_an_image(func: Any, input: Divided, weight: Tensor, bias: Tensor | None, kwargs: dict[str, Any]) -> Any:
-    """Of one that is divided along its rows or columns."""
-    count, transposed = weight.dim() - 2, "transpose" in func.__name__
-    first, groups = input.dim() - count, kwargs.get("groups", 1)
-    stride, dilation = each(kwargs.get("stride", 1), count), each(kwargs.get("dilation", 1), count)
-    more = each(kwargs.get("output_padding", 0), count)
-    sides = _sides(kwargs.get("padding", 0), weight.shape[2:], dilation)
-    made: Callable[..., Spread | Window] = Spread if transposed else Window
-    sliding = {first + at: made(weight.shape[2 + at], stride[at], *sides[at], dilation[at], *([more[at]] if transposed else []))
-               for at in range(count)}
-    x, local, after = seen(input, sliding)
-    if not after:
-        return func(x, weight, bias, **kwargs)
-    padding = [0 if first + at in after else min(sides[at]) for at in range(count)]
-    beside = [0 if first + at in after else sides[at][1] - min(sides[at]) for at in range(count)]     # where sides differ
-    around = dict[int, tuple[int, int]]()
-    for dim in after if transposed else ():
-        here = after[dim].pieces.ranges(after[dim].line.rank)[0]
-        slid = sliding[dim]
-        assert isinstance(slid, Spread)
-        around[dim] = slid.around(here, slid.sees(here, x.shape[dim]))
-
-    def run(_: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        if not transposed:
-            given = functional.pad(local, _pads({first + at: (0, beside[at]) for at in range(count)}, local.dim())) if any(
-                beside) else local
-            return func(given, w, b, stride, padding, dilation, groups)             # type: ignore[no-any-return]
-        out = func(local, w, None, stride, padding, [0 if first + at in after else more[at] for at in range(count)], groups,
-                   dilation)
-        out = functional.pad(out, _pads(around, out.dim()))
-        return out if b is None else out + b.view(-1, *(1 for _ in range(count)))   # type: ignore[no-any-return]
-    batch: Letters = (0,) if first == 2 else ()
-    places = [dim if dim in after else None for dim in range(first, first + count)]
-    rest = (None,) * count
-    kernel = ("i", "o", *rest) if transposed else ("o", "i", *rest)
-    return spread(run, [Operand(x, (*batch, "i", *places)), Operand(weight, kernel)], (*batch, "o", *places),
-                  bias=Operand(bias, "o"), after=after)
-
-
-def _sides(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> list[tuple[int, int]]:
-    """How much is put before and after, along each dimension."""
-    if padding == "same":
-        reaches = [times * (size - 1) for size, times in zip(kernel, dilation, strict=True)]
-        return [(reach // 2, reach - reach // 2) for reach in reaches]
-    return [(size, size) for size in each(0 if padding == "valid" else padding, len(kernel))]
-
-
-def _pads(sides: Mapping[int, tuple[int, int]], dims: int) -> list[int]:
-    """As torch's pad has them, from the last dimension."""
-    return [size for dim in reversed(range(min(sides), dims)) for size in sides.get(dim, (0, 0))]
 
 
 # ---- each channel of each sample by itself -----------------------------------------------------------------------------------
@@ -235,8 +154,7 @@ def pad(func: Any, input: Tensor, pad: Any, *args: Any, **kwargs: Any) -> Any:
     mode, last = given.get("mode", "constant"), input.dim() - 1     # of which pad has the first two numbers
     sides = {last - at: (pad[2 * at], pad[2 * at + 1]) for at in range(len(pad) // 2)}
     along = {dim: _Padded(*sides[dim], mode) for dim in input.cuts if any(sides.get(dim, ()))}
-    if any(len(cut.pieces.blocks) > 1 or along[dim].outputs(input.shape[dim]) < cut.line.size
-           for dim, cut in input.cuts.items() if dim in along):
+    if any(not enough(along[dim], input.shape[dim], cut) for dim, cut in input.cuts.items() if dim in along):
         return UNKNOWN
     _, local, after = seen(input, along, given.get("value") or 0.0)
     rest = [0 if last - at // 2 in after else size for at, size in enumerate(pad)]

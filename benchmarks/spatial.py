@@ -1,0 +1,148 @@
+"""Steps of one image over two ranks on one host: ours, and bounds; what travels, and what is kept.
+
+    python benchmarks/spatial.py --check            # both ranks on this machine, one thread each
+
+| figure | bar |
+|---|---|
+| speed over the bound's: every size | at least 0.9 |
+| bytes that a rank sends in a step, off those of the plan | 0 |
+| bytes that a rank fetches for a layer, off the closed form's (samples x channels x columns x half a kernel) | 0 |
+| activations of the fullest rank, over serial's | at most 0.56 |
+
+Six 3x3 convolutions of 32 channels, each with a ReLU, on one image of 256 x 256 and of 1024 x 1024; the mean of each channel,
+and cross-entropy; float32, SGD. The bound is of two processes that each make a step of their half of the image, without
+exchange, both at once. Ours is a whole training, timed by its record from step to step; the bound a loop over images in
+memory. Beside it, without a bar: one worker with one thread, and with all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from common import Bench, alternated, ratios
+from torch import Tensor, nn
+from trainings import ours, theirs
+from workers import Workers, serve
+
+import paragrad as pg
+from paragrad.record.record import Record
+from paragrad.strategies.table import strategy
+from paragrad.techniques.width.spatial import look
+from paragrad.verbs.train import train
+from paragrad.world.launching import Ranks
+
+RANKS, CHANNELS, LAYERS, KERNEL, IMAGES = 2, 32, 6, 3, 2
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(each for _ in range(LAYERS) for each in (
+            nn.Conv2d(CHANNELS, CHANNELS, KERNEL, padding=KERNEL // 2), nn.ReLU())))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).mean((2, 3))                          # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Rows and columns of the image."""
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.size} x {self.size}"
+
+    def data(self, part: int = 1) -> tuple[Tensor, Tensor]:
+        draw = torch.Generator().manual_seed(0)
+        return (torch.randn(IMAGES, CHANNELS, self.size // part, self.size, generator=draw),
+                torch.randint(CHANNELS, (IMAGES,), generator=draw))
+
+    def job(self) -> pg.Job:
+        return pg.Job(name="benchmark", model=Convolutions, loss=nn.functional.cross_entropy, epochs=1000, batch=1,
+                      optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+                      train=lambda folder: torch.utils.data.TensorDataset(*self.data()))
+
+    @property
+    def steps(self) -> int:
+        """A few seconds of them."""
+        return max(4, min(40, int(20 * (256 / self.size)**2)))
+
+
+SETTINGS = [Setting(256), Setting(1024)]
+PEERS = {"halves": "the bound", "serial(threads=1)": "serial with one thread", "serial": "serial with all threads"}
+
+
+def main() -> None:
+    bench = Bench(__doc__, options)
+    if bench.options.worker:
+        worker(*bench.options.worker)
+        return
+    with tempfile.TemporaryDirectory() as folder, Ranks(RANKS) as ranks:
+        workers = Workers(__file__, "halves", RANKS)
+        for setting in SETTINGS[:1] if bench.quick else SETTINGS:
+            measures = {strategy: ours(ranks, strategy, setting, Path(folder) / str(setting))
+                        for strategy in ("spatial(2)", "serial(threads=1)", "serial")}
+            print(f"{setting} [ms]", flush=True)
+            found = alternated(measures | {"halves": theirs(workers, setting)}, bench.rounds(7, quick=2))
+            bench.measured.setdefault("ms per step", {})[str(setting)] = found
+            for kind, name in PEERS.items():
+                bench.figure(f"speed over {name}, {setting}", ratios(found[kind], found["spatial(2)"]),
+                             at_least=0.9 if kind == "halves" else None)
+        workers.close()
+    counted(bench)
+    bench.finish()
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+
+
+def counted(bench: Bench) -> None:
+    """What is not of time: bytes and memory."""
+    setting = SETTINGS[0]
+    plan = look(strategy("spatial(2)"), Convolutions(), setting.data()[0][:1])       # type: ignore[arg-type]
+    closed = CHANNELS * setting.size * (KERNEL // 2) * 4
+    fetched = [note.bytes for note in plan.notes if note.what == "fetched"]
+    assert len(fetched) == LAYERS
+    with tempfile.TemporaryDirectory() as folder:
+        runs = {each: train(setting.job(), each, runs=folder, limit=2) for each in ("serial", "spatial(2)")}
+    records = {each: Record(run.folder) for each, run in runs.items()}
+    sent = [line["sent"]["spatial"] for line in records["spatial(2)"].of("step", 0)]
+    bench.figure("bytes that a rank sends in a step, off the plan's", max(abs(each - plan.bytes) for each in sent), at_most=0)
+    bench.figure("bytes that a rank fetches for a layer, off the closed form's", max(abs(each - closed) for each in fetched),
+                 at_most=0)
+    held = {each: record.fullest["activations"] for each, record in records.items()}
+    bench.figure("activations of the fullest rank, over serial's", [held["spatial(2)"] / held["serial"]], at_most=0.56)
+
+
+# ---- in a rank -----------------------------------------------------------------------------------------------------------
+def worker(kind: str, address: str) -> None:
+    import torch.distributed as dist
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+
+    def starts(setting: Setting) -> list[float]:
+        torch.manual_seed(0)
+        model = Convolutions()
+        update = torch.optim.SGD(model.parameters(), lr=0.01)
+        inputs, targets = setting.data(RANKS)
+        found: list[float] = []
+        for number in range(setting.steps):
+            found.append(time.perf_counter())
+            mine = slice(number % IMAGES, number % IMAGES + 1)
+            update.zero_grad()
+            nn.functional.cross_entropy(model(inputs[mine]), targets[mine]).backward()
+            update.step()
+        dist.barrier()
+        return found
+    serve(address, starts)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""A convolution along a divided dimension, while its halo travels.
+
+It is computed of this rank's own rows, with zeros beyond them. Meanwhile the rows come that its neighbours have; what the
+outputs at an edge lack is a convolution of these alone, and is added: it is linear. So nobody copies the rows that are here,
+or waits before computing of them. Backward goes the other way: what goes back to a neighbour is sent before the gradient of the
+own rows is computed, and what comes is added to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from paragrad.techniques.width.divided import Cut
+from paragrad.techniques.width.fetching import Want, Window
+from paragrad.techniques.width.pairs import Returned
+from paragrad.techniques.width.pieces import evenly_divided
+
+WORTH = 8                   # outputs of a rank for each row of a halo, from which on its edges are computed apart
+
+
+class Edge(NamedTuple):
+    """Some outputs that see rows of others. at: the first of these, among those of this rank;  halo: which of the rows that
+    come they see;  before, after: how many others, in front of those and behind them."""
+    at: int
+    halo: range
+    before: int
+    after: int
+
+
+class Around(NamedTuple):
+    """How a convolution is made of this rank's rows and of those around. padding: zeros beyond its own, on both sides."""
+    padding: int
+    edges: tuple[Edge, ...]
+
+
+def around(window: Window, size: int, own: range, outputs: range) -> tuple[Around, Want] | None:
+    """Also the rows that come from others; None where outputs do not begin as those of the own rows do."""
+    start = outputs.start * window.stride - window.before
+    stop = (outputs.stop - 1) * window.stride - window.before + window.reach
+    padding, behind = own.start - start, stop - own.stop
+    count = (len(own) + 2 * padding - window.reach) // window.stride + 1
+    if padding < 0 or behind > padding or count != len(outputs):
+        return None
+    front, back = range(max(start, 0), own.start), range(own.stop, min(stop, size))
+    edges = []
+    if front:                   # outputs up to the first that sees none of them
+        last = min(-(-(own.start + window.before) // window.stride), outputs.stop)
+        end = (last - 1) * window.stride - window.before + window.reach
+        edges.append(Edge(0, range(len(front)), front.start - start, end - front.stop))
+    if back:
+        first = max((own.stop + window.before - window.reach) // window.stride + 1, outputs.start)
+        begin = first * window.stride - window.before
+        edges.append(Edge(first - outputs.start, range(len(front), len(front) + len(back)), back.start - begin,
+                          stop - back.stop))
+    return Around(padding, tuple(edges)), (*front, *back)
+
+
+def edgewise(window: Window, size: int, cut: Cut) -> tuple[list[Around], tuple[Want, ...]] | None:
+    """How every rank goes about it, and what comes to each; None where one cannot, or its edges are no small part."""
+    after = evenly_divided(window.outputs(size), cut.line.size)
+    found = [around(window, size, cut.pieces.ranges(rank)[0], after.ranges(rank)[0]) for rank in range(cut.line.size)]
+    hows, wants = [each[0] for each in found if each], tuple(each[1] for each in found if each)
+    many = window.outputs(size) < WORTH * cut.line.size * (window.reach - window.stride)
+    return None if len(hows) < len(found) or many or not any(wants) else (hows, wants)
+
+
+class Swap:
+    """The halo of one convolution, under way. cut: of its inputs;  wants: what comes to each rank."""
+
+    def __init__(self, dim: int, cut: Cut, wants: tuple[Want, ...]) -> None:
+        self.dim, self.pieces, self.line, self.wants = dim, cut.pieces, cut.line, wants
+        self.coming: Callable[[], Tensor] | None = None
+        self.back: Callable[[Tensor], Tensor] | None = None
+
+    def ask(self, x: Tensor) -> None:
+        self.coming = self.line.asked(x.detach(), self.dim, self.pieces, self.wants, 0.0)
+
+
+def convolved(run: Callable[[Tensor, int, bool], Tensor], x: Tensor, swap: Swap, how: Around) -> Tensor:
+    """run(rows, padding, own): the convolution of rows, with so much padding along them; own: with its bias. x: of this
+    rank."""
+    inner = Inner.apply(x, swap)
+    swap.ask(x)
+    out = run(inner, how.padding, True)
+    halo = Asked.apply(inner, swap)
+    for edge in how.edges:
+        rows = halo.narrow(swap.dim, edge.halo.start, len(edge.halo))
+        around = [0, 0] * (x.dim() - 1 - swap.dim) + [edge.before, edge.after]
+        out = Added.apply(out, run(functional.pad(rows, around), 0, False), swap.dim, edge.at)
+    return out if how.edges else Tied.apply(out, halo)          # type: ignore[no-any-return]
+
+
+class Inner(torch.autograd.Function):
+    """This rank's rows; what comes back for them is added to their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, swap: Swap) -> Tensor:
+        ctx.swap = swap
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        gradient, back = gradients[0], ctx.swap.back
+        ctx.swap.back = None
+        return gradient if back is None else back(gradient), None       # which a convolution just made
+
+
+class Asked(torch.autograd.Function):
+    """The rows that came. Made after the convolution of the own rows: autograd runs what was made last first, so that the
+    halo's gradient is on its way before theirs is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, inner: Tensor, swap: Swap) -> Tensor:
+        ctx.swap = swap
+        assert swap.coming is not None
+        coming, swap.coming = swap.coming, None
+        return coming()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        swap = ctx.swap
+        if torch.is_grad_enabled():                     # a backward of this backward is to come
+            return Returned.apply(gradients[0], swap.dim, swap.pieces, swap.wants, swap.line), None
+        swap.back = swap.line.returned(gradients[0], swap.dim, swap.pieces, swap.wants)
+        return None, None
+
+
+class Tied(torch.autograd.Function):
+    """Where nothing comes: something may come in backward, of those who see rows of this rank."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, halo: Tensor) -> Tensor:
+        ctx.shape = halo.shape
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], gradients[0].new_zeros(ctx.shape)
+
+
+class Added(torch.autograd.Function):
+    """Some outputs are added to, in place: nobody has seen them yet."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, edge: Tensor, dim: int, at: int) -> Tensor:
+        ctx.place = dim, at, edge.shape[dim]
+        out.narrow(dim, at, edge.shape[dim]).add_(edge)
+        ctx.mark_dirty(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], gradients[0].narrow(*ctx.place), None, None
