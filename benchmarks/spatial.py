@@ -111,8 +111,8 @@ def counted(bench: Bench) -> None:
     assert len(fetched) == LAYERS
     with tempfile.TemporaryDirectory() as folder:
         runs = {each: train(setting.job(), each, runs=folder, limit=2) for each in ("serial", "spatial(2)")}
-    records = {each: Record(run.folder) for each, run in runs.items()}
-    sent = [line["sent"]["spatial"] for line in records["spatial(2)"].of("step", 0)]
+        records = {each: Record(run.folder) for each, run in runs.items()}
+    sent = [line["sent"]["spatial"]["bytes"] for line in records["spatial(2)"].of("step", 0)]
     bench.figure("bytes that a rank sends in a step, off the plan's", max(abs(each - plan.bytes) for each in sent), at_most=0)
     bench.figure("bytes that a rank fetches for a layer, off the closed form's", max(abs(each - closed) for each in fetched),
                  at_most=0)

@@ -12,14 +12,14 @@ from equality import numbers, whole
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paragrad.techniques.width import along, convolutions, kinds, letters, norms, shapes, sliding
+from paragrad.techniques.width import along, convolutions, kinds, letters, losses, norms, shapes, sliding
 from paragrad.techniques.width.divided import whole as gathered
 from paragrad.techniques.width.domain import entering
 from paragrad.techniques.width.pairs import Line
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
-RULES = along, convolutions, kinds, letters, norms, shapes, sliding                   # which fill the table
+RULES = along, convolutions, kinds, letters, losses, norms, shapes, sliding                   # which fill the table
 Case = tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]         # of an image, and tensors that are on all ranks
 PIXELS = whole(4, 2, 7, 9, seed=80).masked_fill(whole(5, 2, 7, 9, seed=81) == 0, -100)
 WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 1.5], dtype=torch.float64)
@@ -162,6 +162,15 @@ CASES: dict[str, Case] = {
     "loss of pixels, summed": (lambda x: functional.cross_entropy(x, PIXELS, reduction="sum"), ((2, 4, 7, 9),)),
     "loss of pixels by logarithms": (lambda x: functional.nll_loss(x.log_softmax(1), PIXELS, WEIGHTS), ((2, 4, 7, 9),)),
     "squares": (lambda x, y: functional.mse_loss(x, y), (IMAGE, IMAGE)),
+    "differences, each": (lambda x, y: functional.l1_loss(x, y, reduction="none"), (IMAGE, IMAGE)),
+    "differences, summed": (lambda x, y: functional.smooth_l1_loss(x, y, reduction="sum", beta=0.5), (IMAGE, IMAGE)),
+    "large differences": (lambda x, y: functional.huber_loss(x, y, delta=0.3), (IMAGE, IMAGE)),
+    "yes or no": (lambda x, y: functional.binary_cross_entropy_with_logits(
+        x, y.sigmoid(), pos_weight=y[0, :, :1, :1].detach().exp()), (
+        IMAGE, IMAGE)),
+    "yes or no of chances": (lambda x, y: functional.binary_cross_entropy(x.sigmoid(), y.sigmoid()), (IMAGE, IMAGE)),
+    "divergence": (lambda x, y: functional.kl_div(x.log_softmax(1), y.softmax(1), reduction="batchmean"), (IMAGE, IMAGE)),
+    "counts": (lambda x, y: functional.poisson_nll_loss(x, y.exp()), (IMAGE, IMAGE)),
 }
 
 

@@ -12,7 +12,7 @@ from equality import numbers, whole
 from torch import Tensor
 from torch.nn import functional
 
-from paragrad.techniques.width import along, convolutions, kinds, letters, norms, shapes, sliding
+from paragrad.techniques.width import along, convolutions, kinds, letters, losses, norms, shapes, sliding
 from paragrad.techniques.width.divided import Cut, Divided
 from paragrad.techniques.width.divided import whole as gathered
 from paragrad.techniques.width.pairs import Copied, Gathered, Line, Sliced, Summed
@@ -20,7 +20,7 @@ from paragrad.techniques.width.pieces import Block, Pieces, evenly_divided
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
-RULES = along, convolutions, kinds, letters, norms, shapes, sliding         # which fill the table
+RULES = along, convolutions, kinds, letters, losses, norms, shapes, sliding         # which fill the table
 Case = tuple[Callable[..., Any], tuple[tuple[int, ...], ...], dict[int, int]]       # of tensors of these shapes, some divided
 
 CLASSES = whole(7, 5, seed=90).masked_fill(whole(4, 5, seed=91) == 0, -100)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map_only
 
-from paragrad.techniques.width.divided import RULES, UNKNOWN, Cut, Divided, divided, piece, rule, whole
+from paragrad.techniques.width.divided import RULES, UNKNOWN, Cut, Divided, divided, rule
 
 
 # ---- reductions --------------------------------------------------------------------------------------------------------------
@@ -153,62 +153,3 @@ def embedding(func: Any, weight: Tensor, indices: Tensor, padding_idx: int = -1,
     padding = int(places[padding_idx]) if padding_idx >= 0 else -1
     rows = func(weight.local, here.clamp(min=0), padding).masked_fill((here < 0).unsqueeze(-1), 0)
     return cut.line.added(rows)
-
-
-@rule("nll_loss", "nll_loss_nd", "nll_loss2d")
-def nll_loss(func: Any, logs: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1,
-             ignore_index: int = -100, label_smoothing: float = 0.0) -> Any:
-    """Of logarithms of probabilities in pieces; as cross_entropy_loss where labels are smoothed."""
-    dim = 1 if logs.dim() > 1 else 0
-    if isinstance(logs, Divided) and dim not in logs.cuts and not isinstance(target, Divided):
-        return of_pixels(func, logs, target, weight, reduction, ignore_index, label_smoothing)
-    if not isinstance(logs, Divided) or set(logs.cuts) != {dim} or isinstance(target, Divided):
-        return UNKNOWN
-    kept = target != ignore_index
-    known = target.masked_fill(~kept, 0)
-    each = -logs.gather(dim, known.unsqueeze(dim)).squeeze(dim)
-    weight = None if weight is None else whole(weight)
-    own = kept.to(each.dtype) if weight is None else weight[known].masked_fill(~kept, 0)
-    each = each.masked_fill(~kept, 0) * own
-    if label_smoothing:
-        scaled = logs if weight is None else logs * weight.view(-1, *(1 for _ in range(logs.dim() - 1 - dim)))
-        smooth = -scaled.sum(dim).masked_fill(~kept, 0) / logs.shape[dim]
-        each = (1 - label_smoothing) * each + label_smoothing * smooth
-    return each if reduction == 0 else each.sum() if reduction == 2 else each.sum() / own.sum()
-
-
-def of_pixels(func: Any, scores: Divided, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int,
-              label_smoothing: float) -> Tensor:
-    """Scores of all classes for some samples, or places in them."""
-    own = Divided(target, {})
-    for dim, cut in scores.cuts.items():
-        at = dim - (dim > 1)
-        own = Divided(piece(own.local, at, cut), {**own.cuts, at: cut})
-    weight = None if weight is None else whole(weight)
-    given = () if func.__name__.startswith("nll") else (label_smoothing,)
-    each = divided(func(scores.local, own.local, weight, 0, ignore_index, *given), own.cuts)
-    if reduction != 1:
-        return each if reduction == 0 else each.sum()
-    kept = target != ignore_index
-    counts = kept if weight is None else weight[target.masked_fill(~kept, 0)].masked_fill(~kept, 0)
-    return each.sum() / counts.sum()
-
-
-@rule("cross_entropy_loss")
-def cross_entropy(func: Any, x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1,
-                  ignore_index: int = -100, label_smoothing: float = 0.0) -> Any:
-    """Of classes in pieces: no rank has the scores of all. Of pixels in pieces, each of its own."""
-    dim = 1 if x.dim() > 1 else 0
-    if isinstance(x, Divided) and dim not in x.cuts and target.shape != x.shape and not isinstance(target, Divided):
-        return of_pixels(func, x, target, weight, reduction, ignore_index, label_smoothing)
-    if not isinstance(x, Divided) or set(x.cuts) != {dim} or isinstance(target, Divided):
-        return UNKNOWN
-    logs = x.log_softmax(dim)
-    if target.shape != x.shape:
-        return nll_loss(func, logs, target, weight, reduction, ignore_index, label_smoothing)
-    if label_smoothing:
-        target = target * (1 - label_smoothing) + label_smoothing / x.shape[dim]
-    if weight is not None:
-        target = target * whole(weight).view(-1, *(1 for _ in range(x.dim() - 1 - dim)))
-    each = -(logs * target).sum(dim)
-    return each if reduction == 0 else each.sum() / (x.numel() // x.shape[dim] if reduction == 1 else 1)

@@ -50,5 +50,5 @@ def entering(inputs: Any, lines: Mapping[int, Line]) -> Any:
             if tensor.shape[dim] >= line.size:
                 cuts[dim] = Cut(evenly_divided(tensor.shape[dim], line.size), line)
                 local = line.piece(local, dim, cuts[dim].pieces)
-        return divided(local.contiguous(), cuts)
+        return divided(local, cuts)             # a view: the batch is there as long as the step is
     return tree_map_only(Tensor, piece, inputs) if lines else inputs

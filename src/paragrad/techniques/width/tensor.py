@@ -12,7 +12,7 @@ from paragrad.errors import StepFailed
 from paragrad.strategies.tensor import Tensor as Strategy
 from paragrad.techniques.cut import Share
 from paragrad.techniques.layout import Held
-from paragrad.techniques.width import account, along, convolutions, kinds, letters, norms, shapes, sliding  # noqa: F401 -- the rules
+from paragrad.techniques.width import account, along, convolutions, kinds, letters, losses, norms, shapes, sliding  # noqa: F401 -- the rules
 from paragrad.techniques.width.around import asked, members
 from paragrad.techniques.width.divided import Divided
 from paragrad.techniques.width.pairs import Line
