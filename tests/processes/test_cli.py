@@ -204,7 +204,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
 
 def test_lists() -> None:
     assert [row["job"] for row in json.loads(paragrad("jobs", "--json"))] == [
-        "digits", "mnist-mlp", "mnist-cnn", "shakespeare-lstm", "shakespeare-gpt"]
+        "digits", "inception-digits", "mnist-mlp", "mnist-cnn", "mnist-resnet", "shakespeare-lstm", "shakespeare-gpt"]
     listed = {row["name"]: row for row in json.loads(paragrad("strategies", "--json"))}
     assert listed["ring"]["built"] is True
     assert listed["pipeline"]["built"] is listed["tensor"]["built"] is True

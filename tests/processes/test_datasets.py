@@ -35,9 +35,10 @@ from paragrad.datasets.mnist import DEVIATION, MEAN, mnist
 from paragrad.datasets.text import CHARACTERS, NUMBERS, Speeches, pad, speeches, windows
 from paragrad.errors import Refused
 from paragrad.jobs import finding
+from paragrad.jobs.digits import inception_digits
 from paragrad.jobs.job import Job, accuracy
 from paragrad.jobs.loss import Summed
-from paragrad.jobs.mnist import mnist_cnn, mnist_mlp
+from paragrad.jobs.mnist import mnist_cnn, mnist_mlp, mnist_resnet
 from paragrad.jobs.shakespeare import shakespeare_gpt, shakespeare_lstm
 from paragrad.training.door import examined
 
@@ -520,7 +521,7 @@ def test_windows_that_do_not_fit(small: Path) -> None:
 
 
 # ---- the jobs -----------------------------------------------------------------------------------------------------------
-JOBS: list[Callable[[], Job]] = [mnist_mlp, mnist_cnn, shakespeare_lstm, partial(shakespeare_gpt, context=40)]
+JOBS: list[Callable[[], Job]] = [mnist_mlp, mnist_cnn, shakespeare_lstm, partial(shakespeare_gpt, context=40), mnist_resnet]
 
 
 @pytest.mark.parametrize("make", JOBS)
@@ -534,7 +535,8 @@ def test_making_a_job_reads_no_data_and_it_can_be_shipped(make: Callable[[], Job
 
 
 @pytest.mark.parametrize("make", [
-    *JOBS[:3], pytest.param(JOBS[3], marks=pytest.mark.table), lambda: mnist_mlp(16, "sigmoid"), lambda: shakespeare_lstm(8, 5),
+    *JOBS[:3], pytest.param(JOBS[3], marks=pytest.mark.table), mnist_resnet, partial(mnist_cnn, "batch"),
+    partial(mnist_cnn, "weight"), lambda: mnist_mlp(16, "sigmoid"), lambda: shakespeare_lstm(8, 5),
                                   lambda: shakespeare_gpt(1, 8, 2, 5, 0.0)])
 def test_a_job_passes_the_door_and_learns(make: Callable[[], Job], small: Path) -> None:
     job = make()
@@ -582,6 +584,9 @@ def test_the_next_character_of_every_position() -> None:
 
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: mnist_mlp(activation="sigmod"), "job mnist-mlp: no activation 'sigmod'; did you mean sigmoid?"),
+    (lambda: mnist_cnn("layer"), "job mnist-cnn: no norm 'layer'; did you mean none, batch or weight?"),
+    (lambda: mnist_resnet(0), "job mnist-resnet: width must be a whole number from 1, got 0"),
+    (lambda: inception_digits(0), "job inception-digits: width must be a whole number from 1, got 0"),
     (lambda: mnist_mlp(width=0), "job mnist-mlp: width must be a whole number from 1, got 0"),
     (lambda: shakespeare_lstm(hidden=0), "job shakespeare-lstm: hidden must be a whole number from 1, got 0"),
     (lambda: shakespeare_lstm(length=-3), "job shakespeare-lstm: length must be a whole number from 1, got -3"),

@@ -23,7 +23,7 @@ from paragrad.verbs.cli import app
 FIELDS = ["schema", "job", "digest", "strategy", "resolved", "device", "backend", "steps", "failure", "cause", "sabotage",
           "machine", "folder", "tensor", "tensors", "first", "twin", "twins", "bound", "allowed", "chaotic", "dtype", "why",
           "reference", "difference", "same"]
-BUILT_IN = ("digits", "mnist-mlp", "mnist-cnn", "shakespeare-lstm", "shakespeare-gpt")
+BUILT_IN = ("digits", "inception-digits", "mnist-mlp", "mnist-cnn", "mnist-resnet", "shakespeare-lstm", "shakespeare-gpt")
 
 
 def verified(*words: str, code: int = 0) -> str:

@@ -18,6 +18,7 @@ from paragrad.strategies import planned
 from paragrad.strategies.data import Data, Native
 from paragrad.strategies.pipeline import Pipeline
 from paragrad.strategies.serial import Serial
+from paragrad.strategies.spatial import Spatial
 from paragrad.strategies.strategy import Here, Product, Strategy
 from paragrad.strategies.table import STRATEGIES, algorithms, known, refuse_unbuilt, resolve, strategies, strategy
 from paragrad.strategies.tensor import Tensor
@@ -51,6 +52,10 @@ def choices(draw: st.DrawFn, cls: type[Choice]) -> Choice:
             arguments["workers"] = len(arguments["shares"])
         if "reduce" in arguments:
             arguments.pop("state", None)
+        if arguments.get("dense") == "tensor":
+            arguments = {name: value for name, value in arguments.items() if name in ("workers", "batch_norm", "dense")}
+    if cls is Spatial and arguments.get("dense") == "tensor":
+        arguments.pop("columns", None)
     if cls is TwoLevel:                     # it is the whole exchange that is reproducible
         arguments |= {name: replace(arguments[name], reproducible=False) for name in ("inside", "across") if name in arguments}
     return cls(**arguments)
@@ -111,6 +116,9 @@ REFUSED = {
     "data(2, shares=[3, 0])": "a share of at least 1",
     "data(2, reduce=ring, state=shared_memory)": "leave out one of them",
     "data(2, reduce=ring": "expected ','",
+    "data(2, reduce=ring, dense=tensor)": "leave out reduce",
+    "spatial(2, columns=2, dense=tensor)": "give spatial(4, dense=tensor)",
+    "spatial(2) * tensor(2)": "multiply it with data(n) alone",
     "data(2)) ": "nothing more was expected",
     "data(2) $": "cannot read '$'",
     "data(2, reduce='ring')": "names stand without quotes: data(2, reduce=ring)",
@@ -141,8 +149,7 @@ def test_refused_with_the_repair(text: str) -> None:
 
 @pytest.mark.parametrize("text", [
     "branch(2)", "server(2)", "local(2)", "federated(2)",
-    "data(2) * branch(2)", "data(2, compress=top_k(0.01))", "data(2, shares=auto)",
-    "data(2, dense=tensor)"])
+    "data(2) * branch(2)", "data(2, compress=top_k(0.01))", "data(2, shares=auto)"])
 def test_known_by_name_and_refused_as_not_built(text: str) -> None:
     with pytest.raises(Refused, match="known and not built yet"):
         refuse_unbuilt(strategy(text))
@@ -151,7 +158,8 @@ def test_known_by_name_and_refused_as_not_built(text: str) -> None:
 def test_built_ones_pass() -> None:
     for text in ("place(2)", "tensor(2)", "data(2) * tensor(2)", "data(2, state=fully_sharded)",
                  "pipeline(2, schedule=zero_bubble)", "serial(threads=1, micro=3)", "data(auto)",
-                 "data(2, reduce=ring_async(4), micro=2, batch_norm=share)"):
+                 "data(2, reduce=ring_async(4), micro=2, batch_norm=share)", "data(2, dense=tensor)",
+                 "data(2) * spatial(2, columns=2)"):
         refuse_unbuilt(strategy(text))
 
 

@@ -305,7 +305,7 @@ def test_bounds_are_in_order(work: int, depth: int, processors: int) -> None:
 
 @pytest.mark.table
 def test_built_in_jobs(data: Path) -> None:
-    for name in ("digits", "mnist-mlp", "mnist-cnn", "shakespeare-lstm", "shakespeare-gpt"):
+    for name in ("digits", "inception-digits", "mnist-mlp", "mnist-cnn", "mnist-resnet", "shakespeare-lstm", "shakespeare-gpt"):
         found = profile(built_in(name), data)
         assert found.not_counted == ()
         assert found.products == found.torch_products > 0

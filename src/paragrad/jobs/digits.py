@@ -1,16 +1,18 @@
-"""The default job: scikit-learn's bundled handwritten digits."""
+"""The default job, scikit-learn's bundled handwritten digits; and a net with branches on them."""
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from paragrad.errors import Refused
 from paragrad.jobs.job import Job, accuracy
 
 
@@ -23,6 +25,40 @@ def digits(width: int = 64) -> Job:
         loss=nn.functional.cross_entropy,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
         train=train, test=test, batch=64, epochs=20, metric=accuracy)
+
+
+def inception_digits(width: int = 8) -> Job:
+    """The same digits as images, and a small net of Inception blocks (Szegedy et al. 2015): twice four branches, of which none
+    needs another, and whose channels are put together. width: channels of a branch. Raises Refused."""
+    if width < 1:
+        raise Refused(f"job inception-digits: width must be a whole number from 1, got {width}")
+    train, test = (TensorDataset(images.view(-1, 1, 8, 8), labels) for images, labels in (half.tensors for half in _halves()))
+    return Job(
+        name="inception-digits", arguments=(("width", width),), model=partial(_inception, width),
+        loss=nn.functional.cross_entropy,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+        train=train, test=test, batch=64, epochs=10, metric=accuracy)
+
+
+class Inception(nn.Module):
+    """Windows of 1, 3 and 5 pixels, and a pool, beside each other: [n, channels, h, w] -> [n, 4 x width, h, w]."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.one = nn.Conv2d(channels, width, 1)
+        self.three = nn.Sequential(nn.Conv2d(channels, width, 1), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1))
+        self.five = nn.Sequential(nn.Conv2d(channels, width, 1), nn.ReLU(), nn.Conv2d(width, width, 5, padding=2))
+        self.pool = nn.Sequential(nn.MaxPool2d(3, 1, 1), nn.Conv2d(channels, width, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.one(x), self.three(x), self.five(x), self.pool(x)], 1).relu()
+
+
+def _inception(width: int) -> nn.Module:
+    return nn.Sequential(                                               # [n, 1, 8, 8]
+        nn.Conv2d(1, 2 * width, 3, padding=1), nn.ReLU(),
+        Inception(2 * width, width), nn.MaxPool2d(2), Inception(4 * width, width),          # [n, 4 x width, 4, 4]
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, 10))
 
 
 def _halves() -> tuple[TensorDataset, TensorDataset]:

@@ -12,15 +12,16 @@ from types import ModuleType
 from typing import Any
 
 from paragrad.errors import Refused, told
-from paragrad.jobs.digits import digits
+from paragrad.jobs.digits import digits, inception_digits
 from paragrad.jobs.job import Job
-from paragrad.jobs.mnist import mnist_cnn, mnist_mlp
+from paragrad.jobs.mnist import mnist_cnn, mnist_mlp, mnist_resnet
 from paragrad.jobs.shakespeare import shakespeare_gpt, shakespeare_lstm
 from paragrad.notation.choices import unknown
 from paragrad.world.launching import files
 
-JOBS: dict[str, Callable[..., Job]] = {"digits": digits, "mnist-mlp": mnist_mlp, "mnist-cnn": mnist_cnn,
-                                      "shakespeare-lstm": shakespeare_lstm, "shakespeare-gpt": shakespeare_gpt}
+JOBS: dict[str, Callable[..., Job]] = {
+    "digits": digits, "inception-digits": inception_digits, "mnist-mlp": mnist_mlp, "mnist-cnn": mnist_cnn,
+    "mnist-resnet": mnist_resnet, "shakespeare-lstm": shakespeare_lstm, "shakespeare-gpt": shakespeare_gpt}
 
 
 def job(name: str, **arguments: Any) -> Job:

@@ -112,6 +112,13 @@ def expand_as(func: Any, x: Tensor, other: Tensor) -> Any:
     return x.expand(other.shape)
 
 
+@rule("broadcast_tensors")
+def broadcast_tensors(func: Any, *tensors: Any) -> Any:
+    given = tensors[0] if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else tensors
+    shape = torch.broadcast_shapes(*(each.shape for each in given))
+    return tuple(each if each.shape == shape else each.expand(shape) for each in given)
+
+
 @rule("repeat", "tile")
 def repeat(func: Any, x: Divided, *times: Any) -> Any:
     counts = _sizes(times)

@@ -89,21 +89,25 @@ def per_channel(func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 RULES.update(dict.fromkeys((f"{kind}{spatial}d{more}" for spatial in "123" for more in ("", "_with_indices") for kind in (
     "adaptive_max_pool", "reflection_pad", "replication_pad")), per_channel))
-RULES.update(dict.fromkeys(("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"), per_channel))
+RULES.update(dict.fromkeys(("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", *(
+    f"max_pool{spatial}d_with_indices" for spatial in "123")), per_channel))
 
 
-@rule("max_pool1d", "max_pool2d", "max_pool3d", "max_pool1d_with_indices", "max_pool2d_with_indices", "max_pool3d_with_indices")
+@rule("max_pool1d", "max_pool2d", "max_pool3d")
 def max_pool(func: Any, input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1,
-             ceil_mode: bool = False) -> Any:
-    if "indices" in func.__name__ or not _of_images(func, input):           # an index is of a place in the whole image
-        return per_channel(func, input, kernel_size, stride, padding, dilation, ceil_mode)
+             ceil_mode: bool = False, return_indices: bool = False) -> Any:
+    if return_indices:                                  # each of a place in the whole image
+        return per_channel(func, input, kernel_size, stride, padding, dilation, ceil_mode, return_indices=True)
     count = dimensions(func.__name__)
+    plain = getattr(torch, f"max_pool{count}d")
+    if not _of_images(func, input):
+        return per_channel(plain, input, kernel_size, stride or (), padding, dilation, ceil_mode)
     kernel, pads, dilations = each(kernel_size, count), each(padding, count), each(dilation, count)
     strides, first = each(stride or kernel_size, count), input.dim() - count
     x, local, after = seen(input, {first + at: Window(kernel[at], strides[at], pads[at], pads[at], dilations[at], ceil_mode)
                                    for at in range(count)}, -inf)
     pads = [0 if first + at in after else pads[at] for at in range(count)]
-    made = func(local, kernel, strides, pads, dilations, ceil_mode)
+    made = plain(local, kernel, strides, pads, dilations, ceil_mode)
     return divided(made, {**getattr(x, "cuts", {}), **after})
 
 
