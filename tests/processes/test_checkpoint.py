@@ -112,6 +112,15 @@ MOVES += [pytest.param(name, *pair, id=f"{name}: {' to '.join(pair)}", marks=[py
               *((each, "serial") for each in IN_WIDTH), *(("serial", each) for each in IN_WIDTH), *WIDE], strict=False))]
 
 
+# images in pieces, and neurons beside samples: the same
+PIECES = ("spatial(2)", "spatial(2, columns=2)", "data(2) * spatial(2)", "spatial(2, dense=tensor)", "data(3, dense=tensor)")
+AROUND = random.Random(2).sample([pair for pair in itertools.permutations([*PIECES, "tensor(2)", "place(2)", "data(2)"], 2)
+                                  if {*pair} & {*PIECES}], 10)
+MOVES += [pytest.param("cnn with batch norm", *pair, id=f"images: {' to '.join(pair)}",
+                       marks=[pytest.mark.table] if place % 5 else [])
+          for place, pair in enumerate([*((each, "serial") for each in PIECES), *(("serial", each) for each in PIECES), *AROUND])]
+
+
 # sharded over ranks: to serial and back, and between others
 SHARDED = "data(3, state=fully_sharded)"
 MOVES += [pytest.param(name, *pair, id=f"{name}: {' to '.join(pair)}", marks=[pytest.mark.table] if place % 4 else [])

@@ -126,10 +126,11 @@ def own_loop(world: World, strategy: str) -> tuple[dict[str, torch.Tensor], list
     return model.state_dict(), losses, score
 
 
-def test_all_ranks_begin_with_rank_0_and_see_the_global_mean(pool: Ranks) -> None:
+@pytest.mark.parametrize("strategy", ["data(3, reduce=ring, shares=[3, 1, 2])", "spatial(3)", "data(3, dense=tensor)"])
+def test_all_ranks_begin_with_rank_0_and_see_the_global_mean(pool: Ranks, strategy: str) -> None:
     """A process group that is there already is taken as it is: three ranks of the pool, against a world of one."""
     expected = own_loop(World(), "serial")
-    for state, losses, score in pool.run(own_loop, "data(3, reduce=ring, shares=[3, 1, 2])", size=3):
+    for state, losses, score in pool.run(own_loop, strategy, size=3):
         assert losses == pytest.approx(expected[1], rel=1e-10)
         assert score == pytest.approx(expected[2])
         for name, tensor in expected[0].items():

@@ -7,9 +7,9 @@ from dataclasses import asdict
 
 import models_page
 import pytest
-from rows import STRATEGIES
+from rows import SPATIAL, STRATEGIES
 
-PAGE = models_page.Page(STRATEGIES)
+PAGE = models_page.Page((*STRATEGIES, SPATIAL))
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from paragrad import Job
 DATA = ("data(2)", "data(3, shares=[2, 1, 1])", "data(2, state=replicated, reduce=ring)", "data(2, micro=3)")
 SHARDED = "data(2, state=fully_sharded)"
 PLACE, PIPELINE = IN_PARTS = ("place(2)", "pipeline(2, micro=4)")
-TENSOR = "tensor(2)"
+TENSOR, SPATIAL = "tensor(2)", "spatial(2)"         # the second: of rows with images
 STRATEGIES = (*DATA, SHARDED, *IN_PARTS, TENSOR)
 WITHOUT_MICRO = (*DATA[:3], SHARDED, *IN_PARTS, TENSOR)         # of jobs whose batches cannot be cut
 BOUND = 1e-10
@@ -65,9 +65,9 @@ class Row:
     but: Outcomes = field(default_factory=dict)
 
     def outcome(self, strategy: str) -> Equal | Refused:
-        if strategy == TENSOR:
-            from in_width import IN_WIDTH
-            return IN_WIDTH.get(self.name, self.expected)
+        if strategy in (TENSOR, SPATIAL):
+            from in_width import IN_WIDTH, OF_IMAGES
+            return (IN_WIDTH if strategy == TENSOR else OF_IMAGES).get(self.name, self.expected)
         return self.but.get(strategy, self.expected)
 
     @property

@@ -1,4 +1,4 @@
-"""Every row of the zoo under eight strategies: the same training, or one message before any harm."""
+"""Every row of the zoo under eight strategies, and of those on images under a ninth: the same training, or one message before any harm."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ import torchvision_jobs
 import training_jobs
 import transformers_jobs
 from foreign import missing
-from in_width import IN_WIDTH
+from in_width import IN_WIDTH, OF_IMAGES
 from models_page import Line
-from rows import BOUND, IN_PARTS, STRATEGIES, TENSOR, Equal, Refused, Row
+from rows import BOUND, IN_PARTS, SPATIAL, STRATEGIES, TENSOR, Equal, Refused, Row
 
 import paragrad as pg
 
 ROWS: tuple[Row, ...] = (*transformers_jobs.ROWS, *timm_jobs.ROWS, *torchvision_jobs.ROWS, *random_jobs.ROWS, *odd_jobs.ROWS,
                          *training_jobs.ROWS, *refused_jobs.ROWS)
-CELLS = [(row, strategy) for row in ROWS for strategy in row.under]
+WITH_IMAGES = [row for row in ROWS if row.name in OF_IMAGES]
+CELLS = [(row, strategy) for row in ROWS for strategy in row.under] + [(row, SPATIAL) for row in WITH_IMAGES]
 # what these libraries have to say of themselves is no matter of ours
 pytestmark = [pytest.mark.filterwarnings(f"ignore:::{library}.*") for library in (
     "transformers", "timm", "torchvision", "huggingface_hub", "torch")]
 
 
 def covering() -> list[tuple[Row, str]]:
-    """Every row under one strategy, in turn; every strategy meets rows of every file."""
-    return [(row, row.under[place % len(row.under)]) for place, row in enumerate(ROWS)]
+    """Every row under one strategy, in turn; every strategy meets rows of every file. Of those on images some in pieces."""
+    return [*((row, row.under[place % len(row.under)]) for place, row in enumerate(ROWS)),
+            *((row, SPATIAL) for row in WITH_IMAGES[::7])]
 
 
 def half() -> list[tuple[Row, str]]:
@@ -107,7 +109,8 @@ def test_the_zoo_is_large_and_its_rows_have_names_of_their_own() -> None:
 
 def test_the_covering_sample_covers() -> None:
     assert {row.name for row, _ in covering()} == {row.name for row in ROWS}
-    assert {strategy for _, strategy in covering()} == {strategy for _, strategy in half()} == set(STRATEGIES)
+    every = {*STRATEGIES, SPATIAL}
+    assert {strategy for _, strategy in covering()} == {strategy for _, strategy in half()} == every
 
 
 HAD = ("gpt2", "bert", "llama", "t5", "resnet of transformers", "resnet18", "timm resnet", "vit of transformers",
@@ -119,6 +122,6 @@ def test_models_that_people_have_are_trained_in_parts() -> None:
     rows = {row.name: row for row in ROWS}
     assert all(row.under[-3:] == (*IN_PARTS, TENSOR) for row in ROWS)
     assert [name for name in HAD if not {*IN_PARTS, TENSOR} <= {*rows[name].equal}] == []
-    assert {*IN_WIDTH} <= {*rows}
+    assert {*IN_WIDTH, *OF_IMAGES} <= {*rows}
     for strategy in (*IN_PARTS, TENSOR):
         assert sum(strategy in row.equal for row in ROWS) >= len(ROWS) / 2

@@ -88,7 +88,8 @@ def crossover(few: Choice, long: Choice, size: int, link: Link, gamma: float, *,
 def computed_bytes(collective: str, payload: int, size: int) -> int:
     """Bytes a rank sends in a backend's own collective over `payload` bytes: gloo's are rings."""
     return {"all_reduce": 2 * payload * (size - 1) // size, "all_gather": payload * (size - 1),
-            "reduce_scatter": payload * (size - 1) // size}[collective]
+            "reduce_scatter": payload * (size - 1) // size,
+            "broadcast": payload * (size - 1).bit_length()}[collective]         # the first rank, along a tree
 
 
 # ---- one form for each half --------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from paragrad.errors import Refused
 from paragrad.notation.choices import Choice, build, parts_of
 from paragrad.notation.grammar import parse_products
 from paragrad.schedules.all_reduce import AllReduce as AllReduce
+from paragrad.strategies.branch import Branch
 from paragrad.strategies.data import ALGORITHMS, Data, Native
 from paragrad.strategies.pipeline import Pipeline, Place
 from paragrad.strategies.serial import Serial
@@ -13,7 +14,7 @@ from paragrad.strategies.spatial import Spatial
 from paragrad.strategies.strategy import Here, Plan, Product, factors_of
 from paragrad.strategies.strategy import Strategy as Strategy
 from paragrad.strategies.tensor import Tensor
-from paragrad.strategies.unbuilt import Branch, Federated, Local, Server
+from paragrad.strategies.unbuilt import Federated, Local, Server
 
 STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (
     Serial, Data, Tensor, Spatial, Branch, Place, Pipeline, Server, Local, Federated)}         # ours

@@ -19,11 +19,6 @@ class Unbuilt(Strategy, Planned, abstract=True):
         return Promise()
 
 
-class Branch(Unbuilt):
-    """Independent sub-networks on ranks of their own (Krizhevsky et al. 2012)."""
-    workers: int = option(Integer())
-
-
 class Server(Unbuilt):
     """Servers hold the parameters; workers push gradients and pull parameters (Li et al. 2014)."""
     workers: int = option(Integer())

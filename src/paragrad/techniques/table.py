@@ -27,6 +27,7 @@ TECHNIQUES = {
     "place": "paragrad.techniques.model_parallel.pipeline",
     "pipeline": "paragrad.techniques.model_parallel.pipeline",
     "tensor": "paragrad.techniques.width.tensor",
+    "branch": "paragrad.techniques.width.branch",
     "spatial": "paragrad.techniques.width.spatial",
     "integrated": "paragrad.techniques.width.spatial",
 }

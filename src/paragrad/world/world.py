@@ -115,9 +115,13 @@ class World:
 
     def copy_from_first(self, tensor: Tensor) -> None:
         """Overwrite a tensor with rank 0's."""
+        self.copy_from(tensor, 0)
+
+    def copy_from(self, tensor: Tensor, rank: int) -> None:
+        """Overwrite a tensor with that rank's."""
         if self.size > 1:
             carried = tensor.to(self.carrier, copy=True).contiguous()
-            dist.broadcast(carried, group_src=0, group=self.group)
+            dist.broadcast(carried, group_src=rank, group=self.group)
             tensor.copy_(carried)
 
     def agreed(self, value: Any) -> Any:

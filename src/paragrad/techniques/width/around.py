@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paragrad.errors import StepFailed
 from paragrad.techniques.width.divided import Divided, whole
+from paragrad.techniques.width.lone import Lone, shown
 from paragrad.techniques.width.pairs import Copied, Gathered, Sliced, Summed
 
 PAIRS = Copied, Summed, Sliced, Gathered
@@ -54,8 +55,8 @@ def asked() -> Iterator[None]:
         if cls is REENTRANT:                            # which is an autograd function around others
             function, preserve, *given = args
             return checkpoint.checkpoint(function, *given, use_reentrant=False, preserve_rng_state=preserve)
-        if any(isinstance(each, Divided) for each in tree_leaves((args, kwargs))):      # lists stay what they are otherwise
-            args, kwargs = tree_map_only(Divided, whole, (args, kwargs))
+        if any(isinstance(each, Divided | Lone) for each in tree_leaves((args, kwargs))):       # lists stay what they are
+            args, kwargs = tree_map_only(Lone, shown, tree_map_only(Divided, whole, (args, kwargs)))
         out = plain(*args, **kwargs)
         if any(isinstance(each, Divided) for each in tree_leaves(out)):
             raise StepFailed(f"{cls.__name__}, an autograd function in Python, uses parameters that are divided over ranks and "

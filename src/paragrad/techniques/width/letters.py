@@ -281,9 +281,12 @@ def drawn_in(box: Box | None, call: Callable[[], Any]) -> Any:
         return call()
 
 
-@rule("dropout", "dropout_", "feature_dropout", "feature_dropout_", "alpha_dropout", "alpha_dropout_", "feature_alpha_dropout",
-      "feature_alpha_dropout_", "native_dropout", "bernoulli", "rand_like", "randn_like", "randint_like", "rrelu", "bernoulli_",
-      "uniform_", "normal_", "exponential_")
+RANDOM = ("dropout", "dropout_", "feature_dropout", "feature_dropout_", "alpha_dropout", "alpha_dropout_",
+          "feature_alpha_dropout", "feature_alpha_dropout_", "native_dropout", "bernoulli", "rand_like", "randn_like",
+          "randint_like", "rrelu", "bernoulli_", "uniform_", "normal_", "exponential_")
+
+
+@rule(*RANDOM)
 def random(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(x, Divided) or not x.cuts or any(isinstance(each, Divided) for each in (*args, *kwargs.values())):
         return UNKNOWN

@@ -28,7 +28,7 @@ from paragrad.techniques.width.pieces import Pieces, Wish
 from paragrad.world.world import World
 
 COLLECTIVES = {"copied": "all_reduce", "summed": "all_reduce", "gathered": "all_gather", "sliced": "all_gather",
-               "statistics": "all_gather", "statistics back": "all_gather"}
+               "statistics": "all_gather", "statistics back": "all_gather", "shown": "broadcast"}
 KEPT = 4                    # plain values that were copied last: queries, keys and values are made of one
 
 
@@ -42,6 +42,7 @@ class Deciding(Protocol):
     def reconsider(self, pieces: Pieces) -> None: ...
     def used(self, tensor: Any, by: str) -> None: ...
     def gathered(self, tensor: Any, dim: int) -> None: ...
+    def tried(self, func: Any, name: str, args: Any, kwargs: Any) -> None: ...
     def noted(self, what: str, sent: int, detail: str) -> None: ...
 
 
@@ -49,12 +50,13 @@ class Line:
     """Ranks over which layers are split. gathers: where a plain and a divided value of one size meet, both are plain from there
     on, not divided;  planning: where it is being found out how to divide parameters, who decides;  name: of what they divide
     of the data (rows, columns, samples), if they do;  dense: samples are divided up to the first fully connected layer, and
-    neurons from there on;  sent: bytes since somebody set it to 0."""
+    neurons from there on;  whole: functions that want a branch's values on all ranks;  sent: bytes since somebody set it to
+    0."""
 
     def __init__(self, world: World, gathers: bool = False, planning: Deciding | None = None, name: str = "",
                  dense: bool = False) -> None:
         self.world, self.gathers, self.planning, self.sent = world, gathers, planning, 0
-        self.name, self.dense = name, dense
+        self.name, self.dense, self.whole = name, dense, frozenset[str]()
         self.copies: deque[tuple[Tensor, int, Tensor]] = deque(maxlen=KEPT)
 
     @property
@@ -180,6 +182,15 @@ class Line:
         """Parameters had better be divided so."""
         if self.planning is not None:
             self.planning.wishes.extend(wishes)
+
+    def shown(self, value: Tensor | None, owner: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """What one rank has, on all."""
+        found = torch.empty(shape, dtype=dtype, device=self.world.device) if value is None else value.clone(
+            memory_format=torch.contiguous_format)
+        if self.rank == owner:
+            self.sent += computed_bytes("broadcast", found.nbytes, self.size)
+        self.world.copy_from(found, owner)
+        return found
 
     def let_go(self) -> None:
         """A forward is over."""

@@ -89,6 +89,9 @@ class Nobody:
     def gathered(self, tensor: Tensor) -> list[Tensor]:
         return [tensor] * self.size
 
+    def copy_from(self, tensor: Tensor, rank: int) -> None:
+        """What there is is what it would be."""
+
     def passing(self, sends: Mapping[int, Tensor], takes: Mapping[int, Tensor]) -> Callable[[], None]:
         for tensor in takes.values():
             tensor.zero_()

@@ -1,0 +1,31 @@
+"""branch: independent sub-networks on ranks of their own."""
+
+from __future__ import annotations
+
+from paragrad.errors import Refused
+from paragrad.notation.choices import Integer, option
+from paragrad.strategies.strategy import Promise, Strategy
+from paragrad.world.axes import Axis
+
+
+class Branch(Strategy):
+    """Independent sub-networks on ranks of their own (Krizhevsky et al. 2012)."""
+    workers: int = option(Integer())
+    inside = True
+    lays_out = False                        # all ranks see every sample, and count what others draw
+
+    @property
+    def promise(self) -> Promise:
+        return Promise()
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        return (Axis("branch", self.workers, "model"),)
+
+    def unplanned(self) -> str:
+        return "its ranks show each other what their branches give, where the layers of a job want it"
+
+    def refuse_beside(self, factors: tuple[Strategy, ...]) -> None:
+        if others := [each.name for each in factors if each is not self and not each.replica]:
+            raise Refused(f"branch gives ranks branches of the whole model, and beside it {others[0]} cuts that; multiply it "
+                          "with data(n) alone")

@@ -1,0 +1,193 @@
+"""branch: sub-networks of which none needs another, on ranks of their own; the rest of the model is on all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint
+from torch.utils._pytree import tree_map_only
+
+from paragrad.datasets.loading import called, copied
+from paragrad.errors import StepFailed
+from paragrad.errors import told as said
+from paragrad.jobs.loss import Summed
+from paragrad.strategies.branch import Branch as Strategy
+from paragrad.techniques.cut import Share
+from paragrad.techniques.layout import Held
+from paragrad.techniques.model_parallel.units import NO_LOSS
+from paragrad.techniques.model_parallel.watch import calls_watched
+from paragrad.techniques.untouched import untouched
+from paragrad.techniques.width.account import table
+from paragrad.techniques.width.around import asked
+from paragrad.techniques.width.forks import Branch, placed, timed
+from paragrad.techniques.width.lone import Lone, of_shapes, shown
+from paragrad.techniques.width.pairs import Line
+from paragrad.techniques.width.planning import Nobody, Note
+from paragrad.techniques.width.tensor import Split
+from paragrad.world.world import World
+
+ROUNDS = 8                  # until no other function is found that wants values
+
+
+@dataclass(frozen=True)
+class Plan:
+    """forks: their branches, in the order of a forward;  owners: by parameter or buffer, whose it is;  whole: functions that
+    want values on all ranks;  notes: what travels;  numbers: of each parameter and buffer, how many."""
+    forks: list[list[Branch]]
+    owners: dict[str, int]
+    whole: frozenset[str]
+    notes: tuple[Note, ...]
+    numbers: dict[str, int]
+
+
+def check(strategy: Strategy, model: nn.Module, example: Any, tested: bool) -> None:
+    """Has the model branches? Raises StepFailed with the repair."""
+    look(strategy, model, example)
+
+
+def look(strategy: Strategy, model: nn.Module, example: Any) -> Plan:
+    """Which branches there are, and whose each is."""
+    ranks = strategy.size
+    with untouched(Summed(model, NO_LOSS)):
+        found = timed(model, example)
+    most = max(map(len, found), default=1)
+    if most < 2:
+        raise StepFailed("the model has no branches: everything in it that has parameters needs what came before; train it "
+                         "with data(n), tensor(n) or pipeline(n)")
+    if most < ranks:
+        raise StepFailed(f"the model has at most {most} branches beside each other, and {ranks} ranks are wanted; give at most "
+                         f"branch({most})")
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    owners, whole = placed(found, ranks), frozenset[str]()
+    for _ in range(ROUNDS):
+        looking = Looking(model, owners, ranks, whole)
+        with untouched(Summed(model, NO_LOSS)):
+            looking.run(example)
+        if looking.whole == whole:
+            break
+        whole = frozenset(looking.whole)
+    return Plan(found, owners, whole, tuple(looking.notes), {name: each.numel() for name, each in tensors})
+
+
+class Looking:
+    """A run of the model in which one rank has all branches, and notes what they would show each other."""
+
+    def __init__(self, model: nn.Module, owners: dict[str, int], ranks: int, whole: frozenset[str]) -> None:
+        self.model, self.owners, self.whole = model, owners, set(whole)
+        self.line = Line(Nobody(ranks), planning=self)                  # type: ignore[arg-type]
+        self.line.whole = whole
+        self.notes: list[Note] = []
+        self.at: list[str] = [""]
+        self.wishes: list[Any] = []
+
+    def noted(self, what: str, sent: int, detail: str) -> None:
+        self.notes.append(Note(self.at[-1], what, sent, detail))
+
+    def tried(self, func: Any, name: str, args: Any, kwargs: Any) -> None:
+        """Can it be told without values?"""
+        try:
+            with torch.no_grad():
+                of_shapes(func, args, kwargs)
+        except Exception:                   # whatever it says: then it is called with values, everywhere
+            self.whole.add(name)
+
+    def run(self, inputs: Any) -> None:
+        names = {module: name for name, module in self.model.named_modules()}
+
+        def call(plain: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self.at.append(names.get(module, type(module).__name__))
+            try:
+                return plain(module, *args, **kwargs)
+            finally:
+                self.at.pop()
+        with standing(self.model, self.line, self.owners), asked(), no_checkpoints(), calls_watched(call):
+            try:
+                tree_map_only(Lone, shown, called(self.model, copied(inputs)))
+            except StepFailed:
+                raise
+            except Exception as error:
+                raise StepFailed(f"the model, some of whose values one rank alone has, raised {said(error)}; train it with "
+                                 "data(n)") from error
+
+
+@contextlib.contextmanager
+def no_checkpoints() -> Iterator[None]:
+    """A forward that is made again in backward would be made by some ranks alone."""
+    plain = checkpoint.checkpoint
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise StepFailed("the model makes parts of its forward again in backward (torch.utils.checkpoint), and ranks with "
+                         "other branches would not; train it without, or with data(n)")
+    checkpoint.checkpoint = refused
+    try:
+        yield
+    finally:
+        checkpoint.checkpoint = plain
+
+
+@contextlib.contextmanager
+def standing(model: nn.Module, line: Line, owners: dict[str, int]) -> Iterator[None]:
+    """Modules find values of one rank where parameters of branches are, for a while."""
+    put = [(module, own) for module, own, tensor, owner in _owned(model, owners)]
+    known: dict[int, Lone] = {}
+    for module, own, tensor, owner in _owned(model, owners):
+        module.__dict__[own] = known.setdefault(id(tensor), Lone(tensor, owner, line))
+    try:
+        yield
+    finally:
+        for module, own in put:
+            module.__dict__.pop(own, None)
+
+
+def _owned(model: nn.Module, owners: dict[str, int]) -> Iterator[tuple[nn.Module, str, Tensor, int]]:
+    of = {id(each): owners[name] for name, each in [*model.named_parameters(), *model.named_buffers()] if name in owners}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for own, tensor in list(tensors.items()):
+                if tensor is not None and id(tensor) in of:
+                    yield module, own, tensor, of[id(tensor)]
+
+
+def told(strategy: Strategy, model: nn.Module, inputs: Any, samples: int) -> list[str]:
+    """The forks, branch by branch. inputs: of so many samples."""
+    plan = look(strategy, model, inputs)
+    rows = [("fork", "branch", "rank", "numbers", "forward [ms]"), *(
+        (str(number), ", ".join(branch.modules), str(plan.owners[next(iter(branch.parameters))]),
+         f"{sum(plan.numbers[name] for name in branch.parameters):,}", f"{1e3 * branch.seconds:.3g}")
+        for number, branches in enumerate(plan.forks, 1) for branch in branches)]
+    sums = [sum(note.bytes for note in plan.notes if note.what == what) for what in ("shown", "copied")]
+    own, every = sum(plan.numbers[name] for name in plan.owners), sum(plan.numbers.values())
+    return [*table(rows), f"{own / max(every, 1):.1%} of {every:,} numbers are one rank's; shown at merges: {sums[0]:,} bytes "
+            f"in a forward, gradients summed before forks: {sums[1]:,} in a backward, for {samples} samples"]
+
+
+def share(strategy: Strategy, model: nn.Module, example: Any, axis: World, plan: Plan) -> Share:
+    """The trunk, and this rank's branches. Collective over the axis."""
+    line = Line(axis)
+    line.whole = plan.whole
+    of_others = {id(tensor) for _, _, tensor, owner in _owned(model, plan.owners) if owner != axis.rank}
+    held = {name: Held(name, tuple(tensor.shape), counts=name in plan.owners or axis.rank == 0)
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()] if id(tensor) not in of_others}
+    known: dict[int, Lone] = {}
+    for module, own, tensor, owner in list(_owned(model, plan.owners)):
+        kept = id(tensor) not in of_others
+        local = tensor if kept else _without_values(tensor)
+        module.__dict__[own] = known.setdefault(id(tensor), Lone(local, owner, line))
+        if not kept:
+            (module._parameters if own in module._parameters else module._buffers)[own] = None
+    model.register_forward_hook(lambda _, args, out: tree_map_only(Lone, shown, out))
+    counts = [sum(1 for name, owner in plan.owners.items() if owner == rank) for rank in range(axis.size)]
+    pieces: Any = {id(each.local): each for each in known.values() if each.mine}
+    return Share(model, held, chose=(
+        ("branches", " + ".join(map(str, counts)) + " tensors", f"{sum(map(len, plan.forks))} branches of {len(plan.forks)} "
+         "forks, by the time of their forwards"),), around=(Split("branch", [line], pieces),))
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made

@@ -1,0 +1,190 @@
+"""Where a model forks: branches of which none needs another, found by running it once.
+
+Every function of torch that is called on what comes from the inputs is a node. A node through which everything goes is the
+trunk; between two of these, what hangs together is a branch, if it has parameters of its own. What only puts branches together
+(a sum of three, step by step) is none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from paragrad.datasets.loading import called, copied
+
+
+@dataclass
+class Node:
+    """A function that was called. before: nodes whose results it takes; -1 is the inputs;  parameters: by name, those that it
+    uses, also by way of what is made of parameters alone;  at: the module that called it."""
+    name: str
+    before: set[int]
+    parameters: set[str]
+    seconds: float
+    at: str
+
+
+@dataclass(frozen=True)
+class Branch:
+    """modules: that begin in it;  parameters, buffers: of its own;  seconds: of its forward."""
+    modules: tuple[str, ...]
+    parameters: frozenset[str]
+    seconds: float
+
+
+@dataclass
+class Run(TorchFunctionMode):
+    """One forward, function by function. names: of parameters and buffers, by their ids."""
+    names: Mapping[int, str]
+    nodes: list[Node] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[Tensor, int | set[str]]] = {}        # by id: of which node, or of which parameters alone
+        self.at: list[str] = [""]
+        self.depth = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.depth:
+            return func(*args, **(kwargs or {}))
+        self.depth += 1
+        try:
+            start = time.perf_counter()
+            out = func(*args, **(kwargs or {}))
+            seconds = time.perf_counter() - start
+        finally:
+            self.depth -= 1
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        before, own = set[int](), set[str]()
+        for each in given:
+            found = self.made.get(id(each), (each, set()))[1]
+            own |= {self.names[id(each)]} if id(each) in self.names else set()
+            if isinstance(found, int):
+                before.add(found)
+            else:
+                own |= found
+        results = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+        written = given[:1] if getattr(func, "__name__", "").endswith("_") else []
+        if before and results:
+            self.nodes.append(Node(getattr(func, "__name__", ""), before, own, seconds, self.at[-1]))
+        for each in (*results, *(each for each in written if id(each) not in self.names)):
+            self.made[id(each)] = each, len(self.nodes) - 1 if before else own
+        return out
+
+
+def run(model: nn.Module, inputs: Any) -> tuple[list[Node], set[int]]:
+    """(The nodes of a forward in their order, those whose results come out)."""
+    from paragrad.techniques.model_parallel.watch import calls_watched
+    names = {id(each): name for name, each in [*model.named_parameters(), *model.named_buffers()]}
+    modules = {module: name for name, module in model.named_modules()}
+    watching, inputs = Run(names), copied(inputs)
+    watching.made = {id(each): (each, -1) for each in tree_leaves(inputs) if isinstance(each, Tensor)}
+
+    def call(plain: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        watching.at.append(modules.get(module, ""))
+        try:
+            return plain(module, *args, **kwargs)
+        finally:
+            watching.at.pop()
+    with calls_watched(call), watching:
+        out = called(model, inputs)
+    ends = {found for each in tree_leaves(out) if isinstance(each, Tensor)
+            and isinstance(found := watching.made.get(id(each), (each, set()))[1], int)}
+    return watching.nodes, ends
+
+
+def forks(nodes: list[Node], ends: Collection[int]) -> list[list[Branch]]:
+    """The branches of every fork, in the order of a forward."""
+    last = {place: place for place in range(-1, len(nodes))}            # who uses a node's result last
+    for place, node in enumerate(nodes):
+        for each in node.before:
+            last[each] = place
+    for each in ends:
+        last[each] = len(nodes)
+    trunk, reach = [-1], last[-1]
+    for place in range(len(nodes)):
+        if reach <= place:                      # nothing of before goes past it
+            trunk.append(place)
+        reach = max(reach, last[place])
+    found = []
+    for start, stop in zip(trunk, [*trunk[1:], len(nodes)], strict=True):
+        parts = [each for part in components(nodes, range(start + 1, stop)) for each in finer(nodes, part)]
+        if len(alone := [part for part in parts if own(nodes, part)]) > 1:
+            found.append(alone)
+    users = Counter(name for parts in found for part in parts for name in own(nodes, part))
+    inside = {place for parts in found for part in parts for place in part}
+    users.update(own(nodes, (place for place in range(len(nodes)) if place not in inside)))
+    shared = {name for name, count in users.items() if count > 1}
+    branches = [[_branch(nodes, part, shared) for part in parts] for parts in found]
+    kept = [[branch for branch in fork if branch.parameters] for fork in branches]
+    return [fork for fork in kept if len(fork) > 1]
+
+
+def own(nodes: list[Node], part: Iterable[int]) -> set[str]:
+    return set[str]().union(*(nodes[place].parameters for place in part))
+
+
+def components(nodes: list[Node], region: Iterable[int]) -> list[list[int]]:
+    """What hangs together, by results and by parameters that several use."""
+    region = list(region)
+    group = {place: place for place in region}
+
+    def root(place: int) -> int:
+        while group[place] != place:
+            place = group[place]
+        return place
+    users: dict[str, int] = {}
+    for place in region:
+        for other in (*(each for each in nodes[place].before if each in group),
+                      *(users.setdefault(name, place) for name in nodes[place].parameters)):
+            group[root(place)] = root(other)
+    found: dict[int, list[int]] = {}
+    for place in region:
+        found.setdefault(root(place), []).append(place)
+    return list(found.values())
+
+
+def finer(nodes: list[Node], part: list[int]) -> list[list[int]]:
+    """Without functions at its end that have no parameters, if that leaves several branches."""
+    rest = list(part)
+    while rest and not nodes[rest[-1]].parameters:
+        rest.pop()
+        parts = [each for each in components(nodes, rest) if own(nodes, each)]
+        if len(parts) > 1:
+            return [each for one in parts for each in finer(nodes, one)]
+    return [part]
+
+
+def _branch(nodes: list[Node], part: list[int], shared: Collection[str]) -> Branch:
+    """shared: parameters that something else uses too, which are on all ranks."""
+    modules = dict.fromkeys(nodes[place].at for place in part if nodes[place].parameters)
+    return Branch(tuple(modules), frozenset(own(nodes, part) - set(shared)), sum(nodes[place].seconds for place in part))
+
+
+def placed(found: list[list[Branch]], ranks: int) -> dict[str, int]:
+    """Whose each parameter is: of every fork the longest branch first, to whom has least."""
+    owners: dict[str, int] = {}
+    for branches in found:
+        load = [0.0] * ranks
+        for branch in sorted(branches, key=lambda each: -each.seconds):
+            rank = load.index(min(load))
+            load[rank] += branch.seconds
+            owners |= dict.fromkeys(branch.parameters, rank)
+    return owners
+
+
+def timed(model: nn.Module, inputs: Any) -> list[list[Branch]]:
+    """The forks of a model, each branch as long as in the quicker of two forwards."""
+    with torch.no_grad():
+        first, second = (run(model, inputs) for _ in range(2))
+    for one, other in zip(first[0], second[0], strict=False):
+        one.seconds = min(one.seconds, other.seconds)
+    return forks(*first)

@@ -1,0 +1,162 @@
+"""A value that one rank of a line has: its branch of a model.
+
+It is made of parameters that this rank alone has, and of plain values. Everybody runs the model's own Python: where a value is
+another rank's, there stands one of its shape. What two ranks have is put together on all, and is plain from there on.
+
+    Copied    a plain value that branches are made of: the same forward, its gradient is the sum over ranks
+    Shown     a branch's value to all ranks: its gradient, the same on all, goes back to whose it is
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from paragrad.errors import StepFailed
+from paragrad.techniques.width.divided import OF_THE_LOCAL, OF_THE_WHOLE, REFUSED, body, name_of
+from paragrad.techniques.width.letters import RANDOM
+from paragrad.techniques.width.pairs import Line
+
+# what depends on values, and not on shapes alone: every rank asks for these
+OF_VALUES = frozenset(("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero", "unique", "where",
+                       "masked_select", "is_nonzero", "equal", "allclose", "__repr__", "__format__", "__contains__", "data_ptr",
+                       "bincount", "argwhere", "backward", "__array__", "__dlpack__", "__iter__"))
+META = torch.device("meta")
+
+
+class Lone(Tensor):
+    """local: the value with its graph, on rank `owner` of the line; on others one without values.  ties: there, the plain
+    values that it is made of: what comes back for them is nothing, and all ranks have to ask."""
+    local: Tensor
+    owner: int
+    line: Line
+    ties: tuple[Tensor, ...]
+    shown: Tensor | None
+
+    @staticmethod
+    def __new__(cls, local: Tensor, owner: int, line: Line, ties: tuple[Tensor, ...] = ()) -> Lone:
+        made = Tensor._make_wrapper_subclass(                                                   # type: ignore[attr-defined]
+            cls, local.shape, dtype=local.dtype, device=line.world.device if local.is_meta else local.device)
+        made.__dict__.update(local=local, owner=owner, line=line, ties=ties, shown=None,
+                             _is_param=isinstance(local, nn.Parameter))
+        return made                                                                             # type: ignore[no-any-return]
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """All is said in __new__."""
+
+    @property
+    def mine(self) -> bool:
+        """While it is found out what travels, everything is here."""
+        return self.line.planning is not None or self.line.rank == self.owner
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, name_of(func)
+        if name in OF_THE_WHOLE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name in OF_THE_LOCAL:
+            return func(args[0].local, *args[1:])
+        if name in REFUSED:
+            raise StepFailed(f"the model {REFUSED[name]} a value of a branch that one rank has; do so at the output of the "
+                             "model, or train it with data(n)")
+        if (own := body(func)) is not None:
+            return own(*args, **kwargs)
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        lone = [each for each in given if isinstance(each, Lone)]
+        plain = [each for each in given if not isinstance(each, Lone)]
+        first, in_place = args[0] if args else None, changes(name)
+        if (len({each.owner for each in lone}) > 1 or name in OF_VALUES or name in lone[0].line.whole
+                or any(isinstance(each, nn.Parameter) for each in plain)            # the trunk goes on
+                or (in_place and not isinstance(first, Lone))):
+            return func(*tree_map_only(Lone, shown, args), **tree_map_only(Lone, shown, kwargs))
+        return alone(func, name, args, kwargs, lone, plain, first if in_place else None)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise StepFailed(f"{func} is asked below torch's functions of a value that one rank has, by compiled or scripted code; "
+                         "train the model without it, or with data(n)")
+
+    def __repr__(self, **_: Any) -> str:                # type: ignore[override]
+        return f"Lone({tuple(self.shape)}, of rank {self.owner})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Lone:
+        return Lone(copy.deepcopy(self.local, memo), self.owner, self.line, self.ties)
+
+
+def changes(name: str) -> bool:
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or (
+        name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__", "__int__", "__iter__"))
+
+
+def alone(func: Any, name: str, args: Any, kwargs: Any, lone: list[Lone], plain: list[Tensor], changed: Any) -> Any:
+    """What the owner of some values makes of them and of plain ones. changed: the one that is changed in place."""
+    owner, line = lone[0].owner, lone[0].line
+    copies = {id(each): line.copied(each) for each in plain}
+    if lone[0].mine:
+        ties: tuple[Tensor, ...] = ()
+        out = func(*_mapped(args, copies), **_mapped(kwargs, copies))
+    else:
+        made = [each for each in copies.values() if each.requires_grad and torch.is_grad_enabled()]
+        ties = tuple({id(each): each for each in (*made, *(tie for each in lone for tie in each.ties))}.values())
+        if name in RANDOM:                              # it draws once less: what comes after it is the same call on all ranks
+            with torch.no_grad():
+                func(*tree_map_only(Tensor, _none_of, args), **tree_map_only(Tensor, _none_of, kwargs))
+        out = of_shapes(func, args, kwargs)
+    if line.planning is not None:
+        line.planning.tried(func, name, args, kwargs)
+    if changed is not None:
+        changed.__dict__.update(ties=tuple({id(each): each for each in (*changed.ties, *ties)}.values()), shown=None)
+        if isinstance(out, Tensor) and out.shape == changed.shape:
+            changed.__dict__["local"] = out
+        return changed if isinstance(out, Tensor) else out
+    return tree_map_only(Tensor, lambda each: Lone(each, owner, line, ties), out)
+
+
+def _mapped(tree: Any, copies: dict[int, Tensor]) -> Any:
+    return tree_map_only(Tensor, lambda each: each.local if isinstance(each, Lone) else copies[id(each)], tree)
+
+
+def of_shapes(func: Any, args: Any, kwargs: Any) -> Any:
+    """What a function makes of values that are not there."""
+    return func(*tree_map_only(Tensor, _shape_of, args), **tree_map_only(Tensor, _shape_of, kwargs))
+
+
+def _shape_of(x: Tensor) -> Tensor:
+    x = x.local if isinstance(x, Lone) else x
+    if x.is_meta:
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=META, requires_grad=x.requires_grad)
+
+
+def _none_of(x: Tensor) -> Tensor:
+    return torch.empty((0, *x.shape[1:]), dtype=x.dtype, device=x.device)
+
+
+def shown(x: Any) -> Any:
+    """A value of one rank, on all; a plain one as it is."""
+    if not isinstance(x, Lone):
+        return x
+    if x.shown is None:
+        asks = x.local.requires_grad and torch.is_grad_enabled()
+        x.line.note("shown", x.numel() * x.element_size())
+        inputs = [x.local] if x.mine else [*x.ties, torch.zeros((), requires_grad=asks)]
+        x.__dict__["shown"] = Shown.apply(x.mine, x.owner, x.line, tuple(x.shape), x.dtype, *inputs)
+    return x.shown
+
+
+class Shown(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mine: bool, owner: int, line: Line, shape: tuple[int, ...], dtype: torch.dtype,
+                *inputs: Tensor) -> Tensor:
+        ctx.mine, ctx.count = mine, len(inputs)
+        return line.shown(inputs[0].detach() if mine else None, owner, shape, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        found = (gradients[0],) if ctx.mine else (None,) * ctx.count
+        return None, None, None, None, None, *found
