@@ -437,3 +437,68 @@ OF_PIECES = [*((row, column) for row in IN_PIECES for column in OF_IMAGES),
              *((row, column) for row in INTEGRATED for column in {**JOBS, **OF_IMAGES} if column not in ("pixels",)),
              *((row, column) for row in ("spatial(2, dense=tensor)", "data(2) * spatial(2, dense=tensor)")
                for column in OF_IMAGES if column != "pixels")]                  # which has no fully connected layer
+
+
+# ---- branches ----------------------------------------------------------------------------------------------------------------
+def arm(kernel: int, dropout: float = 0.1) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Dropout(dropout),
+                         nn.Conv2d(4, 3, kernel, padding=kernel // 2), nn.ReLU())
+
+
+class Forking(nn.Module):
+    """Three branches that are put together, and three that are summed one after another, one of them a pool's; dropout in
+    each, so that who lacks a branch must count what it draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(2, 4, 3, padding=1)
+        self.first = nn.ModuleList([arm(1), arm(3, 0.3), nn.Sequential(nn.AvgPool2d(3, 1, 1), nn.Conv2d(4, 3, 1))])
+        self.second = nn.ModuleList([nn.Conv2d(9, 4, 3, padding=1), nn.Conv2d(9, 4, 1), arm(5)])
+        self.norm, self.out = nn.BatchNorm2d(4), nn.Linear(64, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = torch.cat([each(x) for each in self.first], 1)
+        x = self.second[0](x) + self.second[1](functional.dropout(x, 0.2, self.training)) + self.norm(self.second[1](x))
+        return self.out(functional.max_pool2d(x, 2).flatten(1))             # type: ignore[no-any-return]
+
+
+class Towers(nn.Module):
+    """Two networks on two inputs of their own, whose outputs are multiplied; one gives a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(10, 8), nn.LayerNorm(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 4))
+        self.right, self.lstm = nn.Sequential(nn.Linear(10, 6), nn.GELU()), nn.LSTM(6, 4, batch_first=True)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def seen(self, x: Tensor) -> dict[str, Tensor]:
+        hidden, _ = self.lstm(self.right(x).unsqueeze(1))
+        return {"hidden": hidden.squeeze(1)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x) * self.seen(x)["hidden"] * self.scale           # type: ignore[no-any-return]
+
+
+class Experts(nn.Module):
+    """Three networks that nothing joins but the tuple that comes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.ModuleList([nn.Sequential(nn.Linear(10, 5 + at), nn.Tanh(), nn.Linear(5 + at, 4)) for at in range(3)])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(expert(x) for expert in self.each)
+
+
+def of_all(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
+    return functional.cross_entropy(torch.stack(output).mean(0), target)
+
+
+WITH_BRANCHES = {**{each.name: each for each in (
+    job("forks, clipped", Forking, IMAGES, clip_norm=0.3), job("towers", Towers, VECTORS, optimizer=adam),
+    job("experts", Experts, VECTORS, loss=of_all))}, "residual, clipped": OF_IMAGES["residual, clipped"],
+    "nested inputs": JOBS["nested inputs"]}
+BRANCHED = ("branch(2)", "branch(3)", "data(2) * branch(2)", "data(2, reduce=ring) * branch(2)")
+OF_BRANCHES = [(row, column) for row in BRANCHED for column in WITH_BRANCHES
+               if row != "branch(3)" or column in ("forks, clipped", "experts")]        # the others have two

@@ -118,7 +118,8 @@ AROUND = random.Random(2).sample([pair for pair in itertools.permutations([*PIEC
                                   if {*pair} & {*PIECES}], 10)
 MOVES += [pytest.param("cnn with batch norm", *pair, id=f"images: {' to '.join(pair)}",
                        marks=[pytest.mark.table] if place % 5 else [])
-          for place, pair in enumerate([*((each, "serial") for each in PIECES), *(("serial", each) for each in PIECES), *AROUND])]
+          for place, pair in enumerate([*((each, "serial") for each in PIECES), *(("serial", each) for each in PIECES),
+                                        *AROUND])]
 
 
 # sharded over ranks: to serial and back, and between others

@@ -1,9 +1,10 @@
-"""tensor, spatial, integrated: the same training as serial's, with the neurons of each layer over ranks, or the pixels."""
+"""tensor, spatial, integrated, branch: the same training as serial's, with the neurons of each layer over ranks, or the pixels,
+or branches."""
 
 from __future__ import annotations
 
 import pytest
-from equality import BRIEF, JOBS, OF_IMAGES, OF_PIECES, WIDE, found
+from equality import BRIEF, JOBS, OF_BRANCHES, OF_IMAGES, OF_PIECES, WIDE, WITH_BRANCHES, found
 
 from paragrad.world.launching import Ranks
 
@@ -20,3 +21,9 @@ def test_it_is_the_same_training(pool: Ranks, row: str, column: str) -> None:
 @pytest.mark.parametrize(("row", "column"), OF_PIECES)
 def test_images_in_pieces_are_the_same_training(pool: Ranks, row: str, column: str) -> None:
     assert found(pool, row, {**JOBS, **OF_IMAGES}[column], BRIEF).value <= 1e-10
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize(("row", "column"), OF_BRANCHES)
+def test_branches_are_the_same_training(pool: Ranks, row: str, column: str) -> None:
+    assert found(pool, row, WITH_BRANCHES[column], BRIEF).value <= 1e-10

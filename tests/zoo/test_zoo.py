@@ -1,4 +1,5 @@
-"""Every row of the zoo under eight strategies, and of those on images under a ninth: the same training, or one message before any harm."""
+"""Every row of the zoo under eight strategies, and of those on images under a ninth: the same training, or one message before
+any harm."""
 
 from __future__ import annotations
 

@@ -96,8 +96,15 @@ class Keyed(Drawing):
         self.first = first
         self.calls: Calls = {} if calls is None else calls
 
+    def skipped(self) -> None:
+        self._counted()
+
+    def _counted(self) -> int:
+        """Which call of this rank's it is."""
+        return self.calls.setdefault(drawn(), self.first + len(self.calls))
+
     def numbers(self, name: str, tensor: Tensor, distribution: Distribution) -> Tensor:
-        call = self._serial(self.calls.setdefault(drawn(), self.first + len(self.calls)), name)
+        call = self._serial(self._counted(), name)
         if not tensor.numel():
             return tensor
         key = int.from_bytes(hashlib.blake2b(f"{self.seed} {self.step} {call}".encode(), digest_size=4).digest()) >> 1

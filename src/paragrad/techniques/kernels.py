@@ -28,6 +28,10 @@ class Drawing(abc.ABC):
     def numbers(self, name: str, tensor: Tensor, distribution: Distribution) -> Tensor:
         """Fill a tensor."""
 
+    def skipped(self) -> None:
+        """Another rank makes a call: what comes after it is the same one here as there."""
+        drawn()
+
     def own(self, name: str) -> None:               # noqa: B027 -- most do not ask
         """A call brought a generator of its own."""
 
@@ -154,6 +158,24 @@ def drawn() -> int:
     """A number from torch's own generator."""
     kernel, keys, place = _original_random()
     return int(kernel.call_boxed(keys, place, 2**62))
+
+
+class _Counted(Drawing):
+    """How often is drawn."""
+    count = 0
+
+    def numbers(self, name: str, tensor: Tensor, distribution: Distribution) -> Tensor:
+        self.count += 1
+        return tensor
+
+
+def skipped(call: Callable[[], object]) -> None:
+    """A call that another rank makes, here with other tensors: as often as it draws, that counts."""
+    if _drawing is not None:
+        with drawing(_Counted()) as counted:
+            call()
+        for _ in range(counted.count):
+            _drawing.skipped()
 
 
 @contextlib.contextmanager

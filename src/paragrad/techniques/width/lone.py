@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paragrad.errors import StepFailed
+from paragrad.techniques.kernels import skipped
 from paragrad.techniques.width.divided import OF_THE_LOCAL, OF_THE_WHOLE, REFUSED, body, name_of
 from paragrad.techniques.width.letters import RANDOM
 from paragrad.techniques.width.pairs import Line
@@ -25,6 +26,7 @@ from paragrad.techniques.width.pairs import Line
 OF_VALUES = frozenset(("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero", "unique", "where",
                        "masked_select", "is_nonzero", "equal", "allclose", "__repr__", "__format__", "__contains__", "data_ptr",
                        "bincount", "argwhere", "backward", "__array__", "__dlpack__", "__iter__"))
+NORMS = "batch_norm", "instance_norm"       # which are whatever stands in their place now, and asks other replicas
 META = torch.device("meta")
 
 
@@ -99,13 +101,14 @@ def alone(func: Any, name: str, args: Any, kwargs: Any, lone: list[Lone], plain:
     copies = {id(each): line.copied(each) for each in plain}
     if lone[0].mine:
         ties: tuple[Tensor, ...] = ()
-        out = func(*_mapped(args, copies), **_mapped(kwargs, copies))
+        now = getattr(torch, name) if name in NORMS else func
+        out = now(*_mapped(args, copies), **_mapped(kwargs, copies))
     else:
         made = [each for each in copies.values() if each.requires_grad and torch.is_grad_enabled()]
         ties = tuple({id(each): each for each in (*made, *(tie for each in lone for tie in each.ties))}.values())
-        if name in RANDOM:                              # it draws once less: what comes after it is the same call on all ranks
+        if name in RANDOM:
             with torch.no_grad():
-                func(*tree_map_only(Tensor, _none_of, args), **tree_map_only(Tensor, _none_of, kwargs))
+                skipped(lambda: func(*tree_map_only(Tensor, _small, args), **tree_map_only(Tensor, _small, kwargs)))
         out = of_shapes(func, args, kwargs)
     if line.planning is not None:
         line.planning.tried(func, name, args, kwargs)
@@ -133,8 +136,8 @@ def _shape_of(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=META, requires_grad=x.requires_grad)
 
 
-def _none_of(x: Tensor) -> Tensor:
-    return torch.empty((0, *x.shape[1:]), dtype=x.dtype, device=x.device)
+def _small(x: Tensor) -> Tensor:
+    return torch.ones((1,) * x.dim(), dtype=x.dtype, device=x.device)
 
 
 def shown(x: Any) -> Any:
