@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from equality import CELLS, IN_PARTS, IN_PIECES, IN_WIDTH, JOBS, ROWS, SERIAL, WORKERS, covering
+from equality import BRANCHED, CELLS, IN_PARTS, IN_PIECES, IN_WIDTH, JOBS, ROWS, SERIAL, WORKERS, covering
 
 import paragrad
 from paragrad.strategies.data import ALGORITHMS
@@ -166,7 +166,7 @@ def test_importing_paragrad_and_starting_ranks_imports_no_torch() -> None:
 
 def test_every_built_strategy_and_algorithm_has_rows_in_the_equality_table() -> None:
     texts = [row(2) for row in ROWS.values()] + list(SERIAL.values())
-    texts += [text for text in (*IN_PARTS, *IN_WIDTH, *IN_PIECES) if "*" not in text]
+    texts += [text for text in (*IN_PARTS, *IN_WIDTH, *IN_PIECES, *BRANCHED) if "*" not in text]
     named = {strategy(text).name for text in texts} | {name for text in texts for name in re.findall(r"reduce=(\w+)", text)}
     assert named == {cls.name for cls in (*STRATEGIES.values(), *ALGORITHMS) if cls.built}
 

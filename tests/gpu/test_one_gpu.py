@@ -6,11 +6,13 @@ One GPU is enough: its ranks share it and exchange through the host; NCCL is tes
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import paragrad as pg
 
@@ -56,6 +58,24 @@ def convolving() -> nn.Module:
                          nn.Linear(36, 10))
 
 
+class Forking(nn.Module):
+    """Two branches with dropout, of which one rank each has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Sequential(nn.Linear(64, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 8)) for _ in range(2))
+        self.out = nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.cat([self.left(x), self.right(x)], 1))            # type: ignore[no-any-return]
+
+
+def tall() -> nn.Module:
+    """Of so many rows that a halo travels meanwhile."""
+    return nn.Sequential(nn.Unflatten(1, (1, 64, 1)), nn.Conv2d(1, 6, (3, 1), padding=(1, 0)), nn.BatchNorm2d(6), nn.ReLU(),
+                         nn.Conv2d(6, 4, (3, 1), (2, 1), (1, 0)), nn.Dropout(0.1), nn.Flatten(), nn.Linear(128, 10))
+
+
 MODELS = {"normed": normed, "attending": Attending, "convolving": convolving}
 
 
@@ -68,6 +88,20 @@ def test_a_cut_model_on_the_gpu_is_one_on_the_cpu(text: str, model: str, tmp_pat
     here = pg.train(job, text, runs=tmp_path, device="cuda", check=True)
     there = pg.train(job, "serial(micro=2)" if "micro=2" in text else "serial", runs=tmp_path)      # statistics of each
     assert here.header["device"] == "cuda"
+    assert here.losses == pytest.approx(there.losses, rel=1e-9)
+
+
+@pytest.mark.parametrize(("text", "model"), [("branch(2)", Forking), ("data(2) * branch(2)", Forking), *(
+    (text, model) for text in ("spatial(2)", "spatial(3)", "data(2) * spatial(2)", "spatial(2, dense=tensor)",
+                               "data(2, dense=tensor)") for model in (convolving, tall))])
+def test_images_in_pieces_and_branches_on_the_gpu(text: str, model: Callable[[], nn.Module], tmp_path: Path) -> None:
+    job = DIGITS.replace(model=model, name=model.__name__, epochs=1, dtype=torch.float64)
+    if model is not Forking:                # the first module made images of vectors: here they come as such
+        first, *_ = model()
+        shaped = [TensorDataset(first(each.tensors[0]), each.tensors[1]) for each in (DIGITS.train, DIGITS.test)]
+        job = job.replace(model=lambda: model()[1:], train=shaped[0], test=shaped[1])
+    here = pg.train(job, text, runs=tmp_path, device="cuda", check=True)
+    there = pg.train(job, "serial", runs=tmp_path)
     assert here.losses == pytest.approx(there.losses, rel=1e-9)
 
 

@@ -446,14 +446,14 @@ def arm(kernel: int, dropout: float = 0.1) -> nn.Module:
 
 
 class Forking(nn.Module):
-    """Three branches that are put together, and three that are summed one after another, one of them a pool's; dropout in
-    each, so that who lacks a branch must count what it draws."""
+    """Three branches that are put together, one of them a pool's, and two that are summed in three steps; dropout in some, so
+    that who lacks a branch must count what it draws."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(2, 4, 3, padding=1)
         self.first = nn.ModuleList([arm(1), arm(3, 0.3), nn.Sequential(nn.AvgPool2d(3, 1, 1), nn.Conv2d(4, 3, 1))])
-        self.second = nn.ModuleList([nn.Conv2d(9, 4, 3, padding=1), nn.Conv2d(9, 4, 1), arm(5)])
+        self.second = nn.ModuleList([nn.Conv2d(9, 4, 3, padding=1), nn.Conv2d(9, 4, 1)])
         self.norm, self.out = nn.BatchNorm2d(4), nn.Linear(64, 4)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -122,6 +122,13 @@ MOVES += [pytest.param("cnn with batch norm", *pair, id=f"images: {' to '.join(p
                                         *AROUND])]
 
 
+# branches: the same
+FORKED = ("branch(2)", "data(2) * branch(2)", "spatial(2)")
+MOVES += [pytest.param("residual, clipped", *pair, id=f"branches: {' to '.join(pair)}",
+                       marks=[pytest.mark.table] if place % 4 else [])
+          for place, pair in enumerate(itertools.permutations((*FORKED, "serial"), 2)) if "branch" in "".join(pair)]
+
+
 # sharded over ranks: to serial and back, and between others
 SHARDED = "data(3, state=fully_sharded)"
 MOVES += [pytest.param(name, *pair, id=f"{name}: {' to '.join(pair)}", marks=[pytest.mark.table] if place % 4 else [])

@@ -118,6 +118,7 @@ REFUSED = {
     "data(2, reduce=ring": "expected ','",
     "data(2, reduce=ring, dense=tensor)": "leave out reduce",
     "spatial(2, columns=2, dense=tensor)": "give spatial(4, dense=tensor)",
+    "branch(2) * pipeline(2)": "multiply it with data(n) alone",
     "spatial(2) * tensor(2)": "multiply it with data(n) alone",
     "data(2)) ": "nothing more was expected",
     "data(2) $": "cannot read '$'",
@@ -148,8 +149,8 @@ def test_refused_with_the_repair(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", [
-    "branch(2)", "server(2)", "local(2)", "federated(2)",
-    "data(2) * branch(2)", "data(2, compress=top_k(0.01))", "data(2, shares=auto)"])
+    "server(2)", "local(2)", "federated(2)",
+    "server(2) * tensor(2)", "data(2, compress=top_k(0.01))", "data(2, shares=auto)"])
 def test_known_by_name_and_refused_as_not_built(text: str) -> None:
     with pytest.raises(Refused, match="known and not built yet"):
         refuse_unbuilt(strategy(text))
@@ -159,7 +160,7 @@ def test_built_ones_pass() -> None:
     for text in ("place(2)", "tensor(2)", "data(2) * tensor(2)", "data(2, state=fully_sharded)",
                  "pipeline(2, schedule=zero_bubble)", "serial(threads=1, micro=3)", "data(auto)",
                  "data(2, reduce=ring_async(4), micro=2, batch_norm=share)", "data(2, dense=tensor)",
-                 "data(2) * spatial(2, columns=2)"):
+                 "data(2) * spatial(2, columns=2)", "data(2) * branch(3)"):
         refuse_unbuilt(strategy(text))
 
 

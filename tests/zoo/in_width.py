@@ -24,3 +24,19 @@ IN_WIDTH: Outcomes = {
     **dict.fromkeys(("LARS", "Muon", "Adafactor"), WHOLE_TENSORS),
     "a hook on the optimizer": Refused("SGD has the hook centre, which may look at parameters that are on another rank"),
     "compiled": Refused("compiled code asks nobody what it makes of a tensor that is divided; train it without torch.compile")}
+
+# rows on images, under spatial(2): all that there are, and what they are to be
+FEW = Equal("statistics of few values, merged over ranks")
+OF_IMAGES: Outcomes = {
+    **dict.fromkeys((
+        "vit of transformers", "vit of transformers, dropout", "resnet of transformers", "timm vit", "timm vit, DropPath",
+        "timm vit, every dropout", "timm vit, dropped patches", "timm BatchNormAct2d", "timm BatchNormAct2d, SiLU",
+        "timm resnet", "timm resnet, DropPath", "timm resnet, DropBlock", "timm efficientnet", "timm efficientnet, DropPath",
+        "timm convnext, DropPath", "timm mixer", "timm nfnet", "timm mambaout, DropPath", "resnet of two stages", "resnet18",
+        "vgg with batch norm", "swin", "vit of torchvision", "googlenet", "small inception",
+        "small inception, its loss for training", "segmentation with its auxiliary head", "fractional max pool",
+        "diffusion u-net", "batch norm with its activation", "batch norm by its function", "SyncBatchNorm", "batch norm, adam",
+        "cutmix", "batch norm, a buffer that counts its share"), Equal()),
+    **dict.fromkeys(("mobilenet", "shufflenet", "densenet", "densenet, recomputed", "instance and group norm"), FEW),
+    "resnet18, last batch of 2": Equal("batch norm over two values"),
+    "clip": Equal("scores of a batch of pairs, sharpened")}

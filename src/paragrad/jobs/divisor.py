@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# nodes that hand on one number unchanged, or times a constant
+# nodes that hand on one number unchanged, or times a constant, or the sum of ranks that have a part of it (pairs.py, lone.py)
 THROUGH = ("Neg", "ToCopy", "Clone", "View", "UnsafeView", "Squeeze", "Unsqueeze", "Alias", "Reshape", "Permute", "Where",
-           "Mul", "Expand", "AsStrided", "Select", "NanToNum")
+           "Mul", "Expand", "AsStrided", "Select", "NanToNum", "Summed", "Shown")
 SUMS = ("Sum", "Nansum", "Dot", "Vdot", "Mv", "Mm", "Bmm")
 OF_ROWS = ("MultiMarginLoss", "MultilabelMarginLoss")               # their mean is over rows, not over elements
 DEEP = 200              # nodes from the loss on after which nobody has a mean

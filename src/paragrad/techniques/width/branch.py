@@ -54,7 +54,7 @@ def look(strategy: Strategy, model: nn.Module, example: Any) -> Plan:
     """Which branches there are, and whose each is."""
     ranks = strategy.size
     with untouched(Summed(model, NO_LOSS)):
-        found = timed(model, example)
+        found = timed(model, example, ranks)
     most = max(map(len, found), default=1)
     if most < 2:
         raise StepFailed("the model has no branches: everything in it that has parameters needs what came before; train it "
@@ -92,7 +92,7 @@ class Looking:
         """Can it be told without values?"""
         try:
             with torch.no_grad():
-                of_shapes(func, args, kwargs)
+                of_shapes(func, name, args, kwargs)
         except Exception:                   # whatever it says: then it is called with values, everywhere
             self.whole.add(name)
 

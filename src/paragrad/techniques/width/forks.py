@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,31 +101,63 @@ def run(model: nn.Module, inputs: Any) -> tuple[list[Node], set[int]]:
     return watching.nodes, ends
 
 
-def forks(nodes: list[Node], ends: Collection[int]) -> list[list[Branch]]:
-    """The branches of every fork, in the order of a forward."""
-    last = {place: place for place in range(-1, len(nodes))}            # who uses a node's result last
-    for place, node in enumerate(nodes):
-        for each in node.before:
-            last[each] = place
-    for each in ends:
-        last[each] = len(nodes)
-    trunk, reach = [-1], last[-1]
-    for place in range(len(nodes)):
-        if reach <= place:                      # nothing of before goes past it
-            trunk.append(place)
-        reach = max(reach, last[place])
-    found = []
-    for start, stop in zip(trunk, [*trunk[1:], len(nodes)], strict=True):
-        parts = [each for part in components(nodes, range(start + 1, stop)) for each in finer(nodes, part)]
-        if len(alone := [part for part in parts if own(nodes, part)]) > 1:
-            found.append(alone)
+def forks(nodes: list[Node], ends: Collection[int], ranks: int) -> list[list[Branch]]:
+    """The branches of every fork, in the order of a forward. One that takes so long that it is better split itself, over so
+    many ranks, is not a branch but what forks in it."""
+    found = _forks(nodes, range(len(nodes)), set(ends), ranks)[0]
     users = Counter(name for parts in found for part in parts for name in own(nodes, part))
     inside = {place for parts in found for part in parts for place in part}
     users.update(own(nodes, (place for place in range(len(nodes)) if place not in inside)))
     shared = {name for name, count in users.items() if count > 1}
     branches = [[_branch(nodes, part, shared) for part in parts] for parts in found]
     kept = [[branch for branch in fork if branch.parameters] for fork in branches]
-    return [fork for fork in kept if len(fork) > 1]
+    return [fork for fork in kept if fork]
+
+
+def _forks(nodes: list[Node], region: Sequence[int], ends: Collection[int], ranks: int) -> tuple[list[list[list[int]]], float]:
+    """(The forks of a region, each as the nodes of its branches; how long it then takes)."""
+    inside, beyond = set(region), len(nodes)
+    last = {place: place for place in (-1, *region)}            # who uses a node's result last; -1: what the region is given
+    for place in region:
+        for each in nodes[place].before:
+            last[each if each in inside else -1] = place
+    for each in inside & set(ends) if len(inside) < len(nodes) else ends:
+        last[each] = beyond
+    trunk, reach = [-1], last[-1]
+    for place in region:
+        if reach <= place:                      # nothing of before goes past it
+            trunk.append(place)
+        reach = max(reach, last[place])
+    found, seconds = list[list[list[int]]](), sum(nodes[place].seconds for place in trunk if place >= 0)
+    for start, stop in zip(trunk, [*trunk[1:], beyond], strict=True):
+        parts = [each for part in components(nodes, [place for place in region if start < place < stop])
+                 for each in finer(nodes, part)]
+        alone = sorted((part for part in parts if own(nodes, part)), key=lambda part: -_seconds(nodes, part))
+        seconds += sum(_seconds(nodes, part) for part in parts) - sum(_seconds(nodes, part) for part in alone)
+        if not alone:
+            continue
+        longest, rest = alone[0], alone[1:]
+        closed = _shared_out([_seconds(nodes, part) for part in alone], ranks)
+        inner, taken = _forks(nodes, longest, longest[-1:], ranks) if len(longest) < len(region) else ([], closed)
+        opened = taken + _shared_out([_seconds(nodes, part) for part in rest], ranks)
+        if inner and opened < closed:
+            found += [*inner, rest] if rest else inner
+        elif len(alone) > 1:
+            found.append(alone)
+        seconds += min(opened, closed) if inner else closed
+    return found, seconds
+
+
+def _seconds(nodes: list[Node], part: Iterable[int]) -> float:
+    return sum(nodes[place].seconds for place in part)
+
+
+def _shared_out(seconds: Sequence[float], ranks: int) -> float:
+    """Of the rank that has most, each going to whom has least, the longest first."""
+    load = [0.0] * ranks
+    for each in sorted(seconds, reverse=True):
+        load[load.index(min(load))] += each
+    return max(load)
 
 
 def own(nodes: list[Node], part: Iterable[int]) -> set[str]:
@@ -153,20 +185,23 @@ def components(nodes: list[Node], region: Iterable[int]) -> list[list[int]]:
 
 
 def finer(nodes: list[Node], part: list[int]) -> list[list[int]]:
-    """Without functions at its end that have no parameters, if that leaves several branches."""
-    rest = list(part)
-    while rest and not nodes[rest[-1]].parameters:
-        rest.pop()
-        parts = [each for each in components(nodes, rest) if own(nodes, each)]
+    """Without functions at its ends that have no parameters, if that leaves several branches."""
+    rest = set(part)
+    while True:
+        used = set[int]().union(*(nodes[place].before for place in rest))
+        ends = {place for place in rest if place not in used and not nodes[place].parameters}
+        if not ends:
+            return [part]
+        rest -= ends
+        parts = [each for each in components(nodes, sorted(rest)) if own(nodes, each)]
         if len(parts) > 1:
             return [each for one in parts for each in finer(nodes, one)]
-    return [part]
 
 
 def _branch(nodes: list[Node], part: list[int], shared: Collection[str]) -> Branch:
     """shared: parameters that something else uses too, which are on all ranks."""
     modules = dict.fromkeys(nodes[place].at for place in part if nodes[place].parameters)
-    return Branch(tuple(modules), frozenset(own(nodes, part) - set(shared)), sum(nodes[place].seconds for place in part))
+    return Branch(tuple(modules), frozenset(own(nodes, part) - set(shared)), _seconds(nodes, part))
 
 
 def placed(found: list[list[Branch]], ranks: int) -> dict[str, int]:
@@ -181,10 +216,10 @@ def placed(found: list[list[Branch]], ranks: int) -> dict[str, int]:
     return owners
 
 
-def timed(model: nn.Module, inputs: Any) -> list[list[Branch]]:
-    """The forks of a model, each branch as long as in the quicker of two forwards."""
+def timed(model: nn.Module, inputs: Any, ranks: int) -> list[list[Branch]]:
+    """The forks of a model for so many ranks, each branch as long as in the quicker of two forwards."""
     with torch.no_grad():
         first, second = (run(model, inputs) for _ in range(2))
     for one, other in zip(first[0], second[0], strict=False):
         one.seconds = min(one.seconds, other.seconds)
-    return forks(*first)
+    return forks(*first, ranks)

@@ -22,10 +22,11 @@ from paragrad.techniques.width.divided import OF_THE_LOCAL, OF_THE_WHOLE, REFUSE
 from paragrad.techniques.width.letters import RANDOM
 from paragrad.techniques.width.pairs import Line
 
-# what depends on values, and not on shapes alone: every rank asks for these
+# what depends on values, and not on shapes alone: every rank asks for these; and for a loss: all read what it divides by
 OF_VALUES = frozenset(("item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero", "unique", "where",
                        "masked_select", "is_nonzero", "equal", "allclose", "__repr__", "__format__", "__contains__", "data_ptr",
                        "bincount", "argwhere", "backward", "__array__", "__dlpack__", "__iter__"))
+CASTS = frozenset(("to", "cpu", "cuda", "type"))
 NORMS = "batch_norm", "instance_norm"       # which are whatever stands in their place now, and asks other replicas
 META = torch.device("meta")
 
@@ -72,7 +73,7 @@ class Lone(Tensor):
         lone = [each for each in given if isinstance(each, Lone)]
         plain = [each for each in given if not isinstance(each, Lone)]
         first, in_place = args[0] if args else None, changes(name)
-        if (len({each.owner for each in lone}) > 1 or name in OF_VALUES or name in lone[0].line.whole
+        if (len({each.owner for each in lone}) > 1 or name in OF_VALUES or name in lone[0].line.whole or "loss" in name
                 or any(isinstance(each, nn.Parameter) for each in plain)            # the trunk goes on
                 or (in_place and not isinstance(first, Lone))):
             return func(*tree_map_only(Lone, shown, args), **tree_map_only(Lone, shown, kwargs))
@@ -109,7 +110,7 @@ def alone(func: Any, name: str, args: Any, kwargs: Any, lone: list[Lone], plain:
         if name in RANDOM:
             with torch.no_grad():
                 skipped(lambda: func(*tree_map_only(Tensor, _small, args), **tree_map_only(Tensor, _small, kwargs)))
-        out = of_shapes(func, args, kwargs)
+        out = of_shapes(func, name, args, kwargs)
     if line.planning is not None:
         line.planning.tried(func, name, args, kwargs)
     if changed is not None:
@@ -124,8 +125,11 @@ def _mapped(tree: Any, copies: dict[int, Tensor]) -> Any:
     return tree_map_only(Tensor, lambda each: each.local if isinstance(each, Lone) else copies[id(each)], tree)
 
 
-def of_shapes(func: Any, args: Any, kwargs: Any) -> Any:
+def of_shapes(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """What a function makes of values that are not there."""
+    if name in CASTS and isinstance(args[0], Lone):             # to a device: what is not there goes nowhere
+        kind = func(*tree_map_only(Tensor, _small, args), **tree_map_only(Tensor, _small, kwargs)).dtype
+        return _shape_of(args[0]).to(kind)
     return func(*tree_map_only(Tensor, _shape_of, args), **tree_map_only(Tensor, _shape_of, kwargs))
 
 

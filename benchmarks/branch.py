@@ -1,0 +1,121 @@
+"""Steps of a model with two equal branches over two ranks on one host: ours, and bounds.
+
+    python benchmarks/branch.py --check             # both ranks on this machine, one thread each
+
+| figure | bar |
+|---|---|
+| speed over the bound's | at least 0.9 |
+
+Two networks of four 3x3 convolutions of 32 channels, with ReLUs, on the same images of 64 x 64, 8 in a batch, whose means of
+each channel are put together before one linear layer; cross-entropy, float32, SGD. The bound is of two processes that each make a
+step of one of them, with the linear layer, without exchange, both at once. Ours is a whole training, timed by its record from
+step to step; the bound a loop over images in memory. Beside it, without a bar: one worker with one thread, and with all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from common import Bench, alternated, ratios
+from torch import Tensor, nn
+from trainings import ours, theirs
+from workers import Workers, serve
+
+import paragrad as pg
+from paragrad.world.launching import Ranks
+
+RANKS, CHANNELS, LAYERS, SIZE, BATCH, BATCHES = 2, 32, 4, 64, 8, 4
+PEERS = {"one branch": "the bound", "serial(threads=1)": "serial with one thread", "serial": "serial with all threads"}
+
+
+class Means(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean((2, 3))
+
+
+class Two(nn.Module):
+    """branches: how many there are here."""
+
+    def __init__(self, branches: int = RANKS) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList([nn.Sequential(*(each for _ in range(LAYERS) for each in (
+            nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.ReLU())), Means()) for _ in range(branches)])
+        self.out = nn.Linear(branches * CHANNELS, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.cat([branch(x) for branch in self.branches], 1))      # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Setting:
+    steps: int = 20
+
+    def __str__(self) -> str:
+        return "two branches"
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        draw = torch.Generator().manual_seed(0)
+        return (torch.randn(BATCHES * BATCH, CHANNELS, SIZE, SIZE, generator=draw),
+                torch.randint(10, (BATCHES * BATCH,), generator=draw))
+
+    def job(self) -> pg.Job:
+        return pg.Job(name="benchmark", model=Two, loss=nn.functional.cross_entropy, epochs=1000, batch=BATCH,
+                      optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+                      train=lambda folder: torch.utils.data.TensorDataset(*self.data()))
+
+
+def main() -> None:
+    bench = Bench(__doc__, options)
+    if bench.options.worker:
+        worker(*bench.options.worker)
+        return
+    setting = Setting()
+    with tempfile.TemporaryDirectory() as folder, Ranks(RANKS) as ranks:
+        workers = Workers(__file__, "one branch", RANKS)
+        measures = {strategy: ours(ranks, strategy, setting, Path(folder))
+                    for strategy in ("branch(2)", "serial(threads=1)", "serial")}
+        print(f"{setting} [ms]", flush=True)
+        found = alternated(measures | {"one branch": theirs(workers, setting)}, bench.rounds(9, quick=2))
+        workers.close()
+    bench.measured["ms per step"] = {str(setting): found}
+    for kind, name in PEERS.items():
+        bench.figure(f"speed over {name}", ratios(found[kind], found["branch(2)"]),
+                     at_least=0.9 if kind == "one branch" else None)
+    bench.finish()
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+
+
+# ---- in a rank -----------------------------------------------------------------------------------------------------------
+def worker(kind: str, address: str) -> None:
+    import torch.distributed as dist
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+
+    def starts(setting: Setting) -> list[float]:
+        torch.manual_seed(0)
+        model = Two(1)
+        update = torch.optim.SGD(model.parameters(), lr=0.01)
+        inputs, targets = setting.data()
+        order, found = torch.randperm(len(inputs)), []
+        for number in range(setting.steps):
+            found.append(time.perf_counter())
+            mine = order[number % BATCHES * BATCH:][:BATCH]
+            update.zero_grad()
+            nn.functional.cross_entropy(model(inputs[mine]), targets[mine]).backward()
+            update.step()
+        dist.barrier()
+        return found
+    serve(address, starts)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

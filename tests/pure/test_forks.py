@@ -1,0 +1,73 @@
+"""Where models fork, and whose each branch is."""
+
+from __future__ import annotations
+
+import torch
+from equality import Experts, Forking, Residual, Towers, deep
+from torch import Tensor, nn
+
+import paragrad as pg
+from paragrad.techniques.width.forks import forks, placed, run
+
+
+def found(model: nn.Module, *inputs: Tensor, ranks: int = 2) -> list[set[str]]:
+    """The modules of the branches, fork by fork, all as long as they have functions."""
+    with torch.no_grad():
+        nodes, ends = run(model, inputs)
+    for node in nodes:
+        node.seconds = 1.0
+    return [{" ".join(branch.modules) for branch in fork} for fork in forks(nodes, ends, ranks)]
+
+
+def test_two_forks_of_four() -> None:
+    one, two = found(pg.job("inception-digits").model(), torch.randn(2, 1, 8, 8))
+    assert one == {"2.one", "2.three.0 2.three.2", "2.five.0 2.five.2", "2.pool.1"}
+    assert two == {each.replace("2.", "4.", 1).replace(" 2.", " 4.") for each in one}
+
+
+def test_what_is_put_together_and_what_is_summed_step_by_step() -> None:
+    """A module that two branches call is one of them."""
+    one, two = found(Forking(), torch.randn(2, 2, 8, 8))
+    assert {each[:7] for each in one} == {"first.0", "first.1", "first.2"}
+    assert len(two) == 2
+    assert {"second.0"} < two
+
+
+def test_skips_towers_and_a_tuple() -> None:
+    assert found(Residual(), torch.randn(2, 2, 8, 8)) == [{"first depth groups", "around"}]
+    assert found(Towers(), torch.randn(2, 10)) == [{"left.0 left.1 left.4", "right.0 lstm"}]
+    assert found(Experts(), torch.randn(2, 10)) == [{"each.0.0 each.0.2", "each.1.0 each.1.2", "each.2.0 each.2.2"}]
+
+
+def test_a_chain_has_none() -> None:
+    assert found(deep(), torch.randn(2, 10)) == []
+
+
+class Nested(nn.Module):
+    """A short branch beside a long one, in which are two forks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.short, self.into = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.arms = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.into(x)
+        y = self.arms[0](y) + self.arms[1](y)
+        y = self.arms[2](y) + self.arms[3](y)
+        return self.short(x) + y                        # type: ignore[no-any-return]
+
+
+def test_a_long_branch_is_opened() -> None:
+    pairs = [{"arms.0.0 arms.0.2", "arms.1.0 arms.1.2"}, {"arms.2.0 arms.2.2", "arms.3.0 arms.3.2"}]
+    assert [each for each in found(Nested(), torch.randn(2, 4)) if len(each) > 1] == pairs
+
+
+def test_the_longest_goes_to_whom_has_least() -> None:
+    with torch.no_grad():
+        nodes, ends = run(Experts(), (torch.randn(2, 10),))
+    for node in nodes:
+        node.seconds = 5.0 if "0" in node.at[:6] else 1.0
+    owners = placed(forks(nodes, ends, 2), 2)
+    assert {owners[f"each.{at}.0.weight"] for at in (1, 2)} == {1}
+    assert owners["each.0.2.bias"] == 0
