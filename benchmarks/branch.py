@@ -7,8 +7,8 @@
 | speed over the bound's | at least 0.9 |
 
 Two networks of four 3x3 convolutions of 32 channels, with ReLUs, on the same images of 64 x 64, 8 in a batch, whose means of
-each channel are put together before one linear layer; cross-entropy, float32, SGD. The bound is of two processes that each make a
-step of one of them, with the linear layer, without exchange, both at once. Ours is a whole training, timed by its record from
+each channel are put together before one linear layer; cross-entropy, float32, SGD. The bound is of two processes that each make
+a step of one of them, with the linear layer, without exchange, both at once. Ours is a whole training, timed by its record from
 step to step; the bound a loop over images in memory. Beside it, without a bar: one worker with one thread, and with all.
 """
 

@@ -63,7 +63,8 @@ class Forking(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right = (nn.Sequential(nn.Linear(64, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 8)) for _ in range(2))
+        self.left, self.right = (nn.Sequential(nn.Linear(64, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 8))
+                                 for _ in range(2))
         self.out = nn.Linear(16, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
