@@ -390,8 +390,10 @@ IN_WIDTH = ("tensor(2)", "tensor(3)", "tensor(4)", "data(2) * tensor(2)", "data(
             "place(2) * tensor(2)", "tensor(2) * pipeline(2, micro=2)",
             "pipeline(2, micro=3, schedule=zero_bubble) * tensor(2)", "pipeline(2, micro=2, recompute=true) * tensor(2)",
             "data(2) * tensor(2) * pipeline(2, micro=2)")
+# a cut in front of a batch norm: what it is given is whole, and its statistics are divided
+BEFORE_A_NORM = ("place(2, cut=[1, 8]) * tensor(2)", "cnn with batch norm")
 WIDE = [(row, column) for row in IN_WIDTH for column in JOBS
-        if MODULES[column] >= (2 if "place" in row or "pipeline" in row else 1)]
+        if MODULES[column] >= (2 if "place" in row or "pipeline" in row else 1)] + [BEFORE_A_NORM]
 
 
 # ---- images in pieces --------------------------------------------------------------------------------------------------------

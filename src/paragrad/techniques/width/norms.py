@@ -17,6 +17,13 @@ from paragrad.techniques.width.letters import Operand, fitted, spread
 def batch_norm(func: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
                running_var: Tensor | None, training: bool, *rest: Any) -> Any:
     """As torch.batch_norm: channel by channel. By whatever is in its place now, which may ask other replicas."""
+    kept = next((each.cuts[0] for each in (running_mean, running_var) if isinstance(each, Divided) and each.cuts), None)
+    if kept is not None and not kept.alike(getattr(input, "cuts", {}).get(1)):      # which are changed where they are
+        letters = tuple("c" if dim == 1 else dim for dim in range(input.dim()))
+        others: dict[Any, Cut] = {dim: cut for dim, cut in getattr(input, "cuts", {}).items() if dim != 1}
+        local = fitted(Operand(input, letters), {"c": kept, **others})
+        assert local is not None
+        input = divided(local, {**others, 1: kept})
     if not isinstance(input, Divided) or (set(input.cuts) != {1} and (1 in input.cuts or func.__name__ == "instance_norm")):
         return UNKNOWN
     along: dict[Any, Cut] = {"c" if dim == 1 else dim: cut for dim, cut in input.cuts.items()}
