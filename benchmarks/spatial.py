@@ -70,7 +70,7 @@ class Setting:
     @property
     def steps(self) -> int:
         """A few seconds of them."""
-        return max(4, min(40, int(20 * (256 / self.size)**2)))
+        return max(3, min(40, int(20 * (256 / self.size)**2)))
 
 
 SETTINGS = [Setting(256), Setting(1024)]
@@ -88,7 +88,7 @@ def main() -> None:
             measures = {strategy: ours(ranks, strategy, setting, Path(folder) / str(setting))
                         for strategy in ("spatial(2)", "serial(threads=1)", "serial")}
             print(f"{setting} [ms]", flush=True)
-            found = alternated(measures | {"halves": theirs(workers, setting)}, bench.rounds(7, quick=2))
+            found = alternated(measures | {"halves": theirs(workers, setting)}, bench.rounds(5, quick=2))
             bench.measured.setdefault("ms per step", {})[str(setting)] = found
             for kind, name in PEERS.items():
                 bench.figure(f"speed over {name}, {setting}", ratios(found[kind], found["spatial(2)"]),

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality import JOBS, VECTORS, mlp, resolved, stepped
+from equality import JOBS, OF_IMAGES, VECTORS, mlp, resolved, stepped
 from equality import job as make_job
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -64,6 +64,7 @@ RESUMED = {**{name: in64(JOBS[name]) for name in (
     "two groups": in64(make_job("two groups", mlp, VECTORS, scheduler=stepped, optimizer=lambda parameters: (
         lambda each: torch.optim.AdamW([{"params": each[:2], "lr": 0.01}, {"params": each[2:], "weight_decay": 0.1}]))(
         list(parameters))))}
+BRANCHED = {"residual, clipped": in64(OF_IMAGES["residual, clipped"])}
 
 
 def steps_from(world: World, job: Job, chosen: Strategy, saved: Saved | None, first: int, count: int,
@@ -124,7 +125,7 @@ MOVES += [pytest.param("cnn with batch norm", *pair, id=f"images: {' to '.join(p
 
 # branches: the same
 FORKED = ("branch(2)", "data(2) * branch(2)", "spatial(2)")
-MOVES += [pytest.param("residual, clipped", *pair, id=f"branches: {' to '.join(pair)}",
+MOVES += [pytest.param(*BRANCHED, *pair, id=f"branches: {' to '.join(pair)}",
                        marks=[pytest.mark.table] if place % 4 else [])
           for place, pair in enumerate(itertools.permutations((*FORKED, "serial"), 2)) if "branch" in "".join(pair)]
 
@@ -142,7 +143,7 @@ MOVES += [pytest.param(name, *pair, id=f"{name}: {' to '.join(pair)}", marks=[py
 @pytest.mark.parametrize(("name", "before", "after"), MOVES)
 def test_saved_here_loaded_there(pool: Ranks, tmp_path: Path, name: str, before: str, after: str) -> None:
     """Mid-epoch; the next five steps equal uninterrupted serial. (Adam after 4 steps is not Adam from the start.)"""
-    job, early, late = RESUMED[name], resolved(before), resolved(after)
+    job, early, late = {**RESUMED, **BRANCHED}[name], resolved(before), resolved(after)
     expected = steps_from(World(), job, Serial(threads=1), None, 0, SAVED + 5)
     pool.run(steps_from, job, early, None, 0, SAVED, tmp_path, size=early.size)
     found = checkpoint.found(tmp_path, job, examined(job))
