@@ -118,7 +118,7 @@ PIECES = ("spatial(2)", "spatial(2, columns=2)", "data(2) * spatial(2)", "spatia
 AROUND = random.Random(2).sample([pair for pair in itertools.permutations([*PIECES, "tensor(2)", "place(2)", "data(2)"], 2)
                                   if {*pair} & {*PIECES}], 10)
 MOVES += [pytest.param("cnn with batch norm", *pair, id=f"images: {' to '.join(pair)}",
-                       marks=[pytest.mark.table] if place % 5 else [])
+                       marks=[pytest.mark.table] if place % 8 else [])
           for place, pair in enumerate([*((each, "serial") for each in PIECES), *(("serial", each) for each in PIECES),
                                         *AROUND])]
 
@@ -126,7 +126,7 @@ MOVES += [pytest.param("cnn with batch norm", *pair, id=f"images: {' to '.join(p
 # branches: the same
 FORKED = ("branch(2)", "data(2) * branch(2)", "spatial(2)")
 MOVES += [pytest.param(*BRANCHED, *pair, id=f"branches: {' to '.join(pair)}",
-                       marks=[pytest.mark.table] if place % 4 else [])
+                       marks=[pytest.mark.table] if place % 6 else [])
           for place, pair in enumerate(itertools.permutations((*FORKED, "serial"), 2)) if "branch" in "".join(pair)]
 
 

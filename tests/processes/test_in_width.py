@@ -11,19 +11,19 @@ from paragrad.world.launching import Ranks
 pytestmark = pytest.mark.usefixtures("warm")
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(("row", "column"), WIDE)
 def test_it_is_the_same_training(pool: Ranks, row: str, column: str) -> None:
     assert found(pool, row, JOBS[column], BRIEF).value <= 1e-10
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("row", "column"), OF_PIECES)
 def test_images_in_pieces_are_the_same_training(pool: Ranks, row: str, column: str) -> None:
     assert found(pool, row, {**JOBS, **OF_IMAGES}[column], BRIEF).value <= 1e-10
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("row", "column"), OF_BRANCHES)
 def test_branches_are_the_same_training(pool: Ranks, row: str, column: str) -> None:
     assert found(pool, row, WITH_BRANCHES[column], BRIEF).value <= 1e-10
