@@ -50,7 +50,8 @@ WANTS = {
 
 LONG = {"work.md", "simulate.md", "own_all_reduce.md", "coming_from_ddp.md", "resume.md", "timeline.md", "memory.md",
         "halving.md", "butterfly.md", "two_level.md", "direct.md", "ring.md", "ring_async.md", "place.md",
-        "double_tree.md", "tensor.md", "exact.md", "your_data.md", "spatial.md", "integrated.md", "branch.md"}     # in `make table`
+        "double_tree.md", "tensor.md", "exact.md", "your_data.md", "spatial.md", "integrated.md",
+        "branch.md"}                    # in `make table`
 
 
 def told(page: Path) -> list[tuple[str, str]]:
