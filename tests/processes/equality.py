@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from paragrad import Job
 from paragrad.report.certificate import Difference
@@ -435,6 +435,9 @@ OF_IMAGES = {**{name: each for name, each in JOBS.items() if each.train is IMAGE
 IN_PIECES = ("spatial(2)", "spatial(3)", "spatial(2, columns=2)", "spatial(1, columns=3)", "data(2) * spatial(2)",
              "data(2, reduce=ring) * spatial(2)")
 INTEGRATED = ("data(2, dense=tensor)", "data(3, dense=tensor)")
+# a last batch of 3, of which one rank has one: its batch norm was taken for one inside of samples
+ONE_LEFT = job("batch norm, one left", normed_cnn, Subset(IMAGES, range(27)))
+OF_IMAGES[ONE_LEFT.name] = ONE_LEFT
 OF_PIECES = [*((row, column) for row in IN_PIECES for column in OF_IMAGES),
              *((row, column) for row in INTEGRATED for column in {**JOBS, **OF_IMAGES} if column not in ("pixels",)),
              *((row, column) for row in ("spatial(2, dense=tensor)", "data(2) * spatial(2, dense=tensor)")
@@ -497,9 +500,66 @@ def of_all(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
     return functional.cross_entropy(torch.stack(output).mean(0), target)
 
 
+class Halved(torch.autograd.Function):
+    """An autograd function of a weight."""
+
+    @staticmethod
+    def forward(ctx: object, weight: Tensor) -> Tensor:
+        return weight / 2
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> Tensor:                     # type: ignore[override]
+        return gradients[0] / 2
+
+
+class OddTowers(nn.Module):
+    """What else models do: a weight that an autograd function uses (it stayed that of the first step), attention with dropout
+    (its draws were not counted), towers that are looked at without a graph, a penalty of all weights, a type read off one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.ModuleDict({
+            "into": nn.Linear(2, 8), "attention": nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True),
+            "out": nn.Linear(8, 4)}) for _ in range(2))
+        self.halved, self.near, self.last = nn.Parameter(numbers(4, 4, seed=70)), 0.0, nn.Linear(4, 4)
+
+    def tower(self, tower: nn.ModuleDict, x: Tensor) -> Tensor:
+        x = tower["into"](x.view(-1, 5, 2)).to(next(tower.parameters()).dtype)
+        x = x + tower["attention"](x, x, x, need_weights=False)[0]
+        return tower["out"](functional.dropout(x, 0.1, self.training)).mean(1)      # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        left, right = self.tower(self.left, x), functional.linear(self.tower(self.right, x), Halved.apply(self.halved))
+        with torch.no_grad():
+            self.near = float((left - right).square().mean())
+        penalty = sum(each.square().sum() for each in self.parameters())
+        return self.last(functional.dropout(left + right, 0.2, self.training)), penalty             # type: ignore[return-value]
+
+
+def penalised(output: tuple[Tensor, Tensor], target: Tensor) -> tuple[Tensor, Tensor]:
+    weight = torch.tensor(float(len(target)), dtype=output[1].dtype)
+    return functional.cross_entropy(output[0], target, reduction="sum") + 1e-3 * weight * output[1], weight
+
+
+def by_hand(output: Tensor, target: Tensor) -> Tensor:
+    return output
+
+
+class LossInside(nn.Module):
+    """Its loss is a sum of two means, made by hand, each of one branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(10, 3), nn.Sequential(nn.Linear(10, 5), nn.Tanh(), nn.Linear(5, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.left(x) - x[:, :3]).square().mean() + (self.right(x) - x[:, 3:6]).square().mean()
+
+
 WITH_BRANCHES = {**{each.name: each for each in (
     job("forks, clipped", Forking, IMAGES, clip_norm=0.3), job("towers", Towers, VECTORS, optimizer=adam),
-    job("experts", Experts, VECTORS, loss=of_all))}, "residual, clipped": OF_IMAGES["residual, clipped"],
+    job("experts", Experts, VECTORS, loss=of_all), job("odd towers", OddTowers, VECTORS, loss=penalised),
+    job("loss inside", LossInside, VECTORS, loss=by_hand))}, "residual, clipped": OF_IMAGES["residual, clipped"],
     "nested inputs": JOBS["nested inputs"]}
 BRANCHED = ("branch(2)", "branch(3)", "data(2) * branch(2)", "data(2, reduce=ring) * branch(2)")
 OF_BRANCHES = [(row, column) for row in BRANCHED for column in WITH_BRANCHES

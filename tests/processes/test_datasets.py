@@ -584,7 +584,7 @@ def test_the_next_character_of_every_position() -> None:
 
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: mnist_mlp(activation="sigmod"), "job mnist-mlp: no activation 'sigmod'; did you mean sigmoid?"),
-    (lambda: mnist_cnn("layer"), "job mnist-cnn: no norm 'layer'; did you mean none, batch or weight?"),
+    (lambda: mnist_cnn("layer"), "job mnist-cnn: no norm 'layer'; known: none, batch, weight"),
     (lambda: mnist_resnet(0), "job mnist-resnet: width must be a whole number from 1, got 0"),
     (lambda: inception_digits(0), "job inception-digits: width must be a whole number from 1, got 0"),
     (lambda: mnist_mlp(width=0), "job mnist-mlp: width must be a whole number from 1, got 0"),

@@ -118,6 +118,8 @@ REFUSED = {
     "data(2, reduce=ring": "expected ','",
     "data(2, reduce=ring, dense=tensor)": "leave out reduce",
     "spatial(2, columns=2, dense=tensor)": "give spatial(4, dense=tensor)",
+    "data(2, dense=tensor) * tensor(2)": "splits its layers itself; give it alone",
+    "data(2, batch_norm=share) * spatial(2)": "give both the same",
     "branch(2) * pipeline(2)": "multiply it with data(n) alone",
     "spatial(2) * tensor(2)": "multiply it with data(n) alone",
     "data(2)) ": "nothing more was expected",

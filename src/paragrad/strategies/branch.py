@@ -11,7 +11,7 @@ from paragrad.world.axes import Axis
 class Branch(Strategy):
     """Independent sub-networks on ranks of their own (Krizhevsky et al. 2012)."""
     workers: int = option(Integer())
-    inside = True
+    inside = skips = True
     lays_out = False                        # all ranks see every sample, and count what others draw
 
     @property

@@ -157,6 +157,9 @@ class Data(Strategy):
         return (Serial(threads=here.cores),) if self.workers == "auto" and same else ()
 
     def refuse_beside(self, factors: tuple[Strategy, ...]) -> None:
+        if self.integrated and len(factors) > 1:
+            raise Refused("data(dense=tensor) gives a model all samples on every rank, and splits its layers itself; give it "
+                          "alone")
         if self.sharded and len(factors) > 1:
             raise Refused("data(state=fully_sharded) gathers the parameters of a module when all of it is called, and beside "
                           "it the model is cut into parts, which call some of it; leave out the state")

@@ -43,3 +43,6 @@ class Spatial(Strategy):
         if others := [each.name for each in factors if each is not self and not each.replica]:
             raise Refused(f"spatial gives a model pieces of images, and beside it {others[0]} cuts that model; multiply it "
                           "with data(n) alone")
+        if other := [each for each in factors if each is not self and each.batch_norm != self.batch_norm]:
+            raise Refused(f"batch norm takes its statistics one way: {other[0].name} says batch_norm={other[0].batch_norm}, "
+                          f"and spatial {self.batch_norm}; give both the same")

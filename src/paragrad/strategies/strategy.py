@@ -96,6 +96,7 @@ class Strategy(Family, abstract=True):
     reference = False                               # it is what others are compared with
     cuts_micro = False                              # it cuts micro-batches itself
     lays_out = True                                 # a rank runs other calls, or sees other samples, than one worker
+    skips = False                                   # a rank does not run all calls that one worker runs
     inside = False                                  # it splits the layers of whatever other cuts leave of the model
     if TYPE_CHECKING:                               # options of some
         @property

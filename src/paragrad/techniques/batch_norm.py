@@ -137,7 +137,7 @@ class BatchNorm:
         self.computed = True
         self.given.update({tensor: None for tensor in (running_mean, running_var) if tensor is not None})
         number, self.call = self.call, self.call + 1
-        inside = self.samples > 1 and _inside(input, weight)
+        inside = self.samples > 1 and not _beside and _inside(input, weight)
         if self.looks:
             self.inside |= {number} if inside else set()
         elif self.alone and (self.own or not _beside):

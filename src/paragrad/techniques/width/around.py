@@ -14,10 +14,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paragrad.errors import StepFailed
 from paragrad.techniques.width.divided import Divided, whole
-from paragrad.techniques.width.lone import Lone, shown
-from paragrad.techniques.width.pairs import Copied, Gathered, Sliced, Summed
+from paragrad.techniques.width.halo import Added, Asked, Inner, Tied
+from paragrad.techniques.width.lone import Lone, Shown, shown
+from paragrad.techniques.width.pairs import Copied, Fetched, Gathered, Returned, Sliced, Summed
 
-PAIRS = Copied, Summed, Sliced, Gathered
+PAIRS = Copied, Summed, Sliced, Gathered, Fetched, Returned, Inner, Asked, Tied, Added, Shown
 REENTRANT, BY_HOOKS = checkpoint.CheckpointFunction, checkpoint._checkpoint_without_reentrant_generator
 
 

@@ -88,8 +88,10 @@ class Looking:
     def noted(self, what: str, sent: int, detail: str) -> None:
         self.notes.append(Note(self.at[-1], what, sent, detail))
 
-    def tried(self, func: Any, name: str, args: Any, kwargs: Any) -> None:
-        """Can it be told without values?"""
+    def tried(self, func: Any, name: str, args: Any, kwargs: Any, draws: bool) -> None:
+        """Can it be told without values? draws: it draws inside of what it does, so that all ranks have to call it."""
+        if draws:
+            self.whole.add(name)
         try:
             with torch.no_grad():
                 of_shapes(func, name, args, kwargs)
@@ -118,16 +120,16 @@ class Looking:
 @contextlib.contextmanager
 def no_checkpoints() -> Iterator[None]:
     """A forward that is made again in backward would be made by some ranks alone."""
-    plain = checkpoint.checkpoint
+    plain = checkpoint.checkpoint, checkpoint._checkpoint_without_reentrant_generator
 
     def refused(*_: Any, **__: Any) -> Any:
         raise StepFailed("the model makes parts of its forward again in backward (torch.utils.checkpoint), and ranks with "
                          "other branches would not; train it without, or with data(n)")
-    checkpoint.checkpoint = refused
+    checkpoint.checkpoint = checkpoint._checkpoint_without_reentrant_generator = refused
     try:
         yield
     finally:
-        checkpoint.checkpoint = plain
+        checkpoint.checkpoint, checkpoint._checkpoint_without_reentrant_generator = plain
 
 
 @contextlib.contextmanager
@@ -136,7 +138,7 @@ def standing(model: nn.Module, line: Line, owners: dict[str, int]) -> Iterator[N
     put = [(module, own) for module, own, tensor, owner in _owned(model, owners)]
     known: dict[int, Lone] = {}
     for module, own, tensor, owner in _owned(model, owners):
-        module.__dict__[own] = known.setdefault(id(tensor), Lone(tensor, owner, line))
+        module.__dict__[own] = known.setdefault(id(tensor), Lone(tensor, owner, line, standing=True))
     try:
         yield
     finally:
@@ -174,18 +176,22 @@ def share(strategy: Strategy, model: nn.Module, example: Any, axis: World, plan:
     held = {name: Held(name, tuple(tensor.shape), counts=name in plan.owners or axis.rank == 0)
             for name, tensor in [*model.named_parameters(), *model.named_buffers()] if id(tensor) not in of_others}
     known: dict[int, Lone] = {}
+    absent: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
     for module, own, tensor, owner in list(_owned(model, plan.owners)):
         kept = id(tensor) not in of_others
-        local = tensor if kept else _without_values(tensor)
-        module.__dict__[own] = known.setdefault(id(tensor), Lone(local, owner, line))
+        if id(tensor) not in known:
+            known[id(tensor)] = Lone(tensor if kept else _without_values(tensor), owner, line, standing=True)
+        module.__dict__[own] = known[id(tensor)]
         if not kept:
-            (module._parameters if own in module._parameters else module._buffers)[own] = None
+            tensors: dict[str, Any] = module._parameters if own in module._parameters else module._buffers
+            tensors[own] = None
+            absent.append((tensors, own, known[id(tensor)].local))
     model.register_forward_hook(lambda _, args, out: tree_map_only(Lone, shown, out))
     counts = [sum(1 for name, owner in plan.owners.items() if owner == rank) for rank in range(axis.size)]
-    pieces: Any = {id(each.local): each for each in known.values() if each.mine}
+    pieces: Any = {id(each.local): each for each in known.values()}
     return Share(model, held, chose=(
         ("branches", " + ".join(map(str, counts)) + " tensors", f"{sum(map(len, plan.forks))} branches of {len(plan.forks)} "
-         "forks, by the time of their forwards"),), around=(Split("branch", [line], pieces),))
+         "forks, by the time of their forwards"),), around=(Split("branch", [line], pieces, absent),))
 
 
 def _without_values(tensor: Tensor) -> Tensor:

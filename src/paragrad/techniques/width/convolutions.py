@@ -149,7 +149,7 @@ def _transposed(func: Any, local: Tensor, x: Tensor, after: Mapping[int, Cut], o
     def run(_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         out = func(local, weight, None, options.stride, pads, more, options.groups, options.dilation)
         out = functional.pad(out, padded(around, out.dim())) if around else out
-        return out if bias is None else out + bias.view(-1, *(1 for _ in dims))     # type: ignore[no-any-return]
+        return out if bias is None else out + bias.to(out.dtype).view(-1, *(1 for _ in dims))       # type: ignore[no-any-return]
     return run
 
 

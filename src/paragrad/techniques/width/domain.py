@@ -38,12 +38,17 @@ def _image(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dim() in (4, 5)
 
 
+def samples_first(inputs: Any) -> bool:
+    """Have all inputs as many first elements?"""
+    return len({each.shape[0] if each.dim() else 0 for each in tree_leaves(inputs) if isinstance(each, Tensor)}) == 1
+
+
 def entering(inputs: Any, lines: Mapping[int, Line]) -> Any:
     """The inputs with this rank's pieces: of images, or, by samples, of all that have as many. What is too small is whole."""
-    sizes = {each.shape[0] if each.dim() else 0 for each in tree_leaves(inputs) if isinstance(each, Tensor)}
+    by_samples = SAMPLES in lines and samples_first(inputs)
 
     def piece(tensor: Tensor) -> Tensor:
-        if not (len(sizes) == 1 if SAMPLES in lines else _image(tensor)):
+        if not (by_samples if SAMPLES in lines else _image(tensor)):
             return tensor
         cuts, local = dict[int, Cut](), tensor
         for dim, line in lines.items():

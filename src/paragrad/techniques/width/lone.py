@@ -9,6 +9,7 @@ another rank's, there stands one of its shape. What two ranks have is put togeth
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paragrad.errors import StepFailed
-from paragrad.techniques.kernels import skipped
+from paragrad.techniques.draws import Recording
+from paragrad.techniques.kernels import drawing, skipped
 from paragrad.techniques.width.divided import OF_THE_LOCAL, OF_THE_WHOLE, REFUSED, body, name_of
 from paragrad.techniques.width.letters import RANDOM
 from paragrad.techniques.width.pairs import Line
@@ -33,18 +35,20 @@ META = torch.device("meta")
 
 class Lone(Tensor):
     """local: the value with its graph, on rank `owner` of the line; on others one without values.  ties: there, the plain
-    values that it is made of: what comes back for them is nothing, and all ranks have to ask."""
+    values that it is made of: what comes back for them is nothing, and all ranks have to ask;  standing: it is a parameter or
+    buffer, which other steps see with other values."""
     local: Tensor
     owner: int
     line: Line
     ties: tuple[Tensor, ...]
+    standing: bool
     shown: Tensor | None
 
     @staticmethod
-    def __new__(cls, local: Tensor, owner: int, line: Line, ties: tuple[Tensor, ...] = ()) -> Lone:
+    def __new__(cls, local: Tensor, owner: int, line: Line, ties: tuple[Tensor, ...] = (), standing: bool = False) -> Lone:
         made = Tensor._make_wrapper_subclass(                                                   # type: ignore[attr-defined]
             cls, local.shape, dtype=local.dtype, device=line.world.device if local.is_meta else local.device)
-        made.__dict__.update(local=local, owner=owner, line=line, ties=ties, shown=None,
+        made.__dict__.update(local=local, owner=owner, line=line, ties=ties, standing=standing, shown=None,
                              _is_param=isinstance(local, nn.Parameter))
         return made                                                                             # type: ignore[no-any-return]
 
@@ -67,7 +71,8 @@ class Lone(Tensor):
         if name in REFUSED:
             raise StepFailed(f"the model {REFUSED[name]} a value of a branch that one rank has; do so at the output of the "
                              "model, or train it with data(n)")
-        if (own := body(func)) is not None:
+        # a method in Python calls what it is a method of, which is itself here
+        if getattr(func, "__module__", "") != "torch._tensor" and (own := body(func)) is not None:
             return own(*args, **kwargs)
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         lone = [each for each in given if isinstance(each, Lone)]
@@ -75,7 +80,11 @@ class Lone(Tensor):
         first, in_place = args[0] if args else None, changes(name)
         if (len({each.owner for each in lone}) > 1 or name in OF_VALUES or name in lone[0].line.whole or "loss" in name
                 or any(isinstance(each, nn.Parameter) for each in plain)            # the trunk goes on
+                or (name in ("mean", "sum") and len(args) == 1 and not kwargs)      # a loss made by hand, perhaps
                 or (in_place and not isinstance(first, Lone))):
+            if in_place and isinstance(first, Lone):
+                raise StepFailed(f"{name} changes a value of a branch that one rank has by what it does not have; make it "
+                                 "another value, or train the model with data(n)")
             return func(*tree_map_only(Lone, shown, args), **tree_map_only(Lone, shown, kwargs))
         return alone(func, name, args, kwargs, lone, plain, first if in_place else None)
 
@@ -99,20 +108,26 @@ def changes(name: str) -> bool:
 def alone(func: Any, name: str, args: Any, kwargs: Any, lone: list[Lone], plain: list[Tensor], changed: Any) -> Any:
     """What the owner of some values makes of them and of plain ones. changed: the one that is changed in place."""
     owner, line = lone[0].owner, lone[0].line
+    if torch.is_autocast_enabled(line.world.device.type if line.planning is None else "cpu"):
+        raise StepFailed("under autocast the ranks without a branch do not know the types of its values; train the model in "
+                         "float32 or float64, or with data(n)")
     copies = {id(each): line.copied(each) for each in plain}
     if lone[0].mine:
         ties: tuple[Tensor, ...] = ()
         now = getattr(torch, name) if name in NORMS else func
-        out = now(*_mapped(args, copies), **_mapped(kwargs, copies))
+        recording = Recording()
+        with drawing(recording) if line.planning is not None else contextlib.nullcontext():
+            out = now(*_mapped(args, copies), **_mapped(kwargs, copies))
+        if line.planning is not None:
+            line.planning.tried(func, name, args, kwargs, draws=bool(recording.calls) and name not in RANDOM)
     else:
         made = [each for each in copies.values() if each.requires_grad and torch.is_grad_enabled()]
-        ties = tuple({id(each): each for each in (*made, *(tie for each in lone for tie in each.ties))}.values())
+        ties = tuple({id(each): each for each in (*made, *(
+            tie for each in lone if each.local.requires_grad for tie in each.ties))}.values())
         if name in RANDOM:
             with torch.no_grad():
                 skipped(lambda: func(*tree_map_only(Tensor, _small, args), **tree_map_only(Tensor, _small, kwargs)))
         out = of_shapes(func, name, args, kwargs)
-    if line.planning is not None:
-        line.planning.tried(func, name, args, kwargs)
     if changed is not None:
         changed.__dict__.update(ties=tuple({id(each): each for each in (*changed.ties, *ties)}.values()), shown=None)
         if isinstance(out, Tensor) and out.shape == changed.shape:
@@ -148,12 +163,14 @@ def shown(x: Any) -> Any:
     """A value of one rank, on all; a plain one as it is."""
     if not isinstance(x, Lone):
         return x
-    if x.shown is None:
-        asks = x.local.requires_grad and torch.is_grad_enabled()
-        x.line.note("shown", x.numel() * x.element_size())
-        inputs = [x.local] if x.mine else [*x.ties, torch.zeros((), requires_grad=asks)]
-        x.__dict__["shown"] = Shown.apply(x.mine, x.owner, x.line, tuple(x.shape), x.dtype, *inputs)
-    return x.shown
+    asks = x.local.requires_grad and torch.is_grad_enabled()
+    if x.shown is not None and (x.shown.requires_grad or not asks):
+        return x.shown
+    x.line.note("shown", x.numel() * x.element_size())
+    inputs = [x.local] if x.mine else [*(x.ties if asks else ()), torch.zeros((), requires_grad=asks)]
+    made = Shown.apply(x.mine, x.owner, x.line, tuple(x.shape), x.dtype, *inputs)
+    x.__dict__["shown"] = None if x.standing else made
+    return made
 
 
 class Shown(torch.autograd.Function):
@@ -165,5 +182,8 @@ class Shown(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        if torch.is_grad_enabled() and gradients[0].requires_grad:
+            raise StepFailed("a gradient through branches is to have a gradient (forces, a penalty of gradients), of which one "
+                             "rank would have all; train the model with data(n)")
         found = (gradients[0],) if ctx.mine else (None,) * ctx.count
         return None, None, None, None, None, *found

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paragrad.techniques.batch_norm import beside
+from paragrad.techniques.batch_norm import BatchNorm, beside
 from paragrad.techniques.width.convolutions import groups_here
 from paragrad.techniques.width.divided import UNKNOWN, Cut, Divided, divided, rule
 from paragrad.techniques.width.letters import Operand, fitted, spread
@@ -17,6 +17,9 @@ from paragrad.techniques.width.letters import Operand, fitted, spread
 def batch_norm(func: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
                running_var: Tensor | None, training: bool, *rest: Any) -> Any:
     """As torch.batch_norm: channel by channel. By whatever is in its place now, which may ask other replicas."""
+    of = getattr(torch.batch_norm, "__self__", None)
+    if isinstance(of, BatchNorm) and of.samples > 1 and input.shape[0] == 1:        # inside of samples: of whole ones
+        return UNKNOWN
     kept = next((each.cuts[0] for each in (running_mean, running_var) if isinstance(each, Divided) and each.cuts), None)
     if kept is not None and not kept.alike(getattr(input, "cuts", {}).get(1)):      # which are changed where they are
         letters = tuple("c" if dim == 1 else dim for dim in range(input.dim()))
@@ -77,10 +80,11 @@ def group_norm(func: Any, input: Tensor, num_groups: int, weight: Tensor | None 
 
 
 def _group_norm(input: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5, *_: Any) -> Tensor:
-    x = input.unflatten(1, (groups, -1))
+    x = input.to(torch.promote_types(input.dtype, torch.float32)).unflatten(1, (groups, -1))
     dims = tuple(range(2, x.dim()))
     x = x - x.mean(dims, keepdim=True)
     normal = (x * (x.square().mean(dims, keepdim=True) + eps).rsqrt()).flatten(1, 2)
     wide = (-1, *(1 for _ in range(input.dim() - 2)))
     normal = normal if weight is None else normal * weight.view(wide)
-    return normal if bias is None else normal + bias.view(wide)
+    normal = normal if bias is None else normal + bias.view(wide)
+    return normal if torch.is_autocast_enabled(input.device.type) else normal.to(input.dtype)

@@ -15,7 +15,7 @@ from paragrad.strategies.data import Data
 from paragrad.strategies.spatial import Spatial
 from paragrad.techniques.cut import Share
 from paragrad.techniques.width import account
-from paragrad.techniques.width.domain import COLUMNS, ROWS, SAMPLES, Along, Domain, entering, images
+from paragrad.techniques.width.domain import COLUMNS, ROWS, SAMPLES, Along, Domain, entering, images, samples_first
 from paragrad.techniques.width.pairs import Line
 from paragrad.techniques.width.planning import Plan, planned
 from paragrad.techniques.width.tensor import Split, divide
@@ -32,6 +32,9 @@ def look(strategy: Spatial | Data, model: nn.Module, example: Any) -> Plan:
     domain = domain_of(strategy)
     if isinstance(strategy, Spatial):
         refuse_images(strategy, domain, example)
+    elif not samples_first(example):
+        raise StepFailed("the inputs of the model have not all samples as their first dimension, so which part of them a rank "
+                         "has is not known; leave out dense=tensor")
     plan = planned(model, example, strategy.size, domain)
     if isinstance(strategy, Spatial) and not any(note.what in ("fetched", "statistics") for note in plan.notes):
         raise StepFailed("no layer of the model works on rows of images: none is a convolution, or pools; train it with "

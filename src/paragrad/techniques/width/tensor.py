@@ -90,19 +90,25 @@ def _boxes(tensor: Tensor, dim: int, pieces: Pieces, rank: int) -> tuple[tuple[s
 
 class Split:
     """Around passes of a model whose modules find divided tensors where their parameters were. pieces: these, by the ids of
-    what ranks hold."""
+    what ranks hold;  absent: where others hold one (a module's parameters or buffers, its name there, what stands for it), for
+    who asks a module for all of them."""
 
-    def __init__(self, name: str, lines: Sequence[Line], pieces: Mapping[int, Divided]) -> None:
-        self.name, self.lines, self.pieces, self.sent = name, lines, pieces, 0
+    def __init__(self, name: str, lines: Sequence[Line], pieces: Mapping[int, Divided],
+                 absent: Sequence[tuple[dict[str, Any], str, Tensor]] = ()) -> None:
+        self.name, self.lines, self.pieces, self.absent, self.sent = name, lines, pieces, absent, 0
 
     @contextlib.contextmanager
     def over(self) -> Iterator[None]:
         for line in self.lines:
             line.sent = 0
+        for tensors, own, local in self.absent:
+            tensors[own] = local
         try:
             with asked(), members(self.pieces):
                 yield
         finally:
+            for tensors, own, _ in self.absent:
+                tensors[own] = None
             for line in self.lines:
                 line.let_go()
             self.sent = sum(line.sent for line in self.lines)

@@ -17,7 +17,7 @@ from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed, loss_in
 from paragrad.jobs.precision import in_precision
 from paragrad.strategies.shares import Division
-from paragrad.strategies.strategy import Strategy
+from paragrad.strategies.strategy import Strategy, factors_of
 from paragrad.techniques.exchange import CARRIED, SHARED, Exchange, Replica
 from paragrad.techniques.layout import Layout
 from paragrad.techniques.table import cuts, exchange_of, passes_of
@@ -146,7 +146,8 @@ def wire(trainer: Trainer, some_unused: bool, example: Any, forward: Callable[[]
                            trainer.looks,           # and whoever may ask one worker again has the whole model too
                            whole_too=trainer.proof is not None or trainer.given is not None)
         trainer.hold(part)
-        if trainer.batch_norm.inside and part.draws.serial is not None:
+        skips = part.draws.serial is not None or any(each.skips for each in factors_of(trainer.strategy))
+        if trainer.batch_norm.inside and skips:
             raise StepFailed("the model has batch norms inside of samples or weights, which are known by the number of their "
                              f"call, and in parts calls have others; train it without {trainer.strategy}")
         for choice in part.chose if trainer.world.rank == 0 else ():
