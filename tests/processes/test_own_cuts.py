@@ -544,7 +544,7 @@ class Unsaid(pg.Strategy):
     ("central(2) * columns(2)", r"central\(2\) has servers, which know no other axes"),
     ("data(2, micro=2) * stages(2)", r"data\(micro=...\) does not fit beside"),
     ("data(2, state=shared_memory) * columns(2)", "cuts the model, of which each rank holds a part of its own"),
-    ("data(2) * branch(2)", "branch is known and not built yet"),
+    ("data(2) * branch(2)", "the model has no branches"),
 ])
 def test_products_that_cannot_be_are_refused(text: str, says: str) -> None:
     with pytest.raises(pg.Refused, match=says):
