@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from common import Bench, alternated, ratios
 from torch import Tensor, nn
-from trainings import ours, theirs
+from trainings import ours, stepped, theirs
 from workers import Workers, serve
 
 import paragrad as pg
@@ -104,13 +103,9 @@ def worker(kind: str, address: str) -> None:
         model = Two(1)
         update = torch.optim.SGD(model.parameters(), lr=0.01)
         inputs, targets = setting.data()
-        order, found = torch.randperm(len(inputs)), []
-        for number in range(setting.steps):
-            found.append(time.perf_counter())
-            mine = order[number % BATCHES * BATCH:][:BATCH]
-            update.zero_grad()
-            nn.functional.cross_entropy(model(inputs[mine]), targets[mine]).backward()
-            update.step()
+        order = torch.randperm(len(inputs)).split(BATCH)
+        found = stepped(model, nn.functional.cross_entropy, update,
+                        lambda number: (inputs[mine := order[number % BATCHES]], targets[mine]), setting.steps)
         dist.barrier()
         return found
     serve(address, starts)

@@ -24,7 +24,6 @@ import math
 import statistics
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +31,7 @@ from pathlib import Path
 import torch
 from common import Bench, alternated, ratios
 from torch import Tensor, nn
-from trainings import ours, theirs
+from trainings import ours, stepped, theirs
 from workers import Workers, serve
 
 import paragrad as pg
@@ -179,17 +178,14 @@ def worker(kind: str, address: str) -> None:
         net = model if kind == "bound" else nn.parallel.DistributedDataParallel(model)
         update = setting.optimizer(model.parameters())
         inputs, targets = setting.data()
-        part, found = setting.batch // parts, []
-        order = torch.randperm(SAMPLES)
-        for step in range(setting.steps):
-            found.append(time.perf_counter())
+        part, order = setting.batch // parts, torch.randperm(SAMPLES)
+
+        def batch(step: int) -> tuple[Tensor, Tensor]:
             place = step * setting.batch % (SAMPLES - setting.batch + 1) + rank * part
             mine = order[place:place + part]
-            update.zero_grad()
-            nn.functional.cross_entropy(net(inputs[mine]), targets[mine]).backward()
-            update.step()
-            if kind == "bound":
-                dist.barrier()
+            return inputs[mine], targets[mine]
+        found = stepped(net, nn.functional.cross_entropy, update, batch, setting.steps,
+                        dist.barrier if kind == "bound" else None)
         dist.barrier()
         return found
     serve(address, starts)

@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from common import Bench, alternated, ratios
 from torch import Tensor, nn
-from trainings import ours, theirs
+from trainings import ours, stepped, theirs
 from workers import Workers, serve
 
 import paragrad as pg
@@ -131,13 +130,8 @@ def worker(kind: str, address: str) -> None:
         model = Convolutions()
         update = torch.optim.SGD(model.parameters(), lr=0.01)
         inputs, targets = setting.data(RANKS)
-        found: list[float] = []
-        for number in range(setting.steps):
-            found.append(time.perf_counter())
-            mine = slice(number % IMAGES, number % IMAGES + 1)
-            update.zero_grad()
-            nn.functional.cross_entropy(model(inputs[mine]), targets[mine]).backward()
-            update.step()
+        images = list(zip(inputs.split(1), targets.split(1), strict=True))
+        found = stepped(model, nn.functional.cross_entropy, update, lambda number: images[number % IMAGES], setting.steps)
         dist.barrier()
         return found
     serve(address, starts)

@@ -21,7 +21,6 @@ import argparse
 import itertools
 import math
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from typing import Any
 import torch
 from common import Bench, alternated, ratios
 from torch import Tensor, nn
-from trainings import ours, theirs
+from trainings import ours, stepped, theirs
 from workers import Workers, serve
 
 import paragrad as pg
@@ -160,14 +159,9 @@ def worker(kind: str, address: str) -> None:
         model = setting.model(RANKS) if kind == "halves" else parallelized(setting.model())
         update = torch.optim.SGD(model.parameters(), lr=0.01)
         inputs, targets = setting.data()
-        order, found = torch.randperm(len(inputs)), []
-        for number in range(setting.steps):
-            found.append(time.perf_counter())
-            place = number % BATCHES * setting.batch
-            mine = order[place:place + setting.batch]
-            update.zero_grad()
-            setting.loss(model(inputs[mine]), targets[mine]).backward()
-            update.step()
+        order = torch.randperm(len(inputs)).split(setting.batch)
+        found = stepped(model, setting.loss, update,
+                        lambda number: (inputs[mine := order[number % BATCHES]], targets[mine]), setting.steps)
         dist.barrier()
         return found
     serve(address, starts)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from common import between
+from torch import Tensor
 from workers import Workers
 
 import paragrad as pg
@@ -43,3 +46,20 @@ def ours(ranks: Ranks, strategy: str, setting: Setting, folder: Path,
 
 def theirs(workers: Workers, setting: Setting) -> Callable[[], float]:
     return lambda: between(workers.ask(setting)[0])
+
+
+def stepped(model: Callable[[Tensor], Tensor], loss: Callable[[Tensor, Tensor], Tensor], update: torch.optim.Optimizer,
+            batch: Callable[[int], tuple[Tensor, Tensor]], steps: int,
+            after: Callable[[], object] | None = None) -> list[float]:
+    """In a worker: steps as one would write them. batch: of the number of a step;  after: is called after each. Gives when each
+    began."""
+    found = []
+    for number in range(steps):
+        found.append(time.perf_counter())
+        inputs, targets = batch(number)
+        update.zero_grad()
+        loss(model(inputs), targets).backward()
+        update.step()
+        if after is not None:
+            after()
+    return found

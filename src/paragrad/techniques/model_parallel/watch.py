@@ -190,6 +190,21 @@ _asked: list[tuple[Call, Applied]] = []
 
 
 @contextlib.contextmanager
+def whereabouts(model: nn.Module) -> Iterator[list[str]]:
+    """Meanwhile the last of these is the name of the module of a model that is being called; of a stranger, its type's."""
+    names, at = {module: name for name, module in model.named_modules()}, [""]
+
+    def call(plain: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        at.append(names.get(module, type(module).__name__))
+        try:
+            return plain(module, *args, **kwargs)
+        finally:
+            at.pop()
+    with calls_watched(call):
+        yield at
+
+
+@contextlib.contextmanager
 def calls_watched(call: Call, applied: Applied = None) -> Iterator[None]:
     """call(plain, module, *arguments) is asked for every call of a module; with None nobody is.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -30,8 +30,29 @@ def kept_as_given(function: Callable[..., Any], preserve: bool, context: Any, ch
     return BY_HOOKS(lambda: function(*args, **kwargs), preserve, context, check, debug, early_stop)
 
 
+def refuse_compiled(model: nn.Module) -> None:
+    if compiled := [name for name, module in model.named_modules() if getattr(module, "_compiled_call_impl", None) is not None
+                    or type(module).__name__ == "OptimizedModule"]:
+        raise StepFailed(f"{compiled[0] or 'the model'} is compiled, and compiled code asks nobody what it makes of a tensor "
+                         "that is divided; train it without torch.compile, or with data(n)")
+
+
 @contextlib.contextmanager
-def members(pieces: Mapping[int, Divided]) -> Iterator[None]:
+def standing(model: nn.Module, held: Mapping[int, Tensor]) -> Iterator[None]:
+    """Where modules find their parameters and buffers stand these meanwhile, by the ids of those."""
+    put = [(module, own, held[id(tensor)]) for module in model.modules() for tensors in (module._parameters, module._buffers)
+           for own, tensor in tensors.items() if tensor is not None and id(tensor) in held and own not in module.__dict__]
+    for module, own, tensor in put:
+        module.__dict__[own] = tensor
+    try:
+        yield
+    finally:
+        for module, own, _ in put:
+            module.__dict__.pop(own, None)
+
+
+@contextlib.contextmanager
+def members(pieces: Mapping[int, Tensor]) -> Iterator[None]:
     """Who asks a module for its parameters and buffers meanwhile (a penalty of all weights) gets the divided ones."""
     plain = nn.Module._named_members
 

@@ -20,10 +20,10 @@ from paragrad.strategies.branch import Branch as Strategy
 from paragrad.techniques.cut import Share
 from paragrad.techniques.layout import Held
 from paragrad.techniques.model_parallel.units import NO_LOSS
-from paragrad.techniques.model_parallel.watch import calls_watched
+from paragrad.techniques.model_parallel.watch import whereabouts
 from paragrad.techniques.untouched import untouched
 from paragrad.techniques.width.account import table
-from paragrad.techniques.width.around import asked
+from paragrad.techniques.width.around import asked, refuse_compiled, standing
 from paragrad.techniques.width.forks import Branch, placed, timed
 from paragrad.techniques.width.lone import Lone, of_shapes, shown
 from paragrad.techniques.width.pairs import Line
@@ -53,6 +53,7 @@ def check(strategy: Strategy, model: nn.Module, example: Any, tested: bool) -> N
 def look(strategy: Strategy, model: nn.Module, example: Any) -> Plan:
     """Which branches there are, and whose each is."""
     ranks = strategy.size
+    refuse_compiled(model)
     with untouched(Summed(model, NO_LOSS)):
         found = timed(model, example, ranks)
     most = max(map(len, found), default=1)
@@ -82,8 +83,6 @@ class Looking:
         self.line = Line(Nobody(ranks), planning=self)                  # type: ignore[arg-type]
         self.line.whole = whole
         self.notes: list[Note] = []
-        self.at: list[str] = [""]
-        self.wishes: list[Any] = []
 
     def noted(self, what: str, sent: int, detail: str) -> None:
         self.notes.append(Note(self.at[-1], what, sent, detail))
@@ -99,15 +98,9 @@ class Looking:
             self.whole.add(name)
 
     def run(self, inputs: Any) -> None:
-        names = {module: name for name, module in self.model.named_modules()}
-
-        def call(plain: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            self.at.append(names.get(module, type(module).__name__))
-            try:
-                return plain(module, *args, **kwargs)
-            finally:
-                self.at.pop()
-        with standing(self.model, self.line, self.owners), asked(), no_checkpoints(), calls_watched(call):
+        held = {id(tensor): Lone(tensor, owner, self.line, standing=True)
+                for _, _, tensor, owner in _owned(self.model, self.owners)}
+        with standing(self.model, held), asked(), no_checkpoints(), whereabouts(self.model) as self.at:
             try:
                 tree_map_only(Lone, shown, called(self.model, copied(inputs)))
             except StepFailed:
@@ -130,20 +123,6 @@ def no_checkpoints() -> Iterator[None]:
         yield
     finally:
         checkpoint.checkpoint, checkpoint._checkpoint_without_reentrant_generator = plain
-
-
-@contextlib.contextmanager
-def standing(model: nn.Module, line: Line, owners: dict[str, int]) -> Iterator[None]:
-    """Modules find values of one rank where parameters of branches are, for a while."""
-    put = [(module, own) for module, own, tensor, owner in _owned(model, owners)]
-    known: dict[int, Lone] = {}
-    for module, own, tensor, owner in _owned(model, owners):
-        module.__dict__[own] = known.setdefault(id(tensor), Lone(tensor, owner, line, standing=True))
-    try:
-        yield
-    finally:
-        for module, own in put:
-            module.__dict__.pop(own, None)
 
 
 def _owned(model: nn.Module, owners: dict[str, int]) -> Iterator[tuple[nn.Module, str, Tensor, int]]:
@@ -188,7 +167,7 @@ def share(strategy: Strategy, model: nn.Module, example: Any, axis: World, plan:
             absent.append((tensors, own, known[id(tensor)].local))
     model.register_forward_hook(lambda _, args, out: tree_map_only(Lone, shown, out))
     counts = [sum(1 for name, owner in plan.owners.items() if owner == rank) for rank in range(axis.size)]
-    pieces: Any = {id(each.local): each for each in known.values()}
+    pieces = {id(each.local): each for each in known.values()}
     return Share(model, held, chose=(
         ("branches", " + ".join(map(str, counts)) + " tensors", f"{sum(map(len, plan.forks))} branches of {len(plan.forks)} "
          "forks, by the time of their forwards"),), around=(Split("branch", [line], pieces, absent),))

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from paragrad.techniques.width.divided import UNKNOWN, Cut, Divided, divided, rule
 from paragrad.techniques.width.fetching import Spread, Window
-from paragrad.techniques.width.halo import Swap, convolved, edgewise
+from paragrad.techniques.width.halo import Halo, convolved, edgewise
 from paragrad.techniques.width.letters import Letters, Operand, fitted, spread
 from paragrad.techniques.width.pieces import wishes
 from paragrad.techniques.width.sliding import each, enough, note, seen
@@ -97,14 +97,14 @@ def _sides(padding: Any, kernel: Sequence[int], dilation: Sequence[int]) -> list
 
 
 def of_an_image(func: Any, input: Divided, weight: Tensor, bias: Tensor | None, options: Options) -> Any:
-    edges = None if options.transposed else next(((dim, found) for dim, window in options.sliding.items() if dim in input.cuts
-                  and enough(window, input.shape[dim], input.cuts[dim])
-                  and (found := edgewise(window, input.shape[dim], input.cuts[dim]))), None)      # type: ignore[arg-type]
-    x, local, after = seen(input, options.sliding, later=[edges[0]] if edges else [])
+    halo = next((found for dim, window in options.sliding.items() if isinstance(window, Window) and dim in input.cuts
+                 and enough(window, input.shape[dim], input.cuts[dim])
+                 and (found := edgewise(window, input.shape[dim], dim, input.cuts[dim]))), None)
+    x, local, after = seen(input, options.sliding, later=[halo.dim] if halo else [])
     if options.transposed:
         run = _transposed(func, local, x, after, options)
     else:
-        run = _plain(func, local, input.cuts, after, options, edges)
+        run = _plain(func, local, after, options, halo)
     batch: Letters = (0,) if options.first == 2 else ()
     places = [dim if dim in after else None for dim in range(options.first, options.first + options.count)]
     rest = (None,) * options.count
@@ -113,25 +113,22 @@ def of_an_image(func: Any, input: Divided, weight: Tensor, bias: Tensor | None, 
                   bias=Operand(bias, "o"), after=after)
 
 
-def _plain(func: Any, local: Tensor, cuts: Mapping[int, Cut], after: Mapping[int, Cut], options: Options,
-           edges: Any) -> Callable[..., Tensor]:
-    """local: has all that the outputs see, but along the dimension of edges."""
+def _plain(func: Any, local: Tensor, after: Mapping[int, Cut], options: Options, halo: Halo | None) -> Callable[..., Tensor]:
+    """local: has all that the outputs see, but along the dimension of a halo."""
     def convolve(rows: Tensor, weight: Tensor, bias: Tensor | None, padding: int) -> Tensor:
         pads, beside = [], dict[int, tuple[int, int]]()
         for at, (before, behind) in enumerate(options.sides):
             dim = options.first + at
-            pads.append(padding if edges and dim == edges[0] else 0 if dim in after else min(before, behind))
+            pads.append(padding if halo and dim == halo.dim else 0 if dim in after else min(before, behind))
             beside[dim] = 0, 0 if dim in after else behind - min(before, behind)        # where sides differ
-        rows = functional.pad(rows, padded(beside, rows.dim())) if any(map(any, beside.values())) else rows
+        rows = functional.pad(rows, as_pads(beside, rows.dim())) if any(map(any, beside.values())) else rows
         return func(rows, weight, bias, options.stride, pads, options.dilation, options.groups)     # type: ignore[no-any-return]
 
     def run(_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if edges is None:
+        if halo is None:
             return convolve(local, weight, bias, 0)
-        dim, (hows, wants) = edges
-        note(local, dim, cuts[dim], wants)
-        return convolved(lambda rows, padding, own: convolve(rows, weight, bias if own else None, padding), local,
-                         Swap(dim, cuts[dim], wants), hows[cuts[dim].line.rank])
+        note(local, halo.dim, halo.cut, halo.wants)
+        return convolved(lambda rows, padding, own: convolve(rows, weight, bias if own else None, padding), local, halo)
     return run
 
 
@@ -148,11 +145,11 @@ def _transposed(func: Any, local: Tensor, x: Tensor, after: Mapping[int, Cut], o
 
     def run(_: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         out = func(local, weight, None, options.stride, pads, more, options.groups, options.dilation)
-        out = functional.pad(out, padded(around, out.dim())) if around else out
+        out = functional.pad(out, as_pads(around, out.dim())) if around else out
         return out if bias is None else out + bias.to(out.dtype).view(-1, *(1 for _ in dims))       # type: ignore[no-any-return]
     return run
 
 
-def padded(sides: Mapping[int, tuple[int, int]], dims: int) -> list[int]:
+def as_pads(sides: Mapping[int, tuple[int, int]], dims: int) -> list[int]:
     """As torch's pad has them, from the last dimension."""
     return [size for dim in reversed(range(min(sides), dims)) for size in sides.get(dim, (0, 0))]

@@ -155,6 +155,13 @@ def name_of(func: Any) -> str:
     return func.__self__.__name__ if name in ("__get__", "__set__") else name       # type: ignore[no-any-return]
 
 
+def changes(name: str) -> bool:
+    """Does the function of this name change its first argument?"""
+    if not name.endswith("__"):
+        return name.endswith("_")
+    return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__", "__iter__"))
+
+
 @functools.cache
 def pointwise(name: str) -> bool:
     """Does torch say that the function of this name works element by element, and gives tensors?"""
@@ -235,7 +242,7 @@ def wholly(func: Any, args: Any, kwargs: Any) -> Any:
     if asking and not any(each.requires_grad for each in others) and isinstance(out, Tensor):
         sources = {id(source): source for each in asking for source in (each.sources or (each,))}
         return Divided(out, {}, asking=asking[0].asking, sources=tuple(sources.values()))
-    if first is not None and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
+    if first is not None and changes(name):
         local = args[0]
         if local.shape != first.shape:
             raise StepFailed(f"{name} changes the shape of a value that is divided over ranks; make it another value, or train "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from paragrad.datasets.loading import called, copied
+from paragrad.techniques.model_parallel.watch import whereabouts
+from paragrad.techniques.width.divided import changes, name_of
 
 
 @dataclass
@@ -40,17 +42,16 @@ class Branch:
     seconds: float
 
 
-@dataclass
 class Run(TorchFunctionMode):
-    """One forward, function by function. names: of parameters and buffers, by their ids."""
-    names: Mapping[int, str]
-    nodes: list[Node] = field(default_factory=list)
+    """One forward, function by function. names: of parameters and buffers, by their ids;  at: the last is the module that is
+    being called."""
 
-    def __post_init__(self) -> None:
+    def __init__(self, names: Mapping[int, str], at: Sequence[str], inputs: Any) -> None:
         super().__init__()
-        self.made: dict[int, tuple[Tensor, int | set[str]]] = {}        # by id: of which node, or of which parameters alone
-        self.at: list[str] = [""]
-        self.depth = 0
+        self.names, self.at, self.depth, self.nodes = names, at, 0, list[Node]()
+        # by id: of which node, -1 of an input, or of which parameters alone
+        self.made: dict[int, tuple[Tensor, int | set[str]]] = {
+            id(each): (each, -1) for each in tree_leaves(inputs) if isinstance(each, Tensor)}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.depth:
@@ -72,9 +73,10 @@ class Run(TorchFunctionMode):
             else:
                 own |= found
         results = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
-        written = given[:1] if getattr(func, "__name__", "").endswith("_") else []
+        name = name_of(func)
+        written = given[:1] if changes(name) else []
         if before and results:
-            self.nodes.append(Node(getattr(func, "__name__", ""), before, own, seconds, self.at[-1]))
+            self.nodes.append(Node(name, before, own, seconds, self.at[-1]))
         for each in (*results, *(each for each in written if id(each) not in self.names)):
             self.made[id(each)] = each, len(self.nodes) - 1 if before else own
         return out
@@ -82,19 +84,9 @@ class Run(TorchFunctionMode):
 
 def run(model: nn.Module, inputs: Any) -> tuple[list[Node], set[int]]:
     """(The nodes of a forward in their order, those whose results come out)."""
-    from paragrad.techniques.model_parallel.watch import calls_watched
     names = {id(each): name for name, each in [*model.named_parameters(), *model.named_buffers()]}
-    modules = {module: name for name, module in model.named_modules()}
-    watching, inputs = Run(names), copied(inputs)
-    watching.made = {id(each): (each, -1) for each in tree_leaves(inputs) if isinstance(each, Tensor)}
-
-    def call(plain: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        watching.at.append(modules.get(module, ""))
-        try:
-            return plain(module, *args, **kwargs)
-        finally:
-            watching.at.pop()
-    with calls_watched(call), watching:
+    inputs = copied(inputs)
+    with whereabouts(model) as at, Run(names, at, inputs) as watching:
         out = called(model, inputs)
     ends = {found for each in tree_leaves(out) if isinstance(each, Tensor)
             and isinstance(found := watching.made.get(id(each), (each, set()))[1], int)}

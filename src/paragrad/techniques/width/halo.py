@@ -60,20 +60,30 @@ def around(window: Window, size: int, own: range, outputs: range) -> tuple[Aroun
     return Around(padding, tuple(edges)), (*front, *back)
 
 
-def edgewise(window: Window, size: int, cut: Cut) -> tuple[list[Around], tuple[Want, ...]] | None:
-    """How every rank goes about it, and what comes to each; None where one cannot, or its edges are no small part."""
+class Halo(NamedTuple):
+    """What comes to each rank along a dimension (wants), and how this one goes about it. cut: of the inputs."""
+    dim: int
+    cut: Cut
+    wants: tuple[Want, ...]
+    how: Around
+
+
+def edgewise(window: Window, size: int, dim: int, cut: Cut) -> Halo | None:
+    """None where a rank cannot, or its edges are no small part."""
     after = evenly_divided(window.outputs(size), cut.line.size)
     found = [around(window, size, cut.pieces.ranges(rank)[0], after.ranges(rank)[0]) for rank in range(cut.line.size)]
-    hows, wants = [each[0] for each in found if each], tuple(each[1] for each in found if each)
+    able = [each for each in found if each]
     many = window.outputs(size) < WORTH * cut.line.size * (window.reach - window.stride)
-    return None if len(hows) < len(found) or many or not any(wants) else (hows, wants)
+    if len(able) < len(found) or many or not any(want for _, want in able):
+        return None
+    return Halo(dim, cut, tuple(want for _, want in able), able[cut.line.rank][0])
 
 
 class Swap:
-    """The halo of one convolution, under way. cut: of its inputs;  wants: what comes to each rank."""
+    """A halo under way: to this rank in a forward, back in its backward."""
 
-    def __init__(self, dim: int, cut: Cut, wants: tuple[Want, ...]) -> None:
-        self.dim, self.pieces, self.line, self.wants = dim, cut.pieces, cut.line, wants
+    def __init__(self, halo: Halo) -> None:
+        self.dim, self.pieces, self.line, self.wants = halo.dim, halo.cut.pieces, halo.cut.line, halo.wants
         self.coming: Callable[[], Tensor] | None = None
         self.back: Callable[[Tensor], Tensor] | None = None
 
@@ -81,18 +91,19 @@ class Swap:
         self.coming = self.line.asked(x.detach(), self.dim, self.pieces, self.wants, 0.0)
 
 
-def convolved(run: Callable[[Tensor, int, bool], Tensor], x: Tensor, swap: Swap, how: Around) -> Tensor:
+def convolved(run: Callable[[Tensor, int, bool], Tensor], x: Tensor, halo: Halo) -> Tensor:
     """run(rows, padding, own): the convolution of rows, with so much padding along them; own: with its bias. x: of this
     rank."""
+    swap, how = Swap(halo), halo.how
     inner = Inner.apply(x, swap)
     swap.ask(x)
     out = run(inner, how.padding, True)
-    halo = Asked.apply(inner, swap)
+    came = Asked.apply(inner, swap)
     for edge in how.edges:
-        rows = halo.narrow(swap.dim, edge.halo.start, len(edge.halo))
+        rows = came.narrow(swap.dim, edge.halo.start, len(edge.halo))
         around = [0, 0] * (x.dim() - 1 - swap.dim) + [edge.before, edge.after]
         out = Added.apply(out, run(functional.pad(rows, around), 0, False), swap.dim, edge.at)
-    return out if how.edges else Tied.apply(out, halo)          # type: ignore[no-any-return]
+    return out if how.edges else Tied.apply(out, came)          # type: ignore[no-any-return]
 
 
 class Inner(torch.autograd.Function):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from paragrad.techniques.kernels import Box, boxed
-from paragrad.techniques.width.divided import UNKNOWN, Cut, Divided, divided, piece, rule, whole
+from paragrad.techniques.width.divided import UNKNOWN, Cut, Divided, changes, divided, piece, rule, whole
 from paragrad.techniques.width.pairs import Line
 from paragrad.techniques.width.pieces import to_be_alike
 
@@ -134,8 +134,7 @@ def each_element(func: Any, *args: Any, **kwargs: Any) -> Any:
     places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     if "out" in kwargs or (len(leaves) == 1 and func.__name__ == "where"):
         return UNKNOWN
-    in_place = func.__name__.endswith("_") and (not func.__name__.endswith("__") or func.__name__.startswith("__i"))
-    in_place = in_place and func.__name__ != "__invert__"
+    in_place = changes(func.__name__)
     changed = args[0] if in_place else None
     if in_place and not (isinstance(changed, Divided) and changed.cuts):
         return UNKNOWN

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from paragrad.errors import StepFailed
 from paragrad.techniques.draws import Recording
 from paragrad.techniques.kernels import drawing, skipped
-from paragrad.techniques.width.divided import OF_THE_LOCAL, OF_THE_WHOLE, REFUSED, body, name_of
+from paragrad.techniques.width.divided import OF_THE_LOCAL, OF_THE_WHOLE, REFUSED, body, changes, name_of
 from paragrad.techniques.width.letters import RANDOM
 from paragrad.techniques.width.pairs import Line
 
@@ -98,11 +98,6 @@ class Lone(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Lone:
         return Lone(copy.deepcopy(self.local, memo), self.owner, self.line, self.ties)
-
-
-def changes(name: str) -> bool:
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or (
-        name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__", "__int__", "__iter__"))
 
 
 def alone(func: Any, name: str, args: Any, kwargs: Any, lone: list[Lone], plain: list[Tensor], changed: Any) -> Any:

@@ -8,8 +8,7 @@ leaves a wish, and the model runs again with the wishes granted, until there are
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -20,9 +19,9 @@ from paragrad.datasets.loading import called, copied
 from paragrad.errors import StepFailed, told
 from paragrad.jobs.loss import Summed
 from paragrad.techniques.model_parallel.units import NO_LOSS
-from paragrad.techniques.model_parallel.watch import calls_watched
+from paragrad.techniques.model_parallel.watch import whereabouts
 from paragrad.techniques.untouched import untouched
-from paragrad.techniques.width.around import asked, members
+from paragrad.techniques.width.around import asked, members, refuse_compiled, standing
 from paragrad.techniques.width.divided import Cut, Divided
 from paragrad.techniques.width.domain import Domain, entering
 from paragrad.techniques.width.pairs import Line
@@ -123,7 +122,6 @@ class Planning:
         self.notes: list[Note] = []
         self.why: dict[str, str] = {}
         self.roles: dict[str, str] = {}
-        self.at: list[str] = [""]
         self.wishes: list[Wish] = []
         self.held: dict[int, Divided] = {}
         for name, tensor in [*model.named_parameters(), *model.named_buffers()] if domain.dense else ():
@@ -190,20 +188,9 @@ class Planning:
 
     # ---- the run -------------------------------------------------------------------------------------------------------------
     def run(self, inputs: Any) -> None:
-        names = {module: name for name, module in self.model.named_modules()}
-        if compiled := [name for module, name in names.items() if getattr(module, "_compiled_call_impl", None) is not None
-                        or type(module).__name__ == "OptimizedModule"]:
-            raise StepFailed(f"{compiled[0] or 'the model'} is compiled, and compiled code asks nobody what it makes of a "
-                             "tensor that is divided; train it without torch.compile, or with data(n)")
-
-        def call(plain: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            self.at.append(names.get(module, type(module).__name__))
-            try:
-                return plain(module, *args, **kwargs)
-            finally:
-                self.at.pop()
-        with untouched(Summed(self.model, NO_LOSS)), self._in_place(), asked(), members(self.held), calls_watched(
-                call):
+        refuse_compiled(self.model)
+        with untouched(Summed(self.model, NO_LOSS)), standing(self.model, self.held), asked(), members(
+                self.held), whereabouts(self.model) as self.at:
             try:
                 called(self.model, entering(copied(inputs), self.lines))
             except StepFailed:
@@ -211,22 +198,6 @@ class Planning:
             except Exception as error:
                 raise StepFailed(f"the model, of which every rank has some neurons and sees the shapes of the whole, raised "
                                  f"{told(error)}; train it with data(n) or pipeline(n)") from error
-
-    @contextlib.contextmanager
-    def _in_place(self) -> Iterator[None]:
-        """What asks, where modules find their parameters."""
-        put = []
-        for module in self.model.modules():
-            for tensors in (module._parameters, module._buffers):
-                for name, tensor in tensors.items():
-                    if tensor is not None and id(tensor) in self.held and name not in module.__dict__:
-                        module.__dict__[name] = self.held[id(tensor)]
-                        put.append((module, name))
-        try:
-            yield
-        finally:
-            for module, name in put:
-                module.__dict__.pop(name, None)
 
     def after(self) -> dict[str, tuple[Block, ...] | None]:
         """How parameters are to be divided in the next run."""

@@ -93,7 +93,7 @@ class Split:
     what ranks hold;  absent: where others hold one (a module's parameters or buffers, its name there, what stands for it), for
     who asks a module for all of them."""
 
-    def __init__(self, name: str, lines: Sequence[Line], pieces: Mapping[int, Divided],
+    def __init__(self, name: str, lines: Sequence[Line], pieces: Mapping[int, Tensor],
                  absent: Sequence[tuple[dict[str, Any], str, Tensor]] = ()) -> None:
         self.name, self.lines, self.pieces, self.absent, self.sent = name, lines, pieces, absent, 0
 
