@@ -9,7 +9,8 @@
 Two networks of four 3x3 convolutions of 32 channels, with ReLUs, on the same images of 64 x 64, 8 in a batch, whose means of
 each channel are put together before one linear layer; cross-entropy, float32, SGD. The bound is of two processes that each make
 a step of one of them, with the linear layer, without exchange, both at once. Ours is a whole training, timed by its record from
-step to step; the bound a loop over images in memory. Beside it, without a bar: one worker with one thread, and with all.
+step to step; the bound a loop over images in memory. Beside it, without a bar: the bound in step (its processes wait for each
+other after every step, so that each step takes as long as the slower of them), one worker with one thread, and with all.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ import paragrad as pg
 from paragrad.world.launching import Ranks
 
 RANKS, CHANNELS, LAYERS, SIZE, BATCH, BATCHES = 2, 32, 4, 64, 8, 4
-PEERS = {"one branch": "the bound", "serial(threads=1)": "serial with one thread", "serial": "serial with all threads"}
+PEERS = {"one branch": "the bound", "one branch, in step": "the bound in step",
+         "serial(threads=1)": "serial with one thread", "serial": "serial with all threads"}
 
 
 class Means(nn.Module):
@@ -75,12 +77,14 @@ def main() -> None:
         return
     setting = Setting()
     with tempfile.TemporaryDirectory() as folder, Ranks(RANKS) as ranks:
-        workers = Workers(__file__, "one branch", RANKS)
+        peers = {kind: Workers(__file__, kind, RANKS) for kind in ("one branch", "one branch, in step")}
         measures = {strategy: ours(ranks, strategy, setting, Path(folder))
                     for strategy in ("branch(2)", "serial(threads=1)", "serial")}
         print(f"{setting} [ms]", flush=True)
-        found = alternated(measures | {"one branch": theirs(workers, setting)}, bench.rounds(9, quick=2))
-        workers.close()
+        measures |= {kind: theirs(workers, setting) for kind, workers in peers.items()}
+        found = alternated(measures, bench.rounds(9, quick=2))
+        for workers in peers.values():
+            workers.close()
     bench.measured["ms per step"] = {str(setting): found}
     for kind, name in PEERS.items():
         bench.figure(f"speed over {name}", ratios(found[kind], found["branch(2)"]),
@@ -95,8 +99,10 @@ def options(parser: argparse.ArgumentParser) -> None:
 # ---- in a rank -----------------------------------------------------------------------------------------------------------
 def worker(kind: str, address: str) -> None:
     import torch.distributed as dist
+
+    import paragrad.world.backends  # noqa: F401
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("shm")
 
     def starts(setting: Setting) -> list[float]:
         torch.manual_seed(0)
@@ -105,7 +111,8 @@ def worker(kind: str, address: str) -> None:
         inputs, targets = setting.data()
         order = torch.randperm(len(inputs)).split(BATCH)
         found = stepped(model, nn.functional.cross_entropy, update,
-                        lambda number: (inputs[mine := order[number % BATCHES]], targets[mine]), setting.steps)
+                        lambda number: (inputs[mine := order[number % BATCHES]], targets[mine]), setting.steps,
+                        after=dist.barrier if "in step" in kind else None)
         dist.barrier()
         return found
     serve(address, starts)

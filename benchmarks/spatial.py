@@ -12,7 +12,8 @@
 Six 3x3 convolutions of 32 channels, each with a ReLU, on one image of 256 x 256 and of 1024 x 1024; the mean of each channel,
 and cross-entropy; float32, SGD. The bound is of two processes that each make a step of their half of the image, without
 exchange, both at once. Ours is a whole training, timed by its record from step to step; the bound a loop over images in
-memory. Beside it, without a bar: one worker with one thread, and with all.
+memory. Beside it, without a bar: the bound in step (its processes wait for each other after every step, so that each step takes
+as long as the slower of them), one worker with one thread, and with all.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class Setting:
 
 
 SETTINGS = [Setting(256), Setting(1024)]
-PEERS = {"halves": "the bound", "serial(threads=1)": "serial with one thread", "serial": "serial with all threads"}
+PEERS = {"halves": "the bound", "halves, in step": "the bound in step",
+         "serial(threads=1)": "serial with one thread", "serial": "serial with all threads"}
 
 
 def main() -> None:
@@ -82,17 +84,19 @@ def main() -> None:
         worker(*bench.options.worker)
         return
     with tempfile.TemporaryDirectory() as folder, Ranks(RANKS) as ranks:
-        workers = Workers(__file__, "halves", RANKS)
+        peers = {kind: Workers(__file__, kind, RANKS) for kind in ("halves", "halves, in step")}
         for setting in SETTINGS[:1] if bench.quick else SETTINGS:
             measures = {strategy: ours(ranks, strategy, setting, Path(folder) / str(setting))
                         for strategy in ("spatial(2)", "serial(threads=1)", "serial")}
             print(f"{setting} [ms]", flush=True)
-            found = alternated(measures | {"halves": theirs(workers, setting)}, bench.rounds(5, quick=2))
+            measures |= {kind: theirs(workers, setting) for kind, workers in peers.items()}
+            found = alternated(measures, bench.rounds(5, quick=2))
             bench.measured.setdefault("ms per step", {})[str(setting)] = found
             for kind, name in PEERS.items():
                 bench.figure(f"speed over {name}, {setting}", ratios(found[kind], found["spatial(2)"]),
                              at_least=0.9 if kind == "halves" else None)
-        workers.close()
+        for workers in peers.values():
+            workers.close()
     counted(bench)
     bench.finish()
 
@@ -122,8 +126,10 @@ def counted(bench: Bench) -> None:
 # ---- in a rank -----------------------------------------------------------------------------------------------------------
 def worker(kind: str, address: str) -> None:
     import torch.distributed as dist
+
+    import paragrad.world.backends  # noqa: F401
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("shm")
 
     def starts(setting: Setting) -> list[float]:
         torch.manual_seed(0)
@@ -131,7 +137,8 @@ def worker(kind: str, address: str) -> None:
         update = torch.optim.SGD(model.parameters(), lr=0.01)
         inputs, targets = setting.data(RANKS)
         images = list(zip(inputs.split(1), targets.split(1), strict=True))
-        found = stepped(model, nn.functional.cross_entropy, update, lambda number: images[number % IMAGES], setting.steps)
+        found = stepped(model, nn.functional.cross_entropy, update, lambda number: images[number % IMAGES], setting.steps,
+                        after=dist.barrier if "in step" in kind else None)
         dist.barrier()
         return found
     serve(address, starts)

@@ -12,7 +12,8 @@
 MLP 784-2048-2048-2048-10 in float32, cross-entropy, at batch 64 and 16; a GPT block, 512 wide, 8 heads, 128 tokens, batch
 4, mean squared error; SGD. The bound is of two processes that each make a step of their half of every layer, without exchange,
 both at once. Ours is a whole training, timed by its record from step to step; DTensor's (columns and rows named by hand) is a
-loop over batches cut out of tensors in memory. Beside it, without a bar: one worker with all threads.
+loop over batches cut out of tensors in memory. Beside it, without a bar: the bound in step (its processes
+wait for each other after every step, so that each step takes as long as the slower of them), and one worker with all threads.
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ class Setting:
 
 SETTINGS = [Setting("MLP", 64), Setting("MLP", 16), Setting("GPT block", 4)]
 PEERS = {"torch, gloo": "DTensor on gloo", "torch, shm": "DTensor on shm", "halves": "the bound",
+         "halves, in step": "the bound in step",
          "serial(threads=1)": "serial with one thread", "serial": "serial with all threads"}
 
 
@@ -118,7 +120,7 @@ def main() -> None:
         worker(*bench.options.worker)
         return
     with tempfile.TemporaryDirectory() as folder, Ranks(RANKS) as ranks:
-        peers = {kind: Workers(__file__, kind, RANKS) for kind in ("torch, gloo", "torch, shm", "halves")}
+        peers = {kind: Workers(__file__, kind, RANKS) for kind in [*PEERS][:4]}
         times = {}
         for setting in SETTINGS[:1] if bench.quick else SETTINGS:
             measures = {strategy: ours(ranks, strategy, setting, Path(folder) / str(setting))
@@ -140,7 +142,7 @@ def report(bench: Bench, times: dict[Setting, dict[str, list[float]]]) -> None:
     bench.measured["ms per step"] = {str(setting): found for setting, found in times.items()}
     for setting, found in times.items():
         first = setting == SETTINGS[0]
-        bars = {"torch, gloo": 1.3, "torch, shm": 1.0, "halves": 0.85 if first else None,
+        bars = {"torch, gloo": 1.3, "torch, shm": 1.0, "halves": 0.85 if first else None, "halves, in step": None,
                 "serial(threads=1)": 1.5 if first else None, "serial": None}
         for kind, name in PEERS.items():
             bench.figure(f"speed over {name}, {setting}", ratios(found[kind], found["tensor(2)"]), at_least=bars[kind])
@@ -156,12 +158,13 @@ def worker(kind: str, address: str) -> None:
 
     def starts(setting: Setting) -> list[float]:
         torch.manual_seed(0)
-        model = setting.model(RANKS) if kind == "halves" else parallelized(setting.model())
+        model = setting.model(RANKS) if "halves" in kind else parallelized(setting.model())
         update = torch.optim.SGD(model.parameters(), lr=0.01)
         inputs, targets = setting.data()
         order = torch.randperm(len(inputs)).split(setting.batch)
         found = stepped(model, setting.loss, update,
-                        lambda number: (inputs[mine := order[number % BATCHES]], targets[mine]), setting.steps)
+                        lambda number: (inputs[mine := order[number % BATCHES]], targets[mine]), setting.steps,
+                        after=dist.barrier if "in step" in kind else None)
         dist.barrier()
         return found
     serve(address, starts)

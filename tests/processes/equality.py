@@ -386,8 +386,8 @@ def covering_rows() -> set[tuple[str, str]]:
 
 
 # ---- layers in width ---------------------------------------------------------------------------------------------------------
-IN_WIDTH = ("tensor(2)", "tensor(3)", "tensor(4)", "data(2) * tensor(2)", "data(2, reduce=ring) * tensor(2)",
-            "place(2) * tensor(2)", "tensor(2) * pipeline(2, micro=2)",
+IN_WIDTH = ("tensor(2)", "tensor(3)", "tensor(4)", "tensor(2, pairs=false)", "data(2) * tensor(2)",
+            "data(2, reduce=ring) * tensor(2)", "place(2) * tensor(2)", "tensor(2) * pipeline(2, micro=2)",
             "pipeline(2, micro=3, schedule=zero_bubble) * tensor(2)", "pipeline(2, micro=2, recompute=true) * tensor(2)",
             "data(2) * tensor(2) * pipeline(2, micro=2)")
 # a cut in front of a batch norm: what it is given is whole, and its statistics are divided

@@ -13,9 +13,14 @@ from equality import (
     IN_PARTS,
     JOBS,
     NOT_EXACT,
+    OF_BRANCHES,
+    OF_IMAGES,
+    OF_PIECES,
     ROWS,
     SERIAL,
     VECTORS,
+    WIDE,
+    WITH_BRANCHES,
     covering,
     covering_rows,
     found,
@@ -119,25 +124,28 @@ def one_step(world: World, job: Job, chosen: Strategy, reverse: bool = False) ->
 # one serial batch is no reference for the statistics of micro-batches
 IN_FLOAT32 = [(ROWS[row](2 + (list(ROWS).index(row) + list(JOBS).index(column)) % 3), column) for row in ROWS for column in JOBS
               if "adam" not in column and (row, column) not in NOT_EXACT and not ("batch norm" in column and "micro" in row)]
-IN_FLOAT32 += [(row, column) for row, column in parts_cells() if not ("batch norm" in column and "micro" in row)]
+WIDTH = [*WIDE, *OF_PIECES, *OF_BRANCHES]
+IN_FLOAT32 += [(row, column) for row, column in [*parts_cells(), *WIDTH]
+               if "adam" not in column and not ("batch norm" in column and "micro" in row)]
+EVERY_JOB = {**JOBS, **OF_IMAGES, **WITH_BRANCHES}
 
 
 def covered(place: int, cell: tuple[str, str]) -> bool:
-    """Every eighth cell of data, and of models in parts each row once; `make table` has all."""
+    """Every eighth cell of data, of models in parts each row once, some in width; `make table` has all."""
     if cell[0] in IN_PARTS:
         return cell in covering_rows() and not cell[0].startswith("data(2) * pipeline(4")
-    return (place + place // len(JOBS)) % 8 == 0
+    return (place + place // len(JOBS)) % (24 if cell in WIDTH else 8) == 0
 
 
 @pytest.mark.parametrize(("text", "column"), [
     pytest.param(*cell, marks=[] if covered(place, cell) else pytest.mark.table) for place, cell in enumerate(IN_FLOAT32)])
 def test_float32_errs_no_more_than_serial_does(pool: Ranks, text: str, column: str) -> None:
     """One step from the same state: error against float64 at most 4 times serial's or the rounding twin's."""
-    job, chosen = JOBS[column], resolved(text)
+    job, chosen = EVERY_JOB[column], resolved(text)
     like = Serial(threads=1)
     exact = one_step(World(), job.replace(dtype=torch.float64), like)
     serial, twin = one_step(World(), job, like), one_step(World(), job, like, reverse=True)
-    ours = pool.run(one_step, job, chosen, size=chosen.workers)[0]
+    ours = pool.run(one_step, job, chosen, size=chosen.size)[0]
     floor = 8 * torch.finfo(torch.float32).eps
     allowed = 4 * max(largest(serial, exact), largest(twin, exact))
     assert largest(ours, exact) <= max(allowed, floor)

@@ -420,7 +420,7 @@ def one_of_two_is_awaited(world: World) -> str:
     with pytest.raises(RuntimeError) as caught:
         dist.irecv(torch.zeros(5), 2, group).get_future().wait()
     world.store.set("given up", "")
-    with pytest.raises(RuntimeError):           # ended with it, though maybe a moment later: the daemon ends one after the other
+    with pytest.raises(RuntimeError):           # ended with it, though maybe a moment later
         posted.wait()
     return str(caught.value)
 

@@ -40,6 +40,14 @@ def test_columns_and_rows_of_pairs_of_layers() -> None:
     assert travels(plan) == ["2: summed", "4: copied", "6: summed"]
 
 
+def test_without_pairs_every_layer_is_divided_by_its_outputs() -> None:
+    """What comes into one is gathered: one split for all layers (Gholami et al. 2018)."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4))
+    plan = planned(model, drawn(2, 6, seed=1), 2, pairs=False)
+    assert [told(plan)[f"{number}.weight"] for number in (0, 2, 4)] == ["outputs 4 + 4", "outputs 3 + 3", "outputs 2 + 2"]
+    assert travels(plan) == ["2: gathered", "2: copied", "4: gathered", "4: copied"]
+
+
 def test_channels_with_their_norm_and_their_statistics() -> None:
     plan = planned(normed_cnn(), drawn(2, 2, 8, 8, seed=1), 2)
     assert {name for name in plan.divided if name.startswith("1.")} == {"1.weight", "1.bias", "1.running_mean", "1.running_var"}

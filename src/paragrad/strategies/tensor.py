@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paragrad.notation.choices import Integer, Word, option
+from paragrad.notation.choices import Flag, Integer, Word, option
 from paragrad.strategies.strategy import Promise, Strategy
 from paragrad.world.axes import Axis
 
@@ -10,6 +10,7 @@ from paragrad.world.axes import Axis
 class Tensor(Strategy):
     """Neurons, channels, heads and vocabulary split (Shoeybi et al. 2019)."""
     workers: int | str = option(Integer(), Word("auto"))
+    pairs: bool = option(Flag(), default=True)          # a layer after a divided one by its inputs, not by its outputs again
     inside = True
     lays_out = False                        # all ranks see the batch as it is, and call what one worker calls
 

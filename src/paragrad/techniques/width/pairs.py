@@ -34,7 +34,9 @@ KEPT = 4                    # plain values that were copied last: queries, keys 
 
 class Deciding(Protocol):
     """While it is found out how to divide parameters, who decides. divide: by the outputs of a layer, or the vocabulary (role);
-    follow: as a value with which it is used;  the others note what travels, and what is used as it is."""
+    follow: as a value with which it is used;  pairs: by the inputs of a layer where these are divided;  the others note what
+    travels, and what is used as it is."""
+    pairs: bool
     wishes: list[Wish]
 
     def divide(self, tensor: Any, dim: int, role: str) -> bool: ...

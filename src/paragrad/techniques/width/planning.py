@@ -1,9 +1,10 @@
 """How the layers of a model are split: found by running it, as the first of so many ranks would, with nobody to answer.
 
 Parameters are whole at first. The first product with one decides: of a plain value its outputs are divided (columns), of a
-value that is divided its inputs are (rows, and the results summed), and what goes with a divided value (a bias, a norm's
-statistics) is divided as that is. What cannot be done with pieces as they are (heads cut in two, a fused qkv in one piece)
-leaves a wish, and the model runs again with the wishes granted, until there are none.
+value that is divided its inputs are (rows, and the results summed; without pairs its outputs again, and the value is
+gathered), and what goes with a divided value (a bias, a norm's statistics) is divided as that is. What cannot be done with
+pieces as they are (heads cut in two, a fused qkv in one piece) leaves a wish, and the model runs again with the wishes granted,
+until there are none.
 """
 
 from __future__ import annotations
@@ -106,11 +107,11 @@ class Made(NamedTuple):
 
 class Planning:
     """One run of a model, in which it is decided what is divided. domain: how its inputs are; then parameters are only where
-    it says so."""
+    it says so. pairs: a product with a divided value is divided by its inputs."""
 
     def __init__(self, model: nn.Module, ranks: int, blocks: Mapping[str, tuple[Block, ...] | None], gathers: bool,
-                 made: Mapping[str, Made] | None = None, domain: Domain | None = None) -> None:
-        self.model, self.ranks, self.blocks = model, ranks, blocks
+                 made: Mapping[str, Made] | None = None, domain: Domain | None = None, pairs: bool = True) -> None:
+        self.model, self.ranks, self.blocks, self.pairs = model, ranks, blocks, pairs
         self.made = dict(made or {})
         self.line = Line(Nobody(ranks), gathers, self)          # type: ignore[arg-type]
         domain = domain or Domain({}, dense=True)
@@ -168,6 +169,8 @@ class Planning:
 
     def reconsider(self, pieces: Pieces) -> None:
         """A weight that is made of parameters is divided by its outputs, and its inputs are divided by now."""
+        if not self.pairs:
+            return
         for block in pieces.blocks:
             for name, *_ in block.origins:
                 self.made.pop(name, None)
@@ -211,25 +214,25 @@ class Planning:
         return found
 
 
-def planned(model: nn.Module, example: Any, ranks: int, domain: Domain | None = None) -> Plan:
+def planned(model: nn.Module, example: Any, ranks: int, domain: Domain | None = None, pairs: bool = True) -> Plan:
     """How a model is split over so many ranks: of two ways to go on where plain and divided values meet, by which less travels.
     example: inputs of some samples. Raises StepFailed where the model cannot run so."""
-    plans = [_planned(model, example, ranks, gathers, domain) for gathers in ((False,) if domain else (False, True))]
+    plans = [_planned(model, example, ranks, gathers, domain, pairs) for gathers in ((False,) if domain else (False, True))]
     return min(plans, key=lambda plan: plan.bytes)
 
 
-def _planned(model: nn.Module, example: Any, ranks: int, gathers: bool, domain: Domain | None) -> Plan:
+def _planned(model: nn.Module, example: Any, ranks: int, gathers: bool, domain: Domain | None, pairs: bool) -> Plan:
     blocks: dict[str, tuple[Block, ...] | None] = {}
     made: dict[str, Made] = {}
     for _ in range(ROUNDS):
-        planning = Planning(model, ranks, blocks, gathers, made, domain)
+        planning = Planning(model, ranks, blocks, gathers, made, domain, pairs)
         planning.run(example)
         if (planning.after(), planning.made) == (blocks, made):
             break
         blocks, made = planning.after(), planning.made
     else:                                               # what goes back and forth is on every rank
         blocks |= dict.fromkeys({*made, *(wish.origin[0] for wish in planning.wishes)})
-        planning = Planning(model, ranks, blocks, gathers, domain=domain)
+        planning = Planning(model, ranks, blocks, gathers, domain=domain, pairs=pairs)
         planning.run(example)
     names = {name: tuple(each.shape) for name, each in [*model.named_parameters(), *model.named_buffers()]}
     return Plan(ranks, gathers, {name: (dim, pieces.blocks) for name, (dim, pieces) in planning.chosen.items()},

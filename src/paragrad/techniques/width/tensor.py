@@ -28,7 +28,7 @@ def check(strategy: Strategy, model: nn.Module, example: Any, tested: bool) -> N
 
 def look(strategy: Strategy, model: nn.Module, example: Any) -> Plan:
     """How the model's layers are split."""
-    plan = planned(model, example, strategy.size)
+    plan = planned(model, example, strategy.size, pairs=strategy.pairs)
     if not plan.divided:
         widest = max((max(shape) for shape in plan.shapes.values() if shape), default=0)
         repair = f"give at most tensor({widest})" if 1 < widest < strategy.size else "train it with data(n)"
