@@ -70,7 +70,7 @@ class Setting:
     @property
     def steps(self) -> int:
         """A few seconds of them."""
-        return max(3, min(40, int(20 * (256 / self.size)**2)))
+        return max(6, min(40, int(20 * (256 / self.size)**2)))
 
 
 SETTINGS = [Setting(256), Setting(1024)]
@@ -90,7 +90,7 @@ def main() -> None:
                         for strategy in ("spatial(2)", "serial(threads=1)", "serial")}
             print(f"{setting} [ms]", flush=True)
             measures |= {kind: theirs(workers, setting) for kind, workers in peers.items()}
-            found = alternated(measures, bench.rounds(5, quick=2))
+            found = alternated(measures, bench.rounds(5 if setting == SETTINGS[0] else 3, quick=2))
             bench.measured.setdefault("ms per step", {})[str(setting)] = found
             for kind, name in PEERS.items():
                 bench.figure(f"speed over {name}, {setting}", ratios(found[kind], found["spatial(2)"]),
