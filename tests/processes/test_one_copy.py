@@ -23,6 +23,7 @@ from paragrad.jobs.job import Job
 from paragrad.techniques import one_copy
 from paragrad.training.first_step import start
 from paragrad.training.trainer import Trainer
+from paragrad.world import heap
 from paragrad.world.generators import generator_states
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
@@ -175,7 +176,7 @@ def taken(world: World, job: Job, text: str, unchecked: bool) -> list[int]:
         seen.append(now())
         return divided(*arguments, **more)
 
-    one_copy.give_back()                                # of trainings before
+    heap.give_back()                                # of trainings before
     seen, divided = [now()], start.divided
     trainer = Trainer.of_job(world, job, resolved(text), unchecked=unchecked)
     with mock.patch.object(start, "divided", cut):

@@ -12,7 +12,6 @@ once.
 from __future__ import annotations
 
 import copy
-import ctypes
 import os
 import sys
 from collections import Counter
@@ -28,6 +27,7 @@ from paragrad.record.log import Log
 from paragrad.world import waiting
 from paragrad.world.backends.shm.region import TOKEN, OwnRegion, Region, aligned, begins, host_name, opened, unavailable
 from paragrad.world.generators import set_states, states
+from paragrad.world.heap import give_back
 from paragrad.world.pickles import pickled, unpickled
 from paragrad.world.world import World
 
@@ -139,12 +139,6 @@ def _values_of_first(world: World, hosts: Hosts, model: nn.Module) -> bool:
     if region is not None:
         region.opened_by_all()
     return there
-
-
-def give_back(now: bool = True) -> None:
-    """What was freed goes back to the system: of a model's size, glibc may keep it for what comes."""
-    if now and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
-        trim(0)
 
 
 def _offers(world: World, own: Offer) -> list[Offer]:

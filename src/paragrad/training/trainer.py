@@ -50,6 +50,7 @@ from paragrad.training.first_step.start import before, certain, prove
 from paragrad.training.holding import Holding, begun_of, check_given, placed
 from paragrad.training.saved import Saved, newest_of_all
 from paragrad.training.settings import Settings
+from paragrad.world import heap
 from paragrad.world.generators import seed_everything
 from paragrad.world.waiting import Watch, failure
 from paragrad.world.world import World
@@ -167,9 +168,9 @@ class Trainer:
         assert self.exchange is not None
         if self.layout.cut:
             self.exchange.count("parts", self.layout.sent, computed=True)
-            one_copy.give_back(self.taken == 0)         # the whole model, and what it was compared with
             if self.given is not None and self.passes is not None:
                 self.given.reflects(self.passes.numbers())
+        heap.give_back(self.taken == 0)                 # what the step was compared with, and a whole model
         loss, order = ([own.loss, own.weight], batch.recorded) if self.leads else ([0.0, 0.0], [0, 0])
         self.log.step(self.steps, self.feed.began, epoch=batch.epoch, loss=loss, order=order, sent=dict(self.exchange.sent),
                       lr=rate)

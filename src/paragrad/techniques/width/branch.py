@@ -100,6 +100,7 @@ class Looking:
     def run(self, inputs: Any) -> None:
         held = {id(tensor): Lone(tensor, owner, self.line, standing=True)
                 for _, _, tensor, owner in _owned(self.model, self.owners)}
+        buffers = dict(self.model.named_buffers())
         with standing(self.model, held), asked(), no_checkpoints(), whereabouts(self.model) as self.at:
             try:
                 tree_map_only(Lone, shown, called(self.model, copied(inputs)))
@@ -108,6 +109,9 @@ class Looking:
             except Exception as error:
                 raise StepFailed(f"the model, some of whose values one rank alone has, raised {said(error)}; train it with "
                                  "data(n)") from error
+        if anew := [name for name, each in self.model.named_buffers() if name in self.owners and each is not buffers[name]]:
+            raise StepFailed(f"a forward makes the buffer {anew[0]} anew, which is in a branch; change it in place "
+                             "(self.name.copy_(...)), or train the model with data(n)", tensor=anew[0])
 
 
 @contextlib.contextmanager
@@ -170,7 +174,7 @@ def share(strategy: Strategy, model: nn.Module, example: Any, axis: World, plan:
     pieces = {id(each.local): each for each in known.values()}
     return Share(model, held, chose=(
         ("branches", " + ".join(map(str, counts)) + " tensors", f"{sum(map(len, plan.forks))} branches of {len(plan.forks)} "
-         "forks, by the time of their forwards"),), around=(Split("branch", [line], pieces, absent),))
+         "forks, by the time of their forwards"),), around=(Split("branch", model, [line], pieces, absent),))
 
 
 def _without_values(tensor: Tensor) -> Tensor:

@@ -60,6 +60,7 @@ class Line:
         self.world, self.gathers, self.planning, self.sent = world, gathers, planning, 0
         self.name, self.dense, self.whole = name, dense, frozenset[str]()
         self.copies: deque[tuple[Tensor, int, Tensor]] = deque(maxlen=KEPT)
+        self.early: dict[int, tuple[Tensor, int, Tensor]] = {}
 
     @property
     def rank(self) -> int:
@@ -160,13 +161,20 @@ class Line:
         """Of a plain value of which every rank makes something else: its gradient is summed, once for all that is made."""
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x
-        for known, version, before in self.copies:
+        for known, version, before in (*self.copies, *([self.early[id(x)]] if id(x) in self.early else [])):
             if known is x and version == x._version:
                 return before
         self.note("copied", x.nbytes)
         made: Tensor = Copied.apply(x, self)
         self.copies.append((x, x._version, made))
         return made
+
+    def copied_early(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Copies of parameters, before a forward: autograd runs what was made first last, so that their gradients are summed
+        one after the other behind the whole backward, and no rank waits for another in every layer."""
+        given = [each for each in tensors if each.requires_grad and torch.is_grad_enabled()]
+        self.early = {id(each): (each, each._version, Copied.apply(each, self)) for each in given}
+        return [made for _, _, made in self.early.values()]
 
     def added(self, x: Tensor) -> Tensor:
         """The sum of what all ranks have."""
@@ -197,6 +205,7 @@ class Line:
     def let_go(self) -> None:
         """A forward is over."""
         self.copies.clear()
+        self.early.clear()
 
 
 def _taken(source: Tensor, dim: int, found: list[Run]) -> Tensor:

@@ -122,6 +122,7 @@ class Planning:
         self.chosen: dict[str, tuple[int, Pieces]] = {}
         self.notes: list[Note] = []
         self.why: dict[str, str] = {}
+        self.assigned: list[str] = []               # buffers
         self.roles: dict[str, str] = {}
         self.wishes: list[Wish] = []
         self.held: dict[int, Divided] = {}
@@ -192,15 +193,19 @@ class Planning:
     # ---- the run -------------------------------------------------------------------------------------------------------------
     def run(self, inputs: Any) -> None:
         refuse_compiled(self.model)
-        with untouched(Summed(self.model, NO_LOSS)), standing(self.model, self.held), asked(), members(
-                self.held), whereabouts(self.model) as self.at:
-            try:
-                called(self.model, entering(copied(inputs), self.lines))
-            except StepFailed:
-                raise
-            except Exception as error:
-                raise StepFailed(f"the model, of which every rank has some neurons and sees the shapes of the whole, raised "
-                                 f"{told(error)}; train it with data(n) or pipeline(n)") from error
+        buffers = dict(self.model.named_buffers())
+        with untouched(Summed(self.model, NO_LOSS)):
+            with standing(self.model, self.held), asked(), members(self.held), whereabouts(self.model) as self.at:
+                try:
+                    called(self.model, entering(copied(inputs), self.lines))
+                except StepFailed:
+                    raise
+                except Exception as error:
+                    raise StepFailed("the model, of which every rank has some neurons and sees the shapes of the whole, "
+                                     f"raised {told(error)}; train it with data(n) or pipeline(n)") from error
+            # what a forward makes anew is not in the pieces that stand for what there was
+            self.assigned = [name for name, each in self.model.named_buffers() if each is not buffers.get(name)]
+            self.why |= dict.fromkeys(self.assigned, "assigned")
 
     def after(self) -> dict[str, tuple[Block, ...] | None]:
         """How parameters are to be divided in the next run."""
@@ -211,7 +216,7 @@ class Planning:
             own = [wish for wish in self.wishes if wish.origin[0] == name]
             before = known[name]
             found[name] = None if before is None else granted(before, name, own, self.ranks)
-        return found
+        return found | dict.fromkeys(self.assigned)
 
 
 def planned(model: nn.Module, example: Any, ranks: int, domain: Domain | None = None, pairs: bool = True) -> Plan:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from paragrad.errors import StepFailed
 from paragrad.strategies.data import Data
@@ -75,5 +75,12 @@ def share(strategy: Spatial | Data, model: nn.Module, example: Any, axis: World,
     lines = {dim: Line(world, name=each.name, dense=domain.dense)
              for (dim, each), world in zip(domain.dims.items(), worlds, strict=True)}
     held, pieces = divide(model, plan, next(iter(lines.values())), axis.rank == 0)
-    model.register_forward_pre_hook(lambda _, args, kwargs: entering((args, kwargs), lines), prepend=True, with_kwargs=True)
-    return Share(model, held, around=(Split(strategy.name, list(lines.values()), pieces),))
+    whole_ones = [each for each in model.parameters() if id(each) not in pieces]
+
+    def begun(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        copies: list[Tensor] = whole_ones
+        for line in lines.values():
+            copies = line.copied_early(copies)
+        return entering((args, kwargs), lines)
+    model.register_forward_pre_hook(begun, prepend=True, with_kwargs=True)
+    return Share(model, held, around=(Split(strategy.name, model, list(lines.values()), pieces),))

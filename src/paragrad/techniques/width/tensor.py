@@ -14,7 +14,8 @@ from paragrad.techniques.cut import Share
 from paragrad.techniques.layout import Held
 from paragrad.techniques.width import account, along, convolutions, kinds, letters, losses, norms, shapes, sliding  # noqa: F401 -- the rules
 from paragrad.techniques.width.around import asked, members
-from paragrad.techniques.width.divided import Divided
+from paragrad.techniques.width.divided import Divided, whole
+from paragrad.techniques.width.lone import Lone, shown
 from paragrad.techniques.width.pairs import Line
 from paragrad.techniques.width.pieces import Pieces
 from paragrad.techniques.width.planning import Plan, planned
@@ -50,7 +51,7 @@ def share(strategy: Strategy, model: nn.Module, example: Any, axis: World, plan:
     whole_ones = ", ".join(plan.whole[:8]) or "none"
     return Share(model, held, chose=(
         ("split", f"{split} of {len(held)} tensors", f"the others are on every rank: {whole_ones}"),), around=(
-            Split("tensor", [line], pieces),))
+            Split("tensor", model, [line], pieces),))
 
 
 def divide(model: nn.Module, plan: Plan, line: Line, first: bool) -> tuple[dict[str, Held], dict[int, Divided]]:
@@ -93,9 +94,10 @@ class Split:
     what ranks hold;  absent: where others hold one (a module's parameters or buffers, its name there, what stands for it), for
     who asks a module for all of them."""
 
-    def __init__(self, name: str, lines: Sequence[Line], pieces: Mapping[int, Tensor],
+    def __init__(self, name: str, model: nn.Module, lines: Sequence[Line], pieces: Mapping[int, Tensor],
                  absent: Sequence[tuple[dict[str, Any], str, Tensor]] = ()) -> None:
         self.name, self.lines, self.pieces, self.absent, self.sent = name, lines, pieces, absent, 0
+        self.buffers = [(module._buffers, own, each) for module in model.modules() for own, each in module._buffers.items()]
 
     @contextlib.contextmanager
     def over(self) -> Iterator[None]:
@@ -106,9 +108,19 @@ class Split:
         try:
             with asked(), members(self.pieces):
                 yield
+                self._settle()
         finally:
             for tensors, own, _ in self.absent:
                 tensors[own] = None
             for line in self.lines:
                 line.let_go()
             self.sent = sum(line.sent for line in self.lines)
+
+    def _settle(self) -> None:
+        """What a forward assigned to a buffer is whole on every rank."""
+        for tensors, own, before in self.buffers:
+            if (now := tensors.get(own)) is not before:
+                if id(before) in self.pieces:
+                    raise StepFailed(f"a forward makes the buffer {own} anew, of which ranks have pieces, and did not in the "
+                                     "first step; change it in place (self.name.copy_(...))", tensor=own)
+                tensors[own] = shown(now) if isinstance(now, Lone) else whole(now)

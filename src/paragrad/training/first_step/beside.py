@@ -22,7 +22,6 @@ from paragrad.jobs.precision import move
 from paragrad.strategies.shares import micro_batches
 from paragrad.techniques.batch_norm import BatchNorm
 from paragrad.techniques.draws import Draws
-from paragrad.techniques.one_copy import give_back
 from paragrad.techniques.table import cuts
 from paragrad.techniques.untouched import Before, untouched
 from paragrad.techniques.values import set_values
@@ -31,6 +30,7 @@ from paragrad.training.batches import Batch
 from paragrad.training.first_step.made import Made
 from paragrad.training.first_step.proof import ORDERS, Order, Proof, in_numbers, made_alone, precise, spread
 from paragrad.world import waiting
+from paragrad.world.heap import give_back
 from paragrad.world.joining import ranks_here
 from paragrad.world.launched import memory_left
 from paragrad.world.world import World

@@ -14,11 +14,11 @@ import torch
 from paragrad.datasets.loading import brought, copied, cut, parted, tensors_of
 from paragrad.errors import Refused, StepFailed
 from paragrad.techniques.draws import Draws
-from paragrad.techniques.one_copy import give_back
 from paragrad.techniques.probe import Probe, probed
 from paragrad.techniques.untouched import untouched
 from paragrad.training.additive import Excerpt, wrong_with
 from paragrad.training.batches import Batch
+from paragrad.world.heap import give_back
 
 if TYPE_CHECKING:
     from paragrad.training.trainer import Trainer

@@ -21,6 +21,7 @@ import cloudpickle
 import torch
 
 from paragrad.errors import RankFailed, StepFailed, traced
+from paragrad.world import heap
 from paragrad.world.joining import joined
 from paragrad.world.launching import files
 from paragrad.world.launching.messages import Failure, Setup, Stop, Task
@@ -35,6 +36,7 @@ def serve(launcher: Connection) -> None:
     try:
         setup: Setup = launcher.recv()
         _take_over(setup)
+        heap.keep()
     except (EOFError, OSError):                         # it is gone already
         os._exit(1)
     with setup.stacks.open("w") as stacks:
