@@ -50,8 +50,7 @@ from paragrad.training.first_step.start import before, certain, prove
 from paragrad.training.holding import Holding, begun_of, check_given, placed
 from paragrad.training.saved import Saved, newest_of_all
 from paragrad.training.settings import Settings
-from paragrad.world import heap
-from paragrad.world.generators import seed_everything
+from paragrad.world import generators, heap
 from paragrad.world.waiting import Watch, failure
 from paragrad.world.world import World
 
@@ -69,12 +68,12 @@ class Trainer:
     """One rank of a resolved strategy, over a model on the world's device.
 
     scheduler, clip_norm, collate: as in Job;  autocast: the type that forward and loss are computed in, or None;  dtype: what
-    inputs are brought to, otherwise what the model's real parameters share;
-    record: where steps and spans go, or None;  how: exchanges go;  like: compute what one worker must to be compared with that
-    strategy (the union of all ranks' parts, micro-batch by micro-batch);  reverse: each micro-batch in reverse order (the
-    rounding twin);  examined: the loss was looked at, at the door; otherwise it is before the first step;  unchecked: do not
-    compare the first step with one worker's, and go on where draws depend on the layout;  seen: what a look at the model
-    showed at the door;  begun: how the model came here, where it is cut.
+    inputs are brought to, otherwise what the model's real parameters share;  record: where steps and spans go, or None;  how:
+    exchanges go;  like: compute what one worker must to be compared with that strategy (the union of all ranks' parts,
+    micro-batch by micro-batch);  reverse: each micro-batch in reverse order (the rounding twin);  examined: the loss was
+    looked at, at the door;  otherwise it is before the first step;  unchecked: do not compare the first step with one
+    worker's, and go on where draws depend on the layout;  seen: what a look at the model showed at the door;  begun: how the
+    model came here, where it is cut.
     """
 
     def __init__(self, world: World, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, strategy: Strategy, *,
@@ -113,7 +112,7 @@ class Trainer:
         self.kept: Before | None = None
         self.rehearsing = self.cast = False         # cast: the passes were under autocast
         self.batch_norm = BatchNorm(self.replicated, model, self._count_batch_norm, own=strategy.batch_norm == "share")
-        seed_everything(seed + 1 + world.rank)              # what is drawn from here on differs by rank
+        generators.seed_everything(seed + 1 + world.rank)              # what is drawn from here on differs by rank
 
     @classmethod
     def of_job(cls, world: World, job: Job, strategy: Strategy, settings: Settings | None = None, **more: Any) -> Trainer:
@@ -172,8 +171,8 @@ class Trainer:
                 self.given.reflects(self.passes.numbers())
         heap.give_back(self.taken == 0)                 # what the step was compared with, and a whole model
         loss, order = ([own.loss, own.weight], batch.recorded) if self.leads else ([0.0, 0.0], [0, 0])
-        self.log.step(self.steps, self.feed.began, epoch=batch.epoch, loss=loss, order=order, sent=dict(self.exchange.sent),
-                      lr=rate)
+        self.log.step(self.steps, self.feed.began, epoch=batch.epoch, loss=loss, order=order, lr=rate,
+                      sent=dict(self.exchange.sent))
         self.steps, self.taken = self.steps + 1, self.taken + 1
         return result
 

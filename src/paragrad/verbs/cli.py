@@ -31,7 +31,6 @@ from paragrad.report.progress import Shown
 from paragrad.schedules.sabotage import SABOTAGES
 from paragrad.strategies.table import strategy as read_strategy
 from paragrad.version import __version__
-from paragrad.world import heap
 from paragrad.world.launched import cores, launched
 from paragrad.world.signals import ending_as_interrupted
 
@@ -265,8 +264,6 @@ def answering() -> Iterator[None]:
     """Exit codes: 0 done (or stopped by SIGTERM, and saved), 1 a run failed, 2 refused, 130 stopped; the message last."""
     warnings.showwarning = lambda message, *_, **__: print(f"paragrad: {message}", file=sys.stderr)
     try:
-        if launched() is not None:
-            heap.keep()
         # a rank that was launched ends at once by SIGTERM: it may wait in C++ for others, where no handler is called
         with ending_as_interrupted() if launched() is None else nullcontext():
             yield

@@ -31,6 +31,7 @@ from paragrad.verbs.fit import fitted
 from paragrad.verbs.lockstep import difference
 from paragrad.verbs.trial import tried
 from paragrad.version import __version__
+from paragrad.world import heap
 from paragrad.world.joining import joined_from_environment, launched_rank, launched_size
 from paragrad.world.launched import cores, load
 from paragrad.world.launching import Ranks
@@ -107,6 +108,7 @@ def check_same(ranks: Ranks, checked: Admitted, run: str, record: Recorder) -> N
 def _under_launcher(checked: Admitted, runs: Path, check: bool, progress: Progress | None) -> Run:
     """This process is a rank that a launcher started: join, let rank 0 make the folder and the run's own lines."""
     leads = launched_rank() == 0
+    heap.keep()
     torch.set_num_threads(checked.threads)
     with joined_from_environment(checked.backend, checked.settings.timeout, checked.settings.device) as world, \
             asking_to_stop(world.stop.set):
