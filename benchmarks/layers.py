@@ -82,8 +82,8 @@ def job() -> pg.Job:
 # ---- the closed forms ----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Layer:
-    """weights: numbers in its parameters;  given, made, passed: numbers of a sample that come in, go out, and are left of those
-    behind a pool;  halo: numbers of a sample in the rows of another rank that its outputs see, on one side."""
+    """weights: numbers in its parameters;  given, made: numbers of a sample that come in and go out;  halo: numbers of a
+    sample in the rows of another rank that its outputs see, on one side."""
     name: str
     weights: int
     given: int
@@ -176,10 +176,14 @@ class Scheme:
         """In a grid, the gradients of a rank's weights."""
         return summed(layer.weights / self.ranks, self.replicas) if self.replicas > 1 else 0
 
+    def inside(self, every: list[Layer]) -> dict[str, float]:
+        """By layer, without what replicas exchange."""
+        return {each.name: self.form(every, at, BATCH // self.replicas, self.ranks) for at, each in enumerate(every)}
+
     def closed(self, every: list[Layer]) -> dict[str, float]:
         """By layer."""
-        return {each.name: self.form(every, at, BATCH // self.replicas, self.ranks) + self.over_replicas(each)
-                for at, each in enumerate(every)}
+        found = self.inside(every)
+        return {each.name: found[each.name] + self.over_replicas(each) for each in every}
 
     def total(self, every: list[Layer]) -> float:
         """Of a step."""
@@ -237,9 +241,8 @@ def counted(bench: Bench, every: list[Layer]) -> None:
     """By the plans, layer by layer, and by the records of two steps."""
     bench.measured["bytes"] = {each.name: each.closed(every) for each in SCHEMES}
     for each in SCHEMES:
-        plan, closed = each.plan(Network(), data()[0][:BATCH // each.replicas]), each.closed(every)
-        said = {layer.name: sum(note.bytes for note in plan.notes if belongs(note.at, layer, every)) + each.over_replicas(layer)
-                for layer in every}
+        plan, closed = each.plan(Network(), data()[0][:BATCH // each.replicas]), each.inside(every)
+        said = {layer.name: sum(note.bytes for note in plan.notes if belongs(note.at, layer, every)) for layer in every}
         bench.measured.setdefault("planned", {})[each.name] = said
         bench.figure(f"bytes of a layer, off the closed form's, {each.name}",
                      max(abs(said[name] - closed[name]) for name in closed), at_most=0)
@@ -249,8 +252,7 @@ def counted(bench: Bench, every: list[Layer]) -> None:
         bench.measured.setdefault("sent", {})[each.name] = sent
         bench.figure(f"bytes in a step beside those of the closed forms, {each.name}", sum(sent.values()) - each.total(every),
                      at_least=0, at_most=512)
-    one, pairs = (next(each for each in SCHEMES if each.name == f"tensor, {kind}").total(every)
-                  for kind in ("one split", "pairs"))
+    one, pairs = (bench.measured["sent"][f"tensor, {kind}"]["tensor"] for kind in ("one split", "pairs"))
     bench.figure("bytes of pairs, over those of one split for all layers", pairs / one, at_most=0.99)
 
 

@@ -120,7 +120,7 @@ def main() -> None:
         worker(*bench.options.worker)
         return
     with tempfile.TemporaryDirectory() as folder, Ranks(RANKS) as ranks:
-        peers = {kind: Workers(__file__, kind, RANKS) for kind in [*PEERS][:4]}
+        peers = {kind: Workers(__file__, kind, RANKS) for kind in PEERS if "serial" not in kind}
         times = {}
         for setting in SETTINGS[:1] if bench.quick else SETTINGS:
             measures = {strategy: ours(ranks, strategy, setting, Path(folder) / str(setting))

@@ -125,8 +125,8 @@ def one_step(world: World, job: Job, chosen: Strategy, reverse: bool = False) ->
 IN_FLOAT32 = [(ROWS[row](2 + (list(ROWS).index(row) + list(JOBS).index(column)) % 3), column) for row in ROWS for column in JOBS
               if "adam" not in column and (row, column) not in NOT_EXACT and not ("batch norm" in column and "micro" in row)]
 WIDTH = [*WIDE, *OF_PIECES, *OF_BRANCHES]
-IN_FLOAT32 += [(row, column) for row, column in [*parts_cells(), *WIDTH]
-               if "adam" not in column and not ("batch norm" in column and "micro" in row)]
+IN_FLOAT32 += [(row, column) for row, column in [*parts_cells(), *(cell for cell in WIDTH if "adam" not in cell[1])]
+               if not ("batch norm" in column and "micro" in row)]
 EVERY_JOB = {**JOBS, **OF_IMAGES, **WITH_BRANCHES}
 
 

@@ -46,6 +46,8 @@ def test_without_pairs_every_layer_is_divided_by_its_outputs() -> None:
     plan = planned(model, drawn(2, 6, seed=1), 2, pairs=False)
     assert [told(plan)[f"{number}.weight"] for number in (0, 2, 4)] == ["outputs 4 + 4", "outputs 3 + 3", "outputs 2 + 2"]
     assert travels(plan) == ["2: gathered", "2: copied", "4: gathered", "4: copied"]
+    plan = planned(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1)), drawn(2, 6, seed=1), 2, pairs=False)
+    assert (told(plan)["2.weight"], travels(plan)) == ("whole(1, 8)", ["2: gathered"])     # of too few outputs
 
 
 def test_channels_with_their_norm_and_their_statistics() -> None:

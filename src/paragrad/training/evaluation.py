@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
@@ -20,7 +19,6 @@ from paragrad.schedules.actions import evenly
 from paragrad.strategies.shares import Division, largest
 from paragrad.techniques.layout import Layout
 from paragrad.techniques.passes import Passes
-from paragrad.world.generators import generators_seeded
 from paragrad.world.world import World
 
 BATCH = 256             # samples that are evaluated at once, at most
@@ -45,20 +43,18 @@ def evaluated(world: World, module: Summed, passes: Passes | None, layout: Layou
     fetched = loaded(samples, ((0, list(indices)) for indices in batches), loaders)
     scored = functools.partial(_scored, module, outputs, metric)
     together = at_a_time(module, metric, passes.in_flight) if passes else 1
-    # what a model draws in a test the ranks of a replica draw alike: each has a part of what is made of it
-    with generators_seeded(f"test {world.rank}") if layout.cut else contextlib.nullcontext():
-        for start in range(0, len(batches), together):
-            counts = [len(indices) for indices in batches[start:start + together]]
-            given = [parted(brought(each, world.device, dtype)) for each in itertools.islice(fetched, together)]
-            kept = copied(given) if start == 0 else None
-            try:
-                more = scored(given, counts, gradients)
-            except RuntimeError:
-                if kept is None or layout.cut:              # the other ranks of a replica would not try again
-                    raise
-                gradients = True
-                more = scored(kept, counts, gradients)
-            total, weight = total + more[0], weight + more[1]
+    for start in range(0, len(batches), together):
+        counts = [len(indices) for indices in batches[start:start + together]]
+        given = [parted(brought(each, world.device, dtype)) for each in itertools.islice(fetched, together)]
+        kept = copied(given) if start == 0 else None
+        try:
+            more = scored(given, counts, gradients)
+        except RuntimeError:
+            if kept is None or layout.cut:              # the other ranks of a replica would not try again
+                raise
+            gradients = True
+            more = scored(kept, counts, gradients)
+        total, weight = total + more[0], weight + more[1]
     sums = world.all_reduced(torch.tensor([total, weight], dtype=torch.float64))
     total, weight = layout.told(sums.tolist())[0]
     if layout.cut and not weight:

@@ -6,18 +6,19 @@ import ctypes
 import os
 from typing import Any
 
-TRIM_THRESHOLD, MMAP_MAX = -1, -4       # of mallopt (glibc, malloc.h)
-NEVER = -1                              # as a threshold
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3     # of mallopt (glibc, malloc.h)
+BLOCK, END = 2**25, 2**28               # bytes: from which on a block goes back when it is freed (as many as glibc takes), and
+                                        # of the heap's end, how many may stay
 
 
 def keep() -> None:
-    """From here on what is freed stays here. Left to itself glibc gives large blocks, and the end of the heap, back at once and
-    asks for them again in the next step: the system fills every page with zeros first (10,000 pages, 40 ms of a step of 250
+    """From here on what is freed stays here, within these bounds. Left to itself glibc gives the end of the heap back at once
+    and asks for it again in the next step: the system fills every page with zeros first (10,000 pages, 40 ms of a step of 250
     that convolves images, and of two like processes now one and now the other). Not where the user tells glibc otherwise."""
     told = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
     if not told and (option := _of_libc("mallopt")):
-        option(MMAP_MAX, 0)
-        option(TRIM_THRESHOLD, NEVER)
+        option(MMAP_THRESHOLD, BLOCK)
+        option(TRIM_THRESHOLD, END)
 
 
 def give_back(now: bool = True) -> None:

@@ -69,6 +69,11 @@ class World:
         """Of its ranks, the numbers by which they were launched, which everybody knows them by."""
         return [self.rank] if self.group is None else list(dist.get_process_group_ranks(self.group))
 
+    @property
+    def everybody(self) -> bool:
+        """Are its ranks all that were launched?"""
+        return self.group is None or self.size == dist.get_world_size()
+
     def all_reduced(self, tensor: Tensor, operation: str = "SUM") -> Tensor:
         """The sum (or MAX, MIN) over all ranks, as a new tensor."""
         result = tensor.to(self.carrier, copy=True)

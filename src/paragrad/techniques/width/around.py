@@ -51,6 +51,14 @@ def standing(model: nn.Module, held: Mapping[int, Tensor]) -> Iterator[None]:
             module.__dict__.pop(own, None)
 
 
+def anew(model: nn.Module, before: Mapping[str, Tensor], held: Mapping[int, Tensor]) -> list[str]:
+    """Buffers that a forward assigned other tensors to, by all their names. held: what stood for those before, by their ids:
+    what was changed in place may be assigned as that."""
+    now = dict(model.named_buffers(remove_duplicate=False))
+    other = {id(each) for name, each in before.items() if now.get(name) is not each and now.get(name) is not held.get(id(each))}
+    return [name for name, each in before.items() if id(each) in other]
+
+
 @contextlib.contextmanager
 def members(pieces: Mapping[int, Tensor]) -> Iterator[None]:
     """Who asks a module for its parameters and buffers meanwhile (a penalty of all weights) gets the divided ones."""

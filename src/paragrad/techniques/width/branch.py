@@ -23,7 +23,7 @@ from paragrad.techniques.model_parallel.units import NO_LOSS
 from paragrad.techniques.model_parallel.watch import whereabouts
 from paragrad.techniques.untouched import untouched
 from paragrad.techniques.width.account import table
-from paragrad.techniques.width.around import asked, refuse_compiled, standing
+from paragrad.techniques.width.around import anew, asked, refuse_compiled, standing
 from paragrad.techniques.width.forks import Branch, placed, timed
 from paragrad.techniques.width.lone import Lone, of_shapes, shown
 from paragrad.techniques.width.pairs import Line
@@ -100,7 +100,7 @@ class Looking:
     def run(self, inputs: Any) -> None:
         held = {id(tensor): Lone(tensor, owner, self.line, standing=True)
                 for _, _, tensor, owner in _owned(self.model, self.owners)}
-        buffers = dict(self.model.named_buffers())
+        buffers = dict(self.model.named_buffers(remove_duplicate=False))
         with standing(self.model, held), asked(), no_checkpoints(), whereabouts(self.model) as self.at:
             try:
                 tree_map_only(Lone, shown, called(self.model, copied(inputs)))
@@ -109,9 +109,9 @@ class Looking:
             except Exception as error:
                 raise StepFailed(f"the model, some of whose values one rank alone has, raised {said(error)}; train it with "
                                  "data(n)") from error
-        if anew := [name for name, each in self.model.named_buffers() if name in self.owners and each is not buffers[name]]:
-            raise StepFailed(f"a forward makes the buffer {anew[0]} anew, which is in a branch; change it in place "
-                             "(self.name.copy_(...)), or train the model with data(n)", tensor=anew[0])
+        if own := [name for name in anew(self.model, buffers, held) if name in self.owners]:
+            raise StepFailed(f"a forward makes the buffer {own[0]} anew, which is in a branch; change it in place "
+                             "(self.name.copy_(...)), or train the model with data(n)", tensor=own[0])
 
 
 @contextlib.contextmanager

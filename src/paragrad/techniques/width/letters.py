@@ -48,8 +48,11 @@ def spread(run: Callable[..., Any], operands: Sequence[Operand], out: Letters, c
     that the result has in other pieces, how.
     """
     out = tuple(out)
-    cut = any(True for each in operands for _ in each.cuts())
-    _divide(operands, [(at, letter) for at, letter in columns if not cut or unpaired(operands[at].value)])
+    for each in operands if columns else ():
+        if summed := [dim for letter, dim, cut in each.cuts() if letter not in out and not cut.line.pairs]:
+            each.value = whole(each.value, summed) if each.value is not None else None
+    if not any(True for each in operands for _ in each.cuts()):
+        _divide(operands, columns)
     cuts = _kept(operands, out, first)
     made = run(*(fitted(each, cuts) for each in operands), *(
         [] if bias is None else [None if any(letter not in out for letter in cuts) else fitted(bias, cuts)]))
@@ -70,11 +73,6 @@ def _divide(operands: Sequence[Operand], columns: Sequence[tuple[int, Hashable]]
         if isinstance(value, Divided) and value.asking and value.asking.divide(
                 value, operands[at].letters.index(letter), "outputs"):
             return
-
-
-def unpaired(value: Tensor | None) -> bool:
-    """Is this to be divided by outputs whatever it is multiplied with?"""
-    return isinstance(value, Divided) and value.asking is not None and not value.cuts and not value.asking.pairs
 
 
 def _broadcast(tensor: Tensor | None, bias: Operand, out: Letters, dtype: torch.dtype) -> Any:

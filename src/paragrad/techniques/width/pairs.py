@@ -34,9 +34,7 @@ KEPT = 4                    # plain values that were copied last: queries, keys 
 
 class Deciding(Protocol):
     """While it is found out how to divide parameters, who decides. divide: by the outputs of a layer, or the vocabulary (role);
-    follow: as a value with which it is used;  pairs: by the inputs of a layer where these are divided;  the others note what
-    travels, and what is used as it is."""
-    pairs: bool
+    follow: as a value with which it is used;  the others note what travels, and what is used as it is."""
     wishes: list[Wish]
 
     def divide(self, tensor: Any, dim: int, role: str) -> bool: ...
@@ -52,13 +50,13 @@ class Line:
     """Ranks over which layers are split. gathers: where a plain and a divided value of one size meet, both are plain from there
     on, not divided;  planning: where it is being found out how to divide parameters, who decides;  name: of what they divide
     of the data (rows, columns, samples), if they do;  dense: samples are divided up to the first fully connected layer, and
-    neurons from there on;  whole: functions that want a branch's values on all ranks;  sent: bytes since somebody set it to
-    0."""
+    neurons from there on;  whole: functions that want a branch's values on all ranks;  pairs: a layer that is given divided
+    features may be divided by its inputs, otherwise they are gathered;  sent: bytes since somebody set it to 0."""
 
     def __init__(self, world: World, gathers: bool = False, planning: Deciding | None = None, name: str = "",
-                 dense: bool = False) -> None:
+                 dense: bool = False, pairs: bool = True) -> None:
         self.world, self.gathers, self.planning, self.sent = world, gathers, planning, 0
-        self.name, self.dense, self.whole = name, dense, frozenset[str]()
+        self.name, self.dense, self.whole, self.pairs = name, dense, frozenset[str](), pairs
         self.copies: deque[tuple[Tensor, int, Tensor]] = deque(maxlen=KEPT)
         self.early: dict[int, tuple[Tensor, int, Tensor]] = {}
 

@@ -22,7 +22,7 @@ from paragrad.jobs.loss import Summed
 from paragrad.techniques.model_parallel.units import NO_LOSS
 from paragrad.techniques.model_parallel.watch import whereabouts
 from paragrad.techniques.untouched import untouched
-from paragrad.techniques.width.around import asked, members, refuse_compiled, standing
+from paragrad.techniques.width.around import anew, asked, members, refuse_compiled, standing
 from paragrad.techniques.width.divided import Cut, Divided
 from paragrad.techniques.width.domain import Domain, entering
 from paragrad.techniques.width.pairs import Line
@@ -107,13 +107,13 @@ class Made(NamedTuple):
 
 class Planning:
     """One run of a model, in which it is decided what is divided. domain: how its inputs are; then parameters are only where
-    it says so. pairs: a product with a divided value is divided by its inputs."""
+    it says so. pairs: as Line has it."""
 
     def __init__(self, model: nn.Module, ranks: int, blocks: Mapping[str, tuple[Block, ...] | None], gathers: bool,
                  made: Mapping[str, Made] | None = None, domain: Domain | None = None, pairs: bool = True) -> None:
-        self.model, self.ranks, self.blocks, self.pairs = model, ranks, blocks, pairs
+        self.model, self.ranks, self.blocks = model, ranks, blocks
         self.made = dict(made or {})
-        self.line = Line(Nobody(ranks), gathers, self)          # type: ignore[arg-type]
+        self.line = Line(Nobody(ranks), gathers, self, pairs=pairs)     # type: ignore[arg-type]
         domain = domain or Domain({}, dense=True)
         self.lines = {dim: Line(Nobody(each.ranks), gathers, self, each.name, domain.dense)     # type: ignore[arg-type]
                       for dim, each in domain.dims.items()}
@@ -170,8 +170,6 @@ class Planning:
 
     def reconsider(self, pieces: Pieces) -> None:
         """A weight that is made of parameters is divided by its outputs, and its inputs are divided by now."""
-        if not self.pairs:
-            return
         for block in pieces.blocks:
             for name, *_ in block.origins:
                 self.made.pop(name, None)
@@ -193,7 +191,7 @@ class Planning:
     # ---- the run -------------------------------------------------------------------------------------------------------------
     def run(self, inputs: Any) -> None:
         refuse_compiled(self.model)
-        buffers = dict(self.model.named_buffers())
+        buffers = dict(self.model.named_buffers(remove_duplicate=False))
         with untouched(Summed(self.model, NO_LOSS)):
             with standing(self.model, self.held), asked(), members(self.held), whereabouts(self.model) as self.at:
                 try:
@@ -204,7 +202,7 @@ class Planning:
                     raise StepFailed("the model, of which every rank has some neurons and sees the shapes of the whole, "
                                      f"raised {told(error)}; train it with data(n) or pipeline(n)") from error
             # what a forward makes anew is not in the pieces that stand for what there was
-            self.assigned = [name for name, each in self.model.named_buffers() if each is not buffers.get(name)]
+            self.assigned = anew(self.model, buffers, self.held)
             self.why |= dict.fromkeys(self.assigned, "assigned")
 
     def after(self) -> dict[str, tuple[Block, ...] | None]:

@@ -75,7 +75,8 @@ def share(strategy: Spatial | Data, model: nn.Module, example: Any, axis: World,
     lines = {dim: Line(world, name=each.name, dense=domain.dense)
              for (dim, each), world in zip(domain.dims.items(), worlds, strict=True)}
     held, pieces = divide(model, plan, next(iter(lines.values())), axis.rank == 0)
-    whole_ones = [each for each in model.parameters() if id(each) not in pieces]
+    # beside replicas, whose buckets are exchanged while backward runs, gradients are summed where a layer makes them
+    whole_ones = [each for each in model.parameters() if axis.everybody and id(each) not in pieces]
 
     def begun(_: nn.Module, args: Any, kwargs: Any) -> Any:
         copies: list[Tensor] = whole_ones

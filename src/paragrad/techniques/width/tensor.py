@@ -45,7 +45,7 @@ def told(strategy: Strategy, model: nn.Module, inputs: Any, samples: int) -> lis
 
 def share(strategy: Strategy, model: nn.Module, example: Any, axis: World, plan: Plan) -> Share:
     """This rank's pieces. Collective over the axis."""
-    line = Line(axis, plan.gathers)
+    line = Line(axis, plan.gathers, pairs=strategy.pairs)
     held, pieces = divide(model, plan, line, axis.rank == 0)
     split = sum(each.where is not None for each in held.values())
     whole_ones = ", ".join(plan.whole[:8]) or "none"
@@ -119,8 +119,13 @@ class Split:
     def _settle(self) -> None:
         """What a forward assigned to a buffer is whole on every rank."""
         for tensors, own, before in self.buffers:
-            if (now := tensors.get(own)) is not before:
+            if (now := tensors.get(own)) is before:
+                continue
+            # changed in place, and assigned to itself; before is None where it is another rank's
+            if now is self.pieces.get(id(before)) or (before is None and isinstance(now, Lone) and now.standing):
+                tensors[own] = before
+            else:
                 if id(before) in self.pieces:
-                    raise StepFailed(f"a forward makes the buffer {own} anew, of which ranks have pieces, and did not in the "
-                                     "first step; change it in place (self.name.copy_(...))", tensor=own)
+                    raise StepFailed(f"a forward makes the buffer {own} anew, of which ranks have pieces, and did not when "
+                                     "the model was looked at; change it in place (self.name.copy_(...))", tensor=own)
                 tensors[own] = shown(now) if isinstance(now, Lone) else whole(now)

@@ -48,6 +48,7 @@ def serve(launcher: Connection) -> None:
         while True:
             launcher.send(_answer(tasks.get(), launcher, stop))
             gc.collect()            # process groups in circles of references keep their threads and sockets
+            heap.give_back()
 
 
 def _take_over(setup: Setup) -> None:

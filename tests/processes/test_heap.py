@@ -1,0 +1,43 @@
+"""Memory that a step frees is there for the next one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+CODE = """
+import resource, torch
+from paragrad.world import heap
+heap.keep()
+def step():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [torch.ones(2**20) for _ in range(20)]         # 80 MB, in blocks of 4
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+first, *_ = [step() for _ in range(6)]
+if {given_back}:
+    heap.give_back()
+print(first, step())
+"""
+
+
+def faults(given_back: bool, **environment: str) -> list[int]:
+    """Pages that the system had to fill: in a first step, and later."""
+    said = subprocess.run([sys.executable, "-c", CODE.format(given_back=given_back)], capture_output=True, text=True,
+                          timeout=60, check=True, env={**os.environ, **environment})
+    return [int(each) for each in said.stdout.split()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+def test_what_is_freed_is_kept_and_given_back_where_asked() -> None:
+    first, later = faults(False)
+    assert first > 15_000
+    assert later < 100
+    assert faults(True)[1] > 15_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+def test_who_tells_glibc_otherwise_is_obeyed() -> None:
+    assert faults(False, MALLOC_MMAP_THRESHOLD_=str(2**20))[1] > 15_000
