@@ -39,14 +39,14 @@ def covering() -> list[tuple[Row, str]]:
             *((row, SPATIAL) for row in WITH_IMAGES[::7])]
 
 
-def third() -> list[tuple[Row, str]]:
-    """Every third row of that, and still every strategy."""
-    return [cell for place, cell in enumerate(covering()) if (place + 2 * (place // len(STRATEGIES))) % 3 == 0]
+def part() -> list[tuple[Row, str]]:
+    """Every fourth row of that, and still every strategy: what CI has time for."""
+    return [cell for place, cell in enumerate(covering()) if (place + place // len(STRATEGIES)) % 4 == 0]
 
 
 def cells() -> list[object]:
-    """The whole product; what is not in that third of the covering sample belongs to the table."""
-    sample = third()
+    """The whole product; what is not in that part of the covering sample belongs to the table."""
+    sample = part()
     return [pytest.param(row, strategy, id=f"{row.name}-{strategy}", marks=[] if (row, strategy) in sample else
                          pytest.mark.table) for row, strategy in CELLS]
 
@@ -111,7 +111,7 @@ def test_the_zoo_is_large_and_its_rows_have_names_of_their_own() -> None:
 def test_the_covering_sample_covers() -> None:
     assert {row.name for row, _ in covering()} == {row.name for row in ROWS}
     every = {*STRATEGIES, SPATIAL}
-    assert {strategy for _, strategy in covering()} == {strategy for _, strategy in third()} == every
+    assert {strategy for _, strategy in covering()} == {strategy for _, strategy in part()} == every
 
 
 HAD = ("gpt2", "bert", "llama", "t5", "resnet of transformers", "resnet18", "timm resnet", "vit of transformers",
