@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from common import Bench, alternated, between
@@ -109,6 +110,10 @@ def layers() -> list[Layer]:
     return found
 
 
+def first_full(every: Sequence[Layer]) -> int:
+    return next(number for number, layer in enumerate(every) if layer.full)
+
+
 def summed(numbers: float, ranks: int) -> float:
     """Bytes that a rank sends where so many numbers are summed over ranks."""
     return 2 * (ranks - 1) / ranks * numbers * NUMBER
@@ -149,14 +154,14 @@ def of_rows(every: list[Layer], at: int, samples: int, ranks: int) -> float:
 
 
 def of_samples_then_neurons(every: list[Layer], at: int, samples: int, ranks: int) -> float:
-    each, first = every[at], next(number for number, layer in enumerate(every) if layer.full)
+    each, first = every[at], first_full(every)
     if not each.full:
         return of_data(every, at, samples, ranks)
     return of_pairs(every, at, samples, ranks, first) + (gathered(samples * each.given, ranks) if at == first else 0)
 
 
 def of_rows_then_neurons(every: list[Layer], at: int, samples: int, ranks: int) -> float:
-    first = next(number for number, layer in enumerate(every) if layer.full)
+    first = first_full(every)
     return of_pairs(every, at, samples, ranks, first + 1) if at >= first else of_rows(every, at, samples, ranks)
 
 
@@ -191,25 +196,21 @@ class Scheme:
             gathered(BATCH // self.replicas * CLASSES, self.ranks) if self.scores else 0)
 
 
-def by_tensor(text: str) -> Callable[[nn.Module, Tensor], Plan]:
-    return lambda model, images: tensor.look(strategy(text), model, images)
-
-
-def by_domain(text: str) -> Callable[[nn.Module, Tensor], Plan]:
-    return lambda model, images: spatial.look(strategy(text), model, images)            # type: ignore[arg-type]
+def by(technique: Any, text: str) -> Callable[[nn.Module, Tensor], Plan]:
+    return lambda model, images: technique.look(strategy(text), model, images)          # type: ignore[no-any-return]
 
 
 SCHEMES = [
     Scheme("data", "data(2, reduce=ring)", of_data, False,
            lambda model, images: planned(model, images, 2, Domain({SAMPLES: Along("samples", 2)}))),
-    Scheme("tensor, one split", "tensor(2, pairs=false)", of_outputs, True, by_tensor("tensor(2, pairs=false)")),
-    Scheme("tensor, pairs", "tensor(2)", of_pairs, False, by_tensor("tensor(2)")),
-    Scheme("spatial", "spatial(2)", of_rows, False, by_domain("spatial(2)")),
-    Scheme("data, then neurons", "data(2, dense=tensor)", of_samples_then_neurons, True, by_domain("data(2, dense=tensor)")),
+    Scheme("tensor, one split", "tensor(2, pairs=false)", of_outputs, True, by(tensor, "tensor(2, pairs=false)")),
+    Scheme("tensor, pairs", "tensor(2)", of_pairs, False, by(tensor, "tensor(2)")),
+    Scheme("spatial", "spatial(2)", of_rows, False, by(spatial, "spatial(2)")),
+    Scheme("data, then neurons", "data(2, dense=tensor)", of_samples_then_neurons, True, by(spatial, "data(2, dense=tensor)")),
     Scheme("spatial, then neurons", "spatial(2, dense=tensor)", of_rows_then_neurons, False,
-           by_domain("spatial(2, dense=tensor)")),
+           by(spatial, "spatial(2, dense=tensor)")),
     Scheme("data x one split, 4 ranks", "data(2, reduce=ring) * tensor(2, pairs=false)", of_outputs, True,
-           by_tensor("tensor(2, pairs=false)"), replicas=2)]
+           by(tensor, "tensor(2, pairs=false)"), replicas=2)]
 
 
 # ---- what is measured ----------------------------------------------------------------------------------------------------
@@ -258,7 +259,7 @@ def counted(bench: Bench, every: list[Layer]) -> None:
 
 def belongs(at: str, layer: Layer, every: Sequence[Layer]) -> bool:
     """What happens between layers is of the fully connected one that it is for."""
-    return at == layer.name or (not at and layer == next(each for each in every if each.full))
+    return at == layer.name or (not at and layer == every[first_full(every)])
 
 
 def step(cluster: Cluster, scheme: Scheme, folder: Path) -> float:

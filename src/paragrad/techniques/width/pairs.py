@@ -159,7 +159,7 @@ class Line:
         """Of a plain value of which every rank makes something else: its gradient is summed, once for all that is made."""
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x
-        for known, version, before in (*self.copies, *([self.early[id(x)]] if id(x) in self.early else [])):
+        for known, version, before in filter(None, (*self.copies, self.early.get(id(x)))):
             if known is x and version == x._version:
                 return before
         self.note("copied", x.nbytes)
