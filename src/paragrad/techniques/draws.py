@@ -28,6 +28,7 @@ from paragrad.techniques.kernels import Drawing, box, drawing, drawn
 from paragrad.world.generators import generator_states, seed_generators
 
 GENERATORS = ("torch", "numpy", "random")
+TEST = -1               # in place of a step
 
 
 @dataclass(frozen=True)
@@ -86,9 +87,11 @@ class Keyed(Drawing):
 
     Gradient checkpointing runs parts of the forward again in backward, and restores torch's generator for it: every call draws
     one number there, and a number that was drawn before is the same call again.
-    strict: a draw that was not `seen` so ends the step; otherwise (on one worker) it is common to all samples;  first: which of
-    this rank's calls the first one here is;  calls: of each number drawn which call it is, where backward comes by itself.
+    strict: a draw that was not `seen` so ends the step; otherwise it is the samples' where its first dimension can be theirs;
+    first: which of this rank's calls the first one here is;  calls: of each number drawn which call it is, where backward comes
+    by itself.
     """
+    AFTER = 2**20           # calls that no forward of a part was seen to make are numbered from here
 
     def __init__(self, draws: Draws, seed: int, step: int, positions: list[int], strict: bool = True, first: int = 0,
                  calls: Calls | None = None) -> None:
@@ -124,6 +127,8 @@ class Keyed(Drawing):
         """The number that a call has in the whole model."""
         if self.draws.serial is None:
             return call
+        if call >= len(self.draws.serial) and not self.strict:
+            return self.AFTER + call
         if call >= len(self.draws.serial):
             raise StepFailed(f"{name} draws once more than this part of the model is said to: which call of the whole model "
                              "that is, is not known; name all of them, in their order, in Share(draws=)")
@@ -145,7 +150,7 @@ class Keyed(Drawing):
         if self.strict:
             raise StepFailed(f"{name} draws a tensor of shape {shape} for {samples} samples, not as in the first step: which "
                              "numbers are whose is not known, so it would be another training than on one worker")
-        return None, 1
+        return (0, shape[0] // samples) if shape and shape[0] % samples == 0 else (None, 1)
 
 
 @contextlib.contextmanager
@@ -161,6 +166,12 @@ def keyed(draws: Draws, seed: int, step: int, positions: list[int], always: bool
         seed_generators(f"forward {seed} {step}")
     with drawing(Keyed(draws, seed, step, positions, always and strict, first, calls)):
         yield
+
+
+def in_test(draws: Draws, seed: int, places: list[int], first: int = 0) -> contextlib.AbstractContextManager[None]:
+    """Around a forward in a test: what it draws (dropout that stays on, noise) is keyed by the samples' places in the dataset.
+    So every rank draws its part of the same numbers, and every test of a training the same. first: as Keyed has it."""
+    return keyed(draws, seed, TEST, places, always=True, strict=False, first=first)
 
 
 # ---- what a forward draws ----------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from paragrad.record.log import Log
 from paragrad.strategies.shares import Micro
 from paragrad.techniques.alive import Alive
 from paragrad.techniques.batch_norm import BatchNorm
-from paragrad.techniques.draws import Calls, Draws
+from paragrad.techniques.draws import Calls, Draws, in_test
 from paragrad.techniques.exchange import Exchange
 from paragrad.techniques.probe import first_not_finite
 from paragrad.techniques.width.divided import Divided, whole
@@ -42,6 +42,7 @@ class Within(Protocol):
     module: Summed
     batch_norm: BatchNorm
     draws: Draws
+    seed: int
     log: Log
     rehearsing: bool
 
@@ -82,9 +83,13 @@ class Passes(ABC):
 
     in_flight = 1                   # batches that `outputs` may be given at once
 
-    def outputs(self, batches: list[Any]) -> list[Any]:
-        """The same of several batches of inputs."""
-        return [self.output(inputs) for inputs in batches]
+    def outputs(self, batches: list[Any], places: list[list[int]]) -> list[Any]:
+        """The same of several batches of inputs. places: of each batch's samples, in the dataset."""
+        found = []
+        for inputs, own in zip(batches, places, strict=True):
+            with in_test(self.within.draws, self.within.seed, own):
+                found.append(self.output(inputs))
+        return found
 
 
 @contextlib.contextmanager

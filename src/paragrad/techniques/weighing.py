@@ -38,6 +38,7 @@ class AllHere:
     batch_norm: BatchNorm
     draws: Draws
     autocast: torch.dtype | None
+    seed: int = 0
     log: Log = field(default_factory=lambda: Log(None))
     rehearsing: bool = False
 
@@ -45,7 +46,7 @@ class AllHere:
         return torch.autocast("cpu", self.autocast, enabled=self.autocast is not None)
 
     def keyed(self, micro: Micro, first: int = 0, calls: Calls | None = None) -> contextlib.AbstractContextManager[Any]:
-        return keyed(self.draws, 0, 0, micro.places, first=first, calls=calls)
+        return keyed(self.draws, self.seed, 0, micro.places, first=first, calls=calls)
 
 
 def whole(module: Summed, draws: Draws, autocast: torch.dtype | None, given: Given) -> Weight:
@@ -90,7 +91,7 @@ def messages(passes: InStages, inputs: Any) -> Iterator[int]:
 def weighed(passes: InStages, given: Given) -> Iterator[Weight]:
     """Of a micro-batch, on each part."""
     schedule, given = passes.strategy.pipelined.schedule, (given[0], *copied(given[1:]))
-    step = Step(passes, [given], Pipelined(schedule, 1, passes.part.trained), 1)
+    step = Step(passes, [given], Pipelined(schedule, 1, passes.part.trained))
     step.again, stages = set(), passes.stages
     step.in_halves = any(what == "W" for what, *_ in Pipelined(schedule, 1).tasks(0, 1))
     alives = []

@@ -37,23 +37,23 @@ def evaluated(world: World, module: Summed, passes: Passes | None, layout: Layou
     cut was refused then), and where the weight of a loss is read off its graph.
     """
     total, weight, gradients = 0.0, 0.0, metric is None and module.by_graph
-    outputs = passes.outputs if passes else lambda several: [called(module.model, inputs) for inputs in several]
+    outputs = passes.outputs if passes else lambda several, _: [called(module.model, inputs) for inputs in several]
     most, mine = most if gradients else BATCH, evenly(len(samples), world.size)[world.rank]
     batches = [mine[start:start + most] for start in range(0, len(mine), most)]
     fetched = loaded(samples, ((0, list(indices)) for indices in batches), loaders)
     scored = functools.partial(_scored, module, outputs, metric)
     together = at_a_time(module, metric, passes.in_flight) if passes else 1
     for start in range(0, len(batches), together):
-        counts = [len(indices) for indices in batches[start:start + together]]
+        places = [list(indices) for indices in batches[start:start + together]]
         given = [parted(brought(each, world.device, dtype)) for each in itertools.islice(fetched, together)]
         kept = copied(given) if start == 0 else None
         try:
-            more = scored(given, counts, gradients)
+            more = scored(given, places, gradients)
         except RuntimeError:
             if kept is None or layout.cut:              # the other ranks of a replica would not try again
                 raise
             gradients = True
-            more = scored(kept, counts, gradients)
+            more = scored(kept, places, gradients)
         total, weight = total + more[0], weight + more[1]
     sums = world.all_reduced(torch.tensor([total, weight], dtype=torch.float64))
     total, weight = layout.told(sums.tolist())[0]
@@ -73,16 +73,17 @@ def at_a_time(module: Summed, metric: Metric | None, in_flight: int) -> int:
     return 1 if metric is None and module.by_graph else in_flight
 
 
-def _scored(module: Summed, outputs: Callable[[list[Any]], list[Any]], metric: Metric | None, batches: list[tuple[Any, Any]],
-            counts: list[int], gradients: bool) -> tuple[float, float]:
-    """(sum, weight) of some batches (inputs, target) of so many samples; zeros where their output is on other ranks."""
+def _scored(module: Summed, outputs: Callable[[list[Any], list[list[int]]], list[Any]], metric: Metric | None,
+            batches: list[tuple[Any, Any]], places: list[list[int]], gradients: bool) -> tuple[float, float]:
+    """(sum, weight) of some batches (inputs, target) of samples at these places; zeros where their output is on other ranks."""
     total = weight = 0.0
     with torch.set_grad_enabled(gradients):
-        for given, (_, target), samples in zip(outputs([inputs for inputs, _ in batches]), batches, counts, strict=True):
+        found = outputs([inputs for inputs, _ in batches], places)
+        for given, (_, target), own in zip(found, batches, places, strict=True):
             if given is None:
                 continue
             if metric is None:
-                pair: Any = module.pair(given, target, samples)
+                pair: Any = module.pair(given, target, len(own))
             else:
                 pair = metric(given.detach() if isinstance(given, Tensor) else given, target)
             more = [float(each.detach() if isinstance(each, Tensor) else each) for each in pair]

@@ -21,7 +21,7 @@ from paragrad.schedules.pipeline import Pipelined, stage_of
 from paragrad.strategies.pipeline import InParts
 from paragrad.strategies.shares import Micro
 from paragrad.techniques.cut import Share
-from paragrad.techniques.draws import Calls
+from paragrad.techniques.draws import Calls, in_test
 from paragrad.techniques.exchange import Exchange
 from paragrad.techniques.model_parallel import split
 from paragrad.techniques.model_parallel.between import numbers, outside, refuse_numbers
@@ -113,10 +113,7 @@ class InStages(Passes):
     def gradients(self, micros: Iterable[tuple[Micro, Any, Any]], count: int) -> Sums:
         schedule = self.strategy.pipelined.schedule
         pipelined = Pipelined(schedule, schedule.filled(count, self.line.size), self.part.trained)
-        given = list(micros)
-        last, *rest = given[-1]
-        given += [(replace(last, positions=[]), *rest)] * (pipelined.micro - count)     # of no samples
-        step = Step(self, given, pipelined, count)
+        step = Step(self, list(micros), pipelined)
         self.steps += not self.within.rehearsing
         before = State(self.outside) if self.steps > 1 and self.steps.bit_count() == 1 else None       # the first sets sizes
         step.play()
@@ -137,16 +134,16 @@ class InStages(Passes):
         self.within.log.choice("weights' part", f"{share:.0%} of the parameters", "of what linear, convolution and embedding "
                                "multiply by; the others get their gradients with those of what came in")
 
-    def outputs(self, batches: list[Any]) -> list[Any]:
+    def outputs(self, batches: list[Any], places: list[list[int]]) -> list[Any]:
         schedule = self.strategy.pipelined.schedule
         count = schedule.filled(len(batches), self.line.size)
-        given = [(Micro([0], [0]), inputs, None) for inputs in [*batches, *batches[-1:] * (count - len(batches))]]
-        step = Step(self, given, Pipelined(schedule, count, trained=self.stages), len(batches), training=False)
+        given = [(Micro(own, own), inputs, None) for own, inputs in zip(places, batches, strict=True)]
+        step = Step(self, given, Pipelined(schedule, count, trained=self.stages), training=False)
         step.play()
         return [step.outs.get(number) for number in range(len(batches))]
 
     def output(self, inputs: Any) -> Any:
-        return self.outputs([inputs])[0]
+        return self.outputs([inputs], [[0]])[0]
 
 
 @dataclass
@@ -159,12 +156,14 @@ class Pending:
 
 
 class Step:
-    """One batch through the parts of this rank. real: its micro-batches, without those that fill the schedule up, which leave
-    nothing behind."""
+    """One batch through the parts of this rank. Its micro-batches are filled up to those of the schedule by some of no samples,
+    which leave nothing behind."""
 
-    def __init__(self, passes: InStages, given: list[tuple[Micro, Any, Any]], pipelined: Pipelined, real: int,
+    def __init__(self, passes: InStages, real: list[tuple[Micro, Any, Any]], pipelined: Pipelined,
                  training: bool = True) -> None:
-        self.passes, self.given, self.pipelined, self.real, self.training = passes, given, pipelined, real, training
+        last, *rest = real[-1]
+        self.given = given = [*real, *[(replace(last, positions=[]), *rest)] * (pipelined.micro - len(real))]
+        self.passes, self.pipelined, self.real, self.training = passes, pipelined, len(real), training
         self.within, self.flow, self.line = passes.within, passes.part.flow, passes.line
         with self.within.casting(), self.within.batch_norm.looking():
             self.plans = [self.flow.planned(inputs) for _, inputs, _ in given]
@@ -289,14 +288,15 @@ class Step:
 
     @contextlib.contextmanager
     def around(self, stage: int, number: int) -> Iterator[None]:
-        """A forward or backward in training: what is drawn, and batch norms, are those of these samples."""
+        """A forward or backward: what is drawn, and in training batch norms, are those of these samples."""
+        micro, first, within = self.given[number][0], self.passes.part.draws[stage].start, self.within
         if not self.training:
-            yield
-            return
-        micro = self.given[number][0]
-        self.within.batch_norm.samples = len(micro.positions)
-        with self.within.keyed(micro, self.passes.part.draws[stage].start, self.drawn[stage, number]), self.within.batch_norm:
-            yield
+            with in_test(within.draws, within.seed, micro.places, first):
+                yield
+        else:
+            within.batch_norm.samples = len(micro.positions)
+            with within.keyed(micro, first, self.drawn[stage, number]), within.batch_norm:
+                yield
 
     def backward(self, stage: int, number: int) -> None:
         came, back = f"x{stage}.{number}", f"g{stage + 1}.{number}"
