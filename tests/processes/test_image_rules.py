@@ -212,7 +212,8 @@ def compared(world: World, name: str, columns: int) -> tuple[float, bool]:
             for line in lines.values():
                 gradient = line.summed(gradient)
         pairs.append((gradient, other.grad))            # type: ignore[arg-type]
-    return max(float((a - b).detach().abs().max() / b.abs().max().clamp(min=1)) for a, b in pairs), counts > 0
+    worst = [(a - b).detach().abs().max() / b.abs().max().clamp(min=1) for a, b in pairs]
+    return float(torch.stack(worst).detach().max()), counts > 0      # not a number where one of them is none
 
 
 def all_compared(world: World, columns: int) -> dict[str, tuple[float, bool] | str]:

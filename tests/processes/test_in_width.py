@@ -3,9 +3,12 @@ or branches."""
 
 from __future__ import annotations
 
+import functools
+import random
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from equality import (
@@ -20,9 +23,12 @@ from equality import (
     WITH_BRANCHES,
     found,
     job,
+    numbers,
+    whole,
 )
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import paragrad as pg
@@ -137,6 +143,16 @@ class Dreaming(nn.Module):
         return x
 
 
+class Elsewhere(nn.Module):
+    """By generators that are not torch's, one of which decides what is called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return x
+        x = x + 0.1 * torch.from_numpy(numpy.random.randn(*x.shape)).to(x)
+        return x.tanh() if random.random() < 0.5 else x * 2
+
+
 class Lasting(nn.Module):
     """Dropout as it is left on to see how sure a model is."""
 
@@ -151,6 +167,10 @@ def dreaming() -> nn.Module:
 
 def lasting() -> nn.Module:
     return nn.Sequential(nn.Linear(10, 16), Lasting(), nn.Tanh(), nn.Linear(16, 9), Lasting(), nn.Linear(9, 4))
+
+
+def elsewhere() -> nn.Module:
+    return nn.Sequential(Elsewhere(), nn.Linear(10, 16), nn.Tanh(), Elsewhere(), nn.Linear(16, 9), Elsewhere(), nn.Linear(9, 4))
 
 
 def dreaming_images() -> nn.Module:
@@ -176,8 +196,9 @@ def surprise(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
                          "data(2, state=fully_sharded)", "data(2, dense=tensor)"]),
     (lasting, VECTORS, ["place(2)", "pipeline(2, micro=2, schedule=interleaved(2))", "pipeline(2, micro=2) * tensor(2)",
                         "data(2) * place(3)"]),
+    (elsewhere, VECTORS, ["tensor(2)", "tensor(3)"]),
     (dreaming_images, IMAGES, ["spatial(2)", "spatial(2, columns=2)", "spatial(2, dense=tensor)"]),
-    (DreamingTowers, VECTORS, ["branch(2)", "data(2) * branch(2)"])], ids=["vectors", "parts", "images", "branches"])
+    (DreamingTowers, VECTORS, ["branch(2)", "data(2) * branch(2)"])], ids=["vectors", "parts", "numpy", "images", "branches"])
 def test_draws_of_a_test_are_those_of_serials(pool: Ranks, tmp_path: Path, model: Callable[[], nn.Module], data: TensorDataset,
                                               rows: list[str]) -> None:
     """Every rank of a layer drew by itself, so what ranks held of one value did not belong together, and a test said so to
@@ -188,3 +209,120 @@ def test_draws_of_a_test_are_those_of_serials(pool: Ranks, tmp_path: Path, model
     serial, *others = [run(pool, admitted(made, text, Settings()), tmp_path / str(at)).test
                        for at, text in enumerate(["serial", *rows])]
     assert others == pytest.approx([serial] * len(rows), rel=1e-12)
+
+
+class Plain(Towers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList([nn.Sequential(nn.Linear(10, 4), nn.Tanh()) for _ in range(2)])
+
+
+class Late(Plain):
+    """What begins to be drawn in the third step: in a branch, by a function that draws inside of what it does."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.draw, self.steps = draw, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += self.training
+        hidden = [self.towers[0](x), functional.dropout(self.towers[1](x), 0.1)]
+        if self.steps > 2:
+            hidden[0] = hidden[0] + self.draw(hidden[0])
+        return self.out(torch.cat(hidden, 1))           # type: ignore[no-any-return]
+
+
+def multinomial(x: Tensor) -> Tensor:
+    return torch.multinomial(x.softmax(1), 4, True).to(x) * 0.1
+
+
+def from_numpy(x: Tensor) -> Tensor:
+    return torch.from_numpy(numpy.random.randn(*x.shape)).to(x)
+
+
+@pytest.mark.parametrize(("row", "draw", "told"), [
+    ("branch(2)", multinomial, "multinomial draws in a branch, and did not when the model was looked at"),
+    ("tensor(2)", from_numpy, "the model or its loss draws from numpy, and did not when it was looked at")])
+def test_draws_that_begin_late_are_told(pool: Ranks, tmp_path: Path, row: str, draw: Callable[[Tensor], Tensor],
+                                        told: str) -> None:
+    """A branch of which others do not know that it draws is another draw ahead of them from then on; numbers of numpy are each
+    rank's own. Neither was said."""
+    with pytest.raises(pg.RankFailed, match=told):
+        run(pool, admitted(job("late", functools.partial(Late, draw), VECTORS), row, Settings()), tmp_path)
+
+
+@pytest.mark.parametrize("row", ["tensor(2)", "tensor(3)"])
+def test_draws_that_begin_late_are_serials(pool: Ranks, row: str) -> None:
+    assert found(pool, row, job("late", functools.partial(Late, multinomial), VECTORS), BRIEF).value <= 1e-10
+
+
+class Sloping(nn.Module):
+    def __init__(self, ways: int) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList([nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(ways)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        out = torch.stack([tower(x) for tower in self.towers]).sum(0)
+        slope, = torch.autograd.grad(out.sum(), x, create_graph=self.training)
+        return out + slope.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize(("text", "told"), [("tensor(2)", r"the model, in a test \(eval mode, without gradients\), raised Run"),
+                                            ("branch(2)", "the model, without gradients, raised RuntimeError: element 0")])
+def test_a_model_that_cannot_be_tested_is_refused_at_the_door(text: str, told: str) -> None:
+    """It was trained for an epoch, and then a rank died in the test."""
+    with pytest.raises(pg.Refused, match=told):
+        admitted(job("sloping", functools.partial(Sloping, 2), VECTORS, test=VECTORS, metric=surprise), text, Settings())
+
+
+class Remembering(nn.Module):
+    """A U-Net's way down, made again in backward: at its end a strided convolution, for which the first rank needs no halo."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.down = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3, stride=2, padding=1)
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.down, self.into(x).relu(), use_reentrant=False)         # type: ignore[no-untyped-call]
+        return self.out(x.mean((2, 3)))                                             # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_a_halo_at_the_end_of_a_checkpoint(pool: Ranks, rows: int) -> None:
+    """One rank stopped before it had answered its neighbour, who waited. Over gloo, where nobody else is there to be heard."""
+    tall = TensorDataset(numbers(12, 2, 48, 4, seed=3), whole(4, 12, seed=4))
+    made = job("remembering", Remembering, tall, batch=4, epochs=1)
+    assert found(pool, f"spatial({rows})", made, 3).value <= 1e-10
+
+
+class Viewed(Plain):
+    """A branch's value is shown to all, and then changed by a view of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (tower(x) * 1 for tower in self.towers)
+        before = first + second
+        first.view(-1).mul_(0.5)
+        return self.out(torch.cat([before, first + second], 1))           # type: ignore[no-any-return]
+
+
+def test_a_value_that_was_shown_and_is_changed_by_a_view(pool: Ranks) -> None:
+    assert found(pool, "branch(2)", job("viewed", Viewed, VECTORS), BRIEF).value <= 1e-10
+
+
+class Meshed(nn.Module):
+    """torch.meshgrid asks once more, from a helper of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(10, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.into(x).tanh()
+        first, _ = torch.meshgrid(hidden[0], hidden[0], indexing="ij")
+        return self.out(hidden) + 0 * first.sum()                       # type: ignore[no-any-return]
+
+
+def test_a_function_that_asks_twice(pool: Ranks) -> None:
+    assert found(pool, "tensor(2)", job("meshed", Meshed, VECTORS, batch=29), BRIEF).value <= 1e-10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paragrad.errors import Refused
 from paragrad.notation.choices import Integer, option
-from paragrad.strategies.strategy import Promise, Strategy
+from paragrad.strategies.strategy import Facts, Promise, Strategy
 from paragrad.world.axes import Axis
 
 
@@ -24,6 +24,12 @@ class Branch(Strategy):
 
     def unplanned(self) -> str:
         return "its ranks show each other what their branches give, where the layers of a job want it"
+
+    def refuse(self, facts: Facts, asked: Strategy, unchecked: bool = False) -> None:
+        super().refuse(facts, asked, unchecked)
+        if facts.casts:
+            raise Refused(f"job {facts.job}: under autocast the ranks without a branch do not know the types of its values; "
+                          "train the model in float32 or float64, or with data(n)")
 
     def refuse_beside(self, factors: tuple[Strategy, ...]) -> None:
         if others := [each.name for each in factors if each is not self and not each.replica]:

@@ -85,6 +85,9 @@ class Facts(Protocol):
     @property
     def drawn_outside(self) -> tuple[str, ...]: ...     # generators that draws in the model move, besides torch's kernels
 
+    @property
+    def casts(self) -> bool: ...                # are forwards run under autocast?
+
 
 class Strategy(Family, abstract=True):
     """How the training is split. `*` nests: left to right is outer to inner.

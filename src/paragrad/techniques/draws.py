@@ -25,7 +25,7 @@ from torch import Tensor
 from paragrad.errors import StepFailed
 from paragrad.techniques.hashing import Distribution, filled, rows, without
 from paragrad.techniques.kernels import Drawing, box, drawing, drawn
-from paragrad.world.generators import generator_states, seed_generators
+from paragrad.world.generators import generator_states, generators_seeded, seed_generators
 
 GENERATORS = ("torch", "numpy", "random")
 TEST = -1               # in place of a step
@@ -168,10 +168,26 @@ def keyed(draws: Draws, seed: int, step: int, positions: list[int], always: bool
         yield
 
 
-def in_test(draws: Draws, seed: int, places: list[int], first: int = 0) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def in_test(draws: Draws, seed: int, places: list[int], first: int = 0) -> Iterator[None]:
     """Around a forward in a test: what it draws (dropout that stays on, noise) is keyed by the samples' places in the dataset.
-    So every rank draws its part of the same numbers, and every test of a training the same. first: as Keyed has it."""
-    return keyed(draws, seed, TEST, places, always=True, strict=False, first=first)
+    So every rank draws its part of the same numbers, and every test of a training the same. What comes from numpy and random
+    is the same on all ranks that test these samples together. first: as Keyed has it."""
+    with generators_seeded(f"test {seed} {places[0]}"), drawing(Keyed(draws, seed, TEST, places, strict=False, first=first)):
+        yield
+
+
+@contextlib.contextmanager
+def as_seen(draws: Draws, looked: bool) -> Iterator[None]:
+    """Around passes, where they are looked at: numpy's and Python's generators move if they were seen to, and are seeded in
+    every forward then. Raises StepFailed where they do so all the same."""
+    before = generator_states() if looked and not draws.others else {}
+    yield
+    now = generator_states() if before else {}
+    if moved := [name for name in before if name != "torch" and now[name] != before[name]]:
+        raise StepFailed(f"the model or its loss draws from {moved[0]}, and did not when it was looked at: ranks that have a "
+                         "sample together would each draw numbers of their own; draw by torch, or in every step, or train it "
+                         "with data(n)")
 
 
 # ---- what a forward draws ----------------------------------------------------------------------------------------------------

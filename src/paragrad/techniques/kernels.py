@@ -113,6 +113,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
 }
 
 _drawing: Drawing | None = None             # of the whole process: backward recomputes on a thread of autograd's
+_asked = 0                                  # times that a kernel was called
 Box = dict[int, tuple[int, tuple[range, ...]]]          # of a tensor's dimension: its size in the whole, and what is here of it
 _box: Box = {}
 
@@ -138,6 +139,8 @@ def _kernel(name: str, sampler: Callable[..., Any], original: Any) -> Callable[.
     takes_generator = any(argument.name == "generator" for argument in schema.arguments)
 
     def kernel(keys: Any, *arguments: Any, generator: Any = None, **more: Any) -> Any:
+        global _asked
+        _asked += 1
         if _drawing is not None and generator is None:
             return sampler(_drawing, operator.rstrip("_"), *arguments, **more)
         if _drawing is not None:
@@ -167,6 +170,12 @@ class _Counted(Drawing):
     def numbers(self, name: str, tensor: Tensor, distribution: Distribution) -> Tensor:
         self.count += 1
         return tensor
+
+
+def calls() -> int:
+    """How many random calls this process has made, from the first time that this was asked."""
+    _replaced()
+    return _asked
 
 
 def skipped(call: Callable[[], object]) -> None:

@@ -120,6 +120,10 @@ class Asked:
     def drawn_outside(self) -> tuple[str, ...]:
         return self.facts.probe.draws.others
 
+    @property
+    def casts(self) -> bool:
+        return self.named.autocast is not None
+
 
 def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, facts: Findings | None = None) -> Admitted:
     """Check job, strategy and settings at the door. Raises Refused with the repair."""

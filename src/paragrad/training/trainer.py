@@ -32,7 +32,7 @@ from paragrad.strategies.strategy import Strategy
 from paragrad.techniques import one_copy
 from paragrad.techniques.batch_norm import BatchNorm
 from paragrad.techniques.cut import Around, over
-from paragrad.techniques.draws import Calls, Draws, keyed
+from paragrad.techniques.draws import Calls, Draws, as_seen, keyed
 from paragrad.techniques.exchange import Exchange, How, counted, unmoved
 from paragrad.techniques.layout import Layout, filled
 from paragrad.techniques.passes import COUNTED, Passes, Sums, counting, sums_of
@@ -187,7 +187,8 @@ class Trainer:
         self.module.doubts, self.cast = 0.0, False
         looked = None if self.rehearsing or self.taken >= COUNTED or self.exchange.shards or not self.coarsest else self.model
         still = unmoved(self.exchange, self.parameters, self.layout, self.replicated.size)
-        with counting(self.passes, looked), still, over(self.around, self.exchange.count):
+        late = as_seen(self.draws, self.layout.cut and self.splits and (self.taken + 1).bit_count() == 1)
+        with counting(self.passes, looked), still, late, over(self.around, self.exchange.count):
             own = sums_of(self.passes, batch.parts(inputs, target), len(batch.micros))
         if self.autocast is not None and not self.rehearsing and not self.cast:
             raise StepFailed(f"the passes of {self.strategy} leave autocast out; make every forward within.casting()")
@@ -226,12 +227,10 @@ class Trainer:
         return own, Result(loss / weight, weight, stop > 0), rate
 
     def keyed(self, micro: Micro, first: int = 0, calls: Calls | None = None) -> contextlib.AbstractContextManager[Any]:
-        """Around forward and backward: what is drawn is keyed by each sample's place in the global batch; where the first step
-        drew nothing, a draw ends the run. first, calls: as Keyed has them."""
-        if not self.draws and not self.splits:
-            return contextlib.nullcontext()
-        strict = (self.splits, self.strategy.lays_out)
-        return keyed(self.draws, self.seed, self.steps, micro.places[:len(micro.positions)], *strict, first, calls)
+        """Around forward and backward: what is drawn is keyed by each sample's place in the global batch; where that depends on
+        the layout, a draw that the first step did not make ends the run. first, calls: as Keyed has them."""
+        strict = self.splits and self.strategy.lays_out
+        return keyed(self.draws, self.seed, self.steps, micro.places[:len(micro.positions)], True, strict, first, calls)
 
     def casting(self) -> contextlib.AbstractContextManager[Any]:
         self.cast = True

@@ -38,9 +38,9 @@ def reduced(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     return tree_map_only(Tensor, lambda each: divided(each, rest), made)
 
 
-RULES.update(dict.fromkeys((
-    "sum", "mean", "amax", "amin", "max", "min", "prod", "var_mean", "std_mean", "logsumexp", "all", "any",
-    "argmax", "argmin", "median", "nansum", "nanmean", "count_nonzero"), reduced))
+REDUCING = ("sum", "mean", "amax", "amin", "max", "min", "prod", "var_mean", "std_mean", "logsumexp", "all", "any",
+            "argmax", "argmin", "median", "nansum", "nanmean", "count_nonzero")
+RULES.update(dict.fromkeys(REDUCING, reduced))
 
 
 @rule("var", "std")
@@ -54,7 +54,7 @@ def deviation(func: Any, x: Tensor, dim: Any = None, *args: Any, **kwargs: Any) 
 LAST_TWO = "the last two dimensions"
 ALONG: dict[str, tuple[int, Any]] = {           # where the dimension stands after the first argument, and which it is otherwise
     **dict.fromkeys(("softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "flip"), (0, None)),
-    **dict.fromkeys(("sort", "argsort", "glu"), (0, -1)), **dict.fromkeys(("topk", "kthvalue", "diff"), (1, -1)),
+    **dict.fromkeys(("sort", "argsort", "glu"), (0, -1)), **dict.fromkeys(("topk", "diff"), (1, -1)),
     "roll": (1, None), "tril": (1, LAST_TWO), "triu": (1, LAST_TWO)}
 
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from paragrad.errors import StepFailed
+from paragrad.errors import StepFailed, told
+from paragrad.techniques.probe import evaluating
 from paragrad.techniques.width.divided import Divided, whole
 from paragrad.techniques.width.halo import Added, Asked, Inner, Tied
 from paragrad.techniques.width.lone import Lone, Shown, shown
@@ -24,10 +25,32 @@ REENTRANT, BY_HOOKS = checkpoint.CheckpointFunction, checkpoint._checkpoint_with
 
 def kept_as_given(function: Callable[..., Any], preserve: bool, context: Any, check: Any, debug: bool, early_stop: bool,
                   *args: Any, **kwargs: Any) -> Iterator[None]:
-    """A checkpoint that keeps divided tensors as they are: torch's keeps what it is given by an autograd function."""
+    """A checkpoint that keeps divided tensors as they are: torch's keeps what it is given by an autograd function. It runs to
+    its end again: what is kept last, where torch would stop, is not the same on all ranks (a part without a halo)."""
     if not any(isinstance(each, Divided) for each in tree_leaves((args, kwargs))):
-        return BY_HOOKS(function, preserve, context, check, debug, early_stop, *args, **kwargs)
-    return BY_HOOKS(lambda: function(*args, **kwargs), preserve, context, check, debug, early_stop)
+        return BY_HOOKS(function, preserve, context, check, debug, False, *args, **kwargs)
+    return BY_HOOKS(lambda: function(*args, **kwargs), preserve, context, check, debug, False)
+
+
+@contextlib.contextmanager
+def telling(what: str) -> Iterator[None]:
+    """Around a forward at the door. what: of the model, which raises something. Raises StepFailed."""
+    try:
+        yield
+    except StepFailed:
+        raise
+    except Exception as error:
+        raise StepFailed(f"the model, {what}, raised {told(error)}; train it with data(n)") from error
+
+
+@contextlib.contextmanager
+def as_tested(model: nn.Module, tested: bool) -> Iterator[None]:
+    """Around a forward: as in a test, if it is one."""
+    if not tested:
+        yield
+        return
+    with evaluating(model), torch.no_grad(), telling("in a test (eval mode, without gradients)"):
+        yield
 
 
 def refuse_compiled(model: nn.Module) -> None:

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_map_only
 
 from paragrad.datasets.loading import called, copied
 from paragrad.errors import StepFailed
-from paragrad.errors import told as said
 from paragrad.jobs.loss import Summed
 from paragrad.strategies.branch import Branch as Strategy
 from paragrad.techniques.cut import Share
@@ -23,7 +22,7 @@ from paragrad.techniques.model_parallel.units import NO_LOSS
 from paragrad.techniques.model_parallel.watch import whereabouts
 from paragrad.techniques.untouched import untouched
 from paragrad.techniques.width.account import table
-from paragrad.techniques.width.around import anew, asked, refuse_compiled, standing
+from paragrad.techniques.width.around import anew, as_tested, asked, refuse_compiled, standing, telling
 from paragrad.techniques.width.forks import Branch, placed, timed
 from paragrad.techniques.width.lone import Lone, of_shapes, shown
 from paragrad.techniques.width.pairs import Line
@@ -47,14 +46,14 @@ class Plan:
 
 def check(strategy: Strategy, model: nn.Module, example: Any, tested: bool) -> None:
     """Has the model branches? Raises StepFailed with the repair."""
-    look(strategy, model, example)
+    look(strategy, model, example, tested)
 
 
-def look(strategy: Strategy, model: nn.Module, example: Any) -> Plan:
-    """Which branches there are, and whose each is."""
+def look(strategy: Strategy, model: nn.Module, example: Any, tested: bool = False) -> Plan:
+    """Which branches there are, and whose each is. tested: a test has to be possible too."""
     ranks = strategy.size
     refuse_compiled(model)
-    with untouched(Summed(model, NO_LOSS)):
+    with untouched(Summed(model, NO_LOSS)), telling("without gradients"):
         found = timed(model, example, ranks)
     most = max(map(len, found), default=1)
     if most < 2:
@@ -66,12 +65,14 @@ def look(strategy: Strategy, model: nn.Module, example: Any) -> Plan:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     owners, whole = placed(found, ranks), frozenset[str]()
     for _ in range(ROUNDS):
-        looking = Looking(model, owners, ranks, whole)
+        looking, testing = (Looking(model, owners, ranks, whole) for _ in range(2))
         with untouched(Summed(model, NO_LOSS)):
             looking.run(example)
-        if looking.whole == whole:
+        with untouched(Summed(model, NO_LOSS)), contextlib.nullcontext() if tested else contextlib.suppress(StepFailed):
+            testing.run(example, tested=True)
+        before, whole = whole, frozenset(looking.whole | testing.whole)
+        if whole == before:
             break
-        whole = frozenset(looking.whole)
     return Plan(found, owners, whole, tuple(looking.notes), {name: each.numel() for name, each in tensors})
 
 
@@ -97,18 +98,13 @@ class Looking:
         except Exception:                   # whatever it says: then it is called with values, everywhere
             self.whole.add(name)
 
-    def run(self, inputs: Any) -> None:
+    def run(self, inputs: Any, tested: bool = False) -> None:
         held = {id(tensor): Lone(tensor, owner, self.line, standing=True)
                 for _, _, tensor, owner in _owned(self.model, self.owners)}
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
-        with standing(self.model, held), asked(), no_checkpoints(), whereabouts(self.model) as self.at:
-            try:
-                tree_map_only(Lone, shown, called(self.model, copied(inputs)))
-            except StepFailed:
-                raise
-            except Exception as error:
-                raise StepFailed(f"the model, some of whose values one rank alone has, raised {said(error)}; train it with "
-                                 "data(n)") from error
+        with (standing(self.model, held), asked(), no_checkpoints(), whereabouts(self.model) as self.at,
+              telling("some of whose values one rank alone has"), as_tested(self.model, tested)):
+            tree_map_only(Lone, shown, called(self.model, copied(inputs)))
         if own := [name for name in anew(self.model, buffers, held) if name in self.owners]:
             raise StepFailed(f"a forward makes the buffer {own[0]} anew, which is in a branch; change it in place "
                              "(self.name.copy_(...)), or train the model with data(n)", tensor=own[0])

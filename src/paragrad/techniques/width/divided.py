@@ -191,9 +191,17 @@ class _Unasked(dict[str, Any]):
         return self.source[name]
 
 
-@functools.cache
+RUNNING: set[Any] = set()
+
+
 def body(func: Any) -> Any:
-    """A function of torch that is written in Python, as it is without asking who its arguments are; None for any other."""
+    """A function of torch that is written in Python, as it is without asking who its arguments are; None for any other, and for
+    one that is running: a helper of it asks again."""
+    return None if func in RUNNING else _body(func)
+
+
+@functools.cache
+def _body(func: Any) -> Any:
     if not isinstance(func, types.FunctionType) or not (func.__module__ or "").startswith("torch."):
         return None
     names = _Unasked(func.__globals__)
@@ -201,7 +209,14 @@ def body(func: Any) -> Any:
         return None
     made = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     made.__kwdefaults__ = func.__kwdefaults__
-    return made
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        RUNNING.add(func)
+        try:
+            return made(*args, **kwargs)
+        finally:
+            RUNNING.discard(func)
+    return once
 
 
 # ---- from divided to plain and back ------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ another rank's, there stands one of its shape. What two ranks have is put togeth
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from typing import Any
 
@@ -18,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paragrad.errors import StepFailed
-from paragrad.techniques.draws import Recording
-from paragrad.techniques.kernels import drawing, skipped
+from paragrad.techniques.kernels import calls, skipped
 from paragrad.techniques.width.divided import OF_THE_LOCAL, OF_THE_WHOLE, REFUSED, body, changes, name_of
 from paragrad.techniques.width.letters import RANDOM
 from paragrad.techniques.width.pairs import Line
@@ -36,13 +34,13 @@ META = torch.device("meta")
 class Lone(Tensor):
     """local: the value with its graph, on rank `owner` of the line; on others one without values.  ties: there, the plain
     values that it is made of: what comes back for them is nothing, and all ranks have to ask;  standing: it is a parameter or
-    buffer, which other steps see with other values."""
+    buffer, which other steps see with other values;  shown: on all ranks, and which version of the value that is."""
     local: Tensor
     owner: int
     line: Line
     ties: tuple[Tensor, ...]
     standing: bool
-    shown: Tensor | None
+    shown: tuple[Tensor, int] | None
 
     @staticmethod
     def __new__(cls, local: Tensor, owner: int, line: Line, ties: tuple[Tensor, ...] = (), standing: bool = False) -> Lone:
@@ -109,12 +107,14 @@ def alone(func: Any, name: str, args: Any, kwargs: Any, lone: list[Lone], plain:
     copies = {id(each): line.copied(each) for each in plain}
     if lone[0].mine:
         ties: tuple[Tensor, ...] = ()
-        now = getattr(torch, name) if name in NORMS else func
-        recording = Recording()
-        with drawing(recording) if line.planning is not None else contextlib.nullcontext():
-            out = now(*_mapped(args, copies), **_mapped(kwargs, copies))
+        now, before = getattr(torch, name) if name in NORMS else func, calls()
+        out = now(*_mapped(args, copies), **_mapped(kwargs, copies))
+        draws = calls() != before and name not in RANDOM        # which other ranks do not count
         if line.planning is not None:
-            line.planning.tried(func, name, args, kwargs, draws=bool(recording.calls) and name not in RANDOM)
+            line.planning.tried(func, name, args, kwargs, draws)
+        elif draws:
+            raise StepFailed(f"{name} draws in a branch, and did not when the model was looked at; draw by dropout or a "
+                             "tensor's own methods (x.normal_()), draw in every step, or train the model with data(n)")
     else:
         made = [each for each in copies.values() if each.requires_grad and torch.is_grad_enabled()]
         ties = tuple({id(each): each for each in (*made, *(
@@ -159,12 +159,13 @@ def shown(x: Any) -> Any:
     if not isinstance(x, Lone):
         return x
     asks = x.local.requires_grad and torch.is_grad_enabled()
-    if x.shown is not None and (x.shown.requires_grad or not asks):
-        return x.shown
+    version = x.local._version              # which a change by a view moves too
+    if x.shown is not None and x.shown[1] == version and (x.shown[0].requires_grad or not asks):
+        return x.shown[0]
     x.line.note("shown", x.numel() * x.element_size())
     inputs = [x.local] if x.mine else [*(x.ties if asks else ()), torch.zeros((), requires_grad=asks)]
     made = Shown.apply(x.mine, x.owner, x.line, tuple(x.shape), x.dtype, *inputs)
-    x.__dict__["shown"] = None if x.standing else made
+    x.__dict__["shown"] = None if x.standing else (made, version)
     return made
 
 

@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from paragrad.datasets.loading import called, copied
-from paragrad.errors import StepFailed, told
 from paragrad.jobs.loss import Summed
 from paragrad.techniques.model_parallel.units import NO_LOSS
 from paragrad.techniques.model_parallel.watch import whereabouts
 from paragrad.techniques.untouched import untouched
-from paragrad.techniques.width.around import anew, asked, members, refuse_compiled, standing
+from paragrad.techniques.width.around import anew, as_tested, asked, members, refuse_compiled, standing, telling
 from paragrad.techniques.width.divided import Cut, Divided
 from paragrad.techniques.width.domain import Domain, entering
 from paragrad.techniques.width.pairs import Line
@@ -189,18 +188,14 @@ class Planning:
         self.notes.append(Note(self.at[-1], what, sent, detail))
 
     # ---- the run -------------------------------------------------------------------------------------------------------------
-    def run(self, inputs: Any) -> None:
+    def run(self, inputs: Any, tested: bool = False) -> None:
         refuse_compiled(self.model)
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         with untouched(Summed(self.model, NO_LOSS)):
-            with standing(self.model, self.held), asked(), members(self.held), whereabouts(self.model) as self.at:
-                try:
-                    called(self.model, entering(copied(inputs), self.lines))
-                except StepFailed:
-                    raise
-                except Exception as error:
-                    raise StepFailed("the model, of which every rank has some neurons and sees the shapes of the whole, "
-                                     f"raised {told(error)}; train it with data(n) or pipeline(n)") from error
+            with (standing(self.model, self.held), asked(), members(self.held), whereabouts(self.model) as self.at,
+                  telling("of which every rank has some neurons and sees the shapes of the whole"),
+                  as_tested(self.model, tested)):
+                called(self.model, entering(copied(inputs), self.lines))
             # what a forward makes anew is not in the pieces that stand for what there was
             self.assigned = anew(self.model, buffers, self.held)
             self.why |= dict.fromkeys(self.assigned, "assigned")
@@ -217,14 +212,17 @@ class Planning:
         return found | dict.fromkeys(self.assigned)
 
 
-def planned(model: nn.Module, example: Any, ranks: int, domain: Domain | None = None, pairs: bool = True) -> Plan:
+def planned(model: nn.Module, example: Any, ranks: int, domain: Domain | None = None, pairs: bool = True,
+            tested: bool = False) -> Plan:
     """How a model is split over so many ranks: of two ways to go on where plain and divided values meet, by which less travels.
-    example: inputs of some samples. Raises StepFailed where the model cannot run so."""
-    plans = [_planned(model, example, ranks, gathers, domain, pairs) for gathers in ((False,) if domain else (False, True))]
+    example: inputs of some samples;  tested: it runs as in a test too. Raises StepFailed where the model cannot run so."""
+    plans = [_planned(model, example, ranks, gathers, domain, pairs, tested)
+             for gathers in ((False,) if domain else (False, True))]
     return min(plans, key=lambda plan: plan.bytes)
 
 
-def _planned(model: nn.Module, example: Any, ranks: int, gathers: bool, domain: Domain | None, pairs: bool) -> Plan:
+def _planned(model: nn.Module, example: Any, ranks: int, gathers: bool, domain: Domain | None, pairs: bool,
+             tested: bool) -> Plan:
     blocks: dict[str, tuple[Block, ...] | None] = {}
     made: dict[str, Made] = {}
     for _ in range(ROUNDS):
@@ -235,8 +233,11 @@ def _planned(model: nn.Module, example: Any, ranks: int, gathers: bool, domain: 
         blocks, made = planning.after(), planning.made
     else:                                               # what goes back and forth is on every rank
         blocks |= dict.fromkeys({*made, *(wish.origin[0] for wish in planning.wishes)})
-        planning = Planning(model, ranks, blocks, gathers, domain=domain, pairs=pairs)
+        made = {}
+        planning = Planning(model, ranks, blocks, gathers, made, domain, pairs)
         planning.run(example)
+    if tested:
+        Planning(model, ranks, blocks, gathers, made, domain, pairs).run(example, tested)
     names = {name: tuple(each.shape) for name, each in [*model.named_parameters(), *model.named_buffers()]}
     return Plan(ranks, gathers, {name: (dim, pieces.blocks) for name, (dim, pieces) in planning.chosen.items()},
                 planning.roles, names, tuple(planning.notes),

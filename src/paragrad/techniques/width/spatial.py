@@ -24,10 +24,10 @@ from paragrad.world.world import World
 
 def check(strategy: Spatial | Data, model: nn.Module, example: Any, tested: bool) -> None:
     """Can the model be split so? Raises StepFailed with the repair."""
-    look(strategy, model, example)
+    look(strategy, model, example, tested)
 
 
-def look(strategy: Spatial | Data, model: nn.Module, example: Any) -> Plan:
+def look(strategy: Spatial | Data, model: nn.Module, example: Any, tested: bool = False) -> Plan:
     """What the layers of a model do with pieces."""
     domain = domain_of(strategy)
     if isinstance(strategy, Spatial):
@@ -35,7 +35,7 @@ def look(strategy: Spatial | Data, model: nn.Module, example: Any) -> Plan:
     elif not samples_first(example):
         raise StepFailed("the inputs of the model have not all samples as their first dimension, so which part of them a rank "
                          "has is not known; leave out dense=tensor")
-    plan = planned(model, example, strategy.size, domain)
+    plan = planned(model, example, strategy.size, domain, tested=tested)
     if isinstance(strategy, Spatial) and not any(note.what in ("fetched", "statistics") for note in plan.notes):
         raise StepFailed("no layer of the model works on rows of images: none is a convolution, or pools; train it with "
                          "data(n) or tensor(n)")

@@ -24,12 +24,12 @@ from paragrad.world.world import World
 
 def check(strategy: Strategy, model: nn.Module, example: Any, tested: bool) -> None:
     """Can the model be split so? Raises StepFailed with the repair."""
-    look(strategy, model, example)
+    look(strategy, model, example, tested)
 
 
-def look(strategy: Strategy, model: nn.Module, example: Any) -> Plan:
+def look(strategy: Strategy, model: nn.Module, example: Any, tested: bool = False) -> Plan:
     """How the model's layers are split."""
-    plan = planned(model, example, strategy.size, pairs=strategy.pairs)
+    plan = planned(model, example, strategy.size, pairs=strategy.pairs, tested=tested)
     if not plan.divided:
         widest = max((max(shape) for shape in plan.shapes.values() if shape), default=0)
         repair = f"give at most tensor({widest})" if 1 < widest < strategy.size else "train it with data(n)"
