@@ -276,6 +276,11 @@ def test_a_model_that_cannot_be_tested_is_refused_at_the_door(text: str, told: s
         admitted(job("sloping", functools.partial(Sloping, 2), VECTORS, test=VECTORS, metric=surprise), text, Settings())
 
 
+def test_branches_under_autocast_are_refused_at_the_door() -> None:
+    with pytest.raises(pg.Refused, match="under autocast the ranks without a branch do not know the types of its values"):
+        admitted(job("plain", Plain, VECTORS, dtype=torch.bfloat16), "branch(2)", Settings())
+
+
 class Remembering(nn.Module):
     """A U-Net's way down, made again in backward: at its end a strided convolution, for which the first rank needs no halo."""
 

@@ -87,10 +87,10 @@ def per_channel(func: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     return tuple(divided(each, cuts) for each in made) if isinstance(made, tuple) else divided(made, cuts)
 
 
-RULES.update(dict.fromkeys((f"{kind}{spatial}d{more}" for spatial in "123" for more in ("", "_with_indices") for kind in (
-    "adaptive_max_pool", "reflection_pad", "replication_pad")), per_channel))
-RULES.update(dict.fromkeys(("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", *(
-    f"max_pool{spatial}d_with_indices" for spatial in "123")), per_channel))
+RULES.update(dict.fromkeys((f"{kind}{spatial}d{more}" for spatial in "123" for kind, more in (
+    ("adaptive_max_pool", ""), ("adaptive_max_pool", "_with_indices"), ("max_pool", "_with_indices"), ("reflection_pad", ""),
+    ("replication_pad", ""))), per_channel))
+RULES.update(dict.fromkeys(("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"), per_channel))
 
 
 @rule("max_pool1d", "max_pool2d", "max_pool3d")

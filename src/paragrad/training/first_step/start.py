@@ -149,7 +149,7 @@ def wire(trainer: Trainer, some_unused: bool, example: Any, forward: Callable[[]
         skips = part.draws.serial is not None or any(each.skips for each in factors_of(trainer.strategy))
         if trainer.batch_norm.inside and skips:
             raise StepFailed("the model has batch norms inside of samples or weights, which are known by the number of their "
-                             f"call, and in parts calls have others; train it without {trainer.strategy}")
+                             "call, and in parts calls have others; write them as instance_norm, or train it with data(n)")
         for choice in part.chose if trainer.world.rank == 0 else ():
             trainer.log.choice(*choice)
     replica = Replica(trainer.module, trainer.optimizer, trainer.clip_norm, some_unused, trainer.layout, forward,
