@@ -24,10 +24,10 @@ from paragrad.techniques.untouched import untouched
 from paragrad.techniques.width.account import table
 from paragrad.techniques.width.around import anew, as_tested, asked, refuse_compiled, standing, telling
 from paragrad.techniques.width.forks import Branch, placed, timed
+from paragrad.techniques.width.held import Split
 from paragrad.techniques.width.lone import Lone, of_shapes, shown
-from paragrad.techniques.width.pairs import Line
-from paragrad.techniques.width.planning import Nobody, Note
-from paragrad.techniques.width.tensor import Split
+from paragrad.techniques.width.pairs import Line, Nobody
+from paragrad.techniques.width.planning import Note
 from paragrad.world.world import World
 
 ROUNDS = 8                  # until no other function is found that wants values

@@ -15,7 +15,7 @@ A plain tensor is on all ranks of a line, and so is its whole gradient; a divide
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -44,6 +44,28 @@ class Deciding(Protocol):
     def gathered(self, tensor: Any, dim: int) -> None: ...
     def tried(self, func: Any, name: str, args: Any, kwargs: Any, draws: bool) -> None: ...
     def noted(self, what: str, sent: int, detail: str) -> None: ...
+
+
+class Nobody:
+    """A world of so many ranks, of which this is the first, and no other is there. What it answers has the shape alone."""
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_reduced(self, tensor: Tensor, operation: str = "SUM") -> Tensor:
+        return tensor.clone()
+
+    def gathered(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor] * self.size
+
+    def copy_from(self, tensor: Tensor, rank: int) -> None:
+        """What there is is what it would be."""
+
+    def passing(self, sends: Mapping[int, Tensor], takes: Mapping[int, Tensor]) -> Callable[[], None]:
+        for tensor in takes.values():
+            tensor.zero_()
+        return lambda: None
 
 
 class Line:

@@ -9,7 +9,7 @@ until there are none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -21,10 +21,11 @@ from paragrad.jobs.loss import Summed
 from paragrad.techniques.model_parallel.units import NO_LOSS
 from paragrad.techniques.model_parallel.watch import whereabouts
 from paragrad.techniques.untouched import untouched
+from paragrad.techniques.width import along, convolutions, kinds, letters, losses, norms, shapes, sliding  # noqa: F401 -- the rules
 from paragrad.techniques.width.around import anew, as_tested, asked, members, refuse_compiled, standing, telling
 from paragrad.techniques.width.divided import Cut, Divided
 from paragrad.techniques.width.domain import Domain, entering
-from paragrad.techniques.width.pairs import Line
+from paragrad.techniques.width.pairs import Line, Nobody
 from paragrad.techniques.width.pieces import Block, Pieces, Wish, evenly_divided, granted
 
 ROUNDS = 12                 # of granting wishes
@@ -73,28 +74,6 @@ class Plan:
     def cut(self, name: str, line: Line) -> tuple[int, Cut]:
         dim, blocks = self.divided[name]
         return dim, Cut(Pieces(blocks, self.ranks), line)
-
-
-class Nobody:
-    """A world of so many ranks, of which this is the first, and no other is there. What it answers has the shape alone."""
-    rank = 0
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def all_reduced(self, tensor: Tensor, operation: str = "SUM") -> Tensor:
-        return tensor.clone()
-
-    def gathered(self, tensor: Tensor) -> list[Tensor]:
-        return [tensor] * self.size
-
-    def copy_from(self, tensor: Tensor, rank: int) -> None:
-        """What there is is what it would be."""
-
-    def passing(self, sends: Mapping[int, Tensor], takes: Mapping[int, Tensor]) -> Callable[[], None]:
-        for tensor in takes.values():
-            tensor.zero_()
-        return lambda: None
 
 
 class Made(NamedTuple):

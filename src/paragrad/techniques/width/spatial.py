@@ -16,9 +16,9 @@ from paragrad.strategies.spatial import Spatial
 from paragrad.techniques.cut import Share
 from paragrad.techniques.width import account
 from paragrad.techniques.width.domain import COLUMNS, ROWS, SAMPLES, Along, Domain, entering, images, samples_first
+from paragrad.techniques.width.held import Split, divide
 from paragrad.techniques.width.pairs import Line
 from paragrad.techniques.width.planning import Plan, planned
-from paragrad.techniques.width.tensor import Split, divide
 from paragrad.world.world import World
 
 
