@@ -42,19 +42,19 @@ versions: lowest newest
 
 lowest:
 	$(PYTHON) -m venv --clear .venv-lowest
-	.venv-lowest/bin/python -m pip install --quiet --constraint constraints-lowest.txt torch
-	.venv-lowest/bin/python -m pip install --quiet --constraint constraints-lowest.txt --editable '.[dev]'
+	.venv-lowest/bin/python -m pip install --quiet --no-compile --constraint constraints-lowest.txt torch
+	.venv-lowest/bin/python -m pip install --quiet --no-compile --constraint constraints-lowest.txt --editable '.[dev]'
 	.venv-lowest/bin/pytest $(COVERING) -m "not table and not story"
 
 # from a source distribution, which has all that its tests need; torch is the pinned one
 newest:
 	$(PYTHON) -m venv --clear .venv-newest
 	grep '^torch==' constraints.txt >.venv-newest/torch.txt
-	.venv-newest/bin/python -m pip install --quiet --requirement .venv-newest/torch.txt build
+	.venv-newest/bin/python -m pip install --quiet --no-compile --requirement .venv-newest/torch.txt build
 	.venv-newest/bin/python -m build --sdist --outdir .venv-newest >/dev/null
 	mkdir .venv-newest/sdist
 	tar -xzf .venv-newest/paragrad-*.tar.gz --directory .venv-newest/sdist --strip-components 1
-	.venv-newest/bin/python -m pip install --quiet --constraint .venv-newest/torch.txt '.venv-newest/sdist[dev]'
+	.venv-newest/bin/python -m pip install --quiet --no-compile --constraint .venv-newest/torch.txt '.venv-newest/sdist[dev]'
 	cd .venv-newest/sdist && ../bin/pytest $(COVERING) -m "not table and not story"
 
 # mpirun for the tests of joining a world, a browser for those of the page, ip and tc for several hosts; tests that miss them
@@ -64,15 +64,16 @@ system:
 	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends openmpi-bin chromium chromium-driver iproute2 >/dev/null; fi
 
 # torch alone first: with it in place nothing else asks for another build of it
+# --no-compile: bytecode is made of what is imported, when it is, and not of all of torch
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || (echo "paragrad needs Python 3.11 or later; make PYTHON=/path/to/python3" >&2; exit 1)
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 .venv/zoo: .venv/ready
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,zoo]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev,zoo]'
 	touch $@
 
 clean:

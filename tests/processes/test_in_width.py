@@ -47,19 +47,19 @@ def steps(request: pytest.FixtureRequest) -> int:
     return STEPS if request.node.get_closest_marker("table") else BRIEF
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(14)
 @pytest.mark.parametrize(("row", "column"), WIDE)
 def test_it_is_the_same_training(pool: Ranks, row: str, column: str, steps: int) -> None:
     assert found(pool, row, JOBS[column], steps).value <= 1e-10
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(9)
 @pytest.mark.parametrize(("row", "column"), OF_PIECES)
 def test_images_in_pieces_are_the_same_training(pool: Ranks, row: str, column: str, steps: int) -> None:
     assert found(pool, row, {**JOBS, **OF_IMAGES}[column], steps).value <= 1e-10
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("row", "column"), OF_BRANCHES)
 def test_branches_are_the_same_training(pool: Ranks, row: str, column: str, steps: int) -> None:
     assert found(pool, row, WITH_BRANCHES[column], steps).value <= 1e-10

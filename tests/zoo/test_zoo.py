@@ -40,8 +40,8 @@ def covering() -> list[tuple[Row, str]]:
 
 
 def part() -> list[tuple[Row, str]]:
-    """Every fourth row of that, and still every strategy: what CI has time for."""
-    return [cell for place, cell in enumerate(covering()) if (place + place // len(STRATEGIES)) % 4 == 0]
+    """Every fifth row of that, and still every strategy: what CI has time for."""
+    return [cell for place, cell in enumerate(covering()) if (place + place // len(STRATEGIES)) % 5 == 0]
 
 
 def cells() -> list[object]:
