@@ -38,6 +38,7 @@ cuts: .venv/zoo
 COVERING := $(addprefix tests/pure/test_,digits.py pages.py profile.py record.py) \
             $(addprefix tests/processes/test_,cli.py datasets.py job_files.py)
 
+# environments of one run: bytecode is made of what is imported, not of all of torch
 versions: lowest newest
 
 lowest:
@@ -64,16 +65,15 @@ system:
 	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends openmpi-bin chromium chromium-driver iproute2 >/dev/null; fi
 
 # torch alone first: with it in place nothing else asks for another build of it
-# --no-compile: bytecode is made of what is imported, when it is, and not of all of torch
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || (echo "paragrad needs Python 3.11 or later; make PYTHON=/path/to/python3" >&2; exit 1)
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 .venv/zoo: .venv/ready
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev,zoo]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,zoo]'
 	touch $@
 
 clean:
