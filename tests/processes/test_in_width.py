@@ -257,9 +257,9 @@ def test_draws_that_begin_late_are_serials(pool: Ranks, row: str) -> None:
 
 
 class Sloping(nn.Module):
-    def __init__(self, ways: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.towers = nn.ModuleList([nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(ways)])
+        self.towers = nn.ModuleList([nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(2)])
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_()
@@ -273,7 +273,7 @@ class Sloping(nn.Module):
 def test_a_model_that_cannot_be_tested_is_refused_at_the_door(text: str, told: str) -> None:
     """It was trained for an epoch, and then a rank died in the test."""
     with pytest.raises(pg.Refused, match=told):
-        admitted(job("sloping", functools.partial(Sloping, 2), VECTORS, test=VECTORS, metric=surprise), text, Settings())
+        admitted(job("sloping", Sloping, VECTORS, test=VECTORS, metric=surprise), text, Settings())
 
 
 def test_branches_under_autocast_are_refused_at_the_door() -> None:

@@ -127,12 +127,12 @@ class Keyed(Drawing):
         """The number that a call has in the whole model."""
         if self.draws.serial is None:
             return call
-        if call >= len(self.draws.serial) and not self.strict:
-            return self.AFTER + call
-        if call >= len(self.draws.serial):
+        if call < len(self.draws.serial):
+            return self.draws.serial[call]
+        if self.strict:
             raise StepFailed(f"{name} draws once more than this part of the model is said to: which call of the whole model "
                              "that is, is not known; name all of them, in their order, in Share(draws=)")
-        return self.draws.serial[call]
+        return self.AFTER + call
 
     def _place(self, name: str, shape: tuple[int, ...], call: int) -> tuple[int | None, int]:
         """(sample dimension, blocks) of this call: of all that were seen the one that fits, by its order where several do."""

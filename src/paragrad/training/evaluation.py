@@ -39,12 +39,12 @@ def evaluated(world: World, module: Summed, passes: Passes | None, layout: Layou
     total, weight, gradients = 0.0, 0.0, metric is None and module.by_graph
     outputs = passes.outputs if passes else lambda several, _: [called(module.model, inputs) for inputs in several]
     most, mine = most if gradients else BATCH, evenly(len(samples), world.size)[world.rank]
-    batches = [mine[start:start + most] for start in range(0, len(mine), most)]
-    fetched = loaded(samples, ((0, list(indices)) for indices in batches), loaders)
+    batches = [list(mine[start:start + most]) for start in range(0, len(mine), most)]
+    fetched = loaded(samples, ((0, indices) for indices in batches), loaders)
     scored = functools.partial(_scored, module, outputs, metric)
     together = at_a_time(module, metric, passes.in_flight) if passes else 1
     for start in range(0, len(batches), together):
-        places = [list(indices) for indices in batches[start:start + together]]
+        places = batches[start:start + together]
         given = [parted(brought(each, world.device, dtype)) for each in itertools.islice(fetched, together)]
         kept = copied(given) if start == 0 else None
         try:

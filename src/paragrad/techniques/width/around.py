@@ -27,9 +27,9 @@ def kept_as_given(function: Callable[..., Any], preserve: bool, context: Any, ch
                   *args: Any, **kwargs: Any) -> Iterator[None]:
     """A checkpoint that keeps divided tensors as they are: torch's keeps what it is given by an autograd function. It runs to
     its end again: what is kept last, where torch would stop, is not the same on all ranks (a part without a halo)."""
-    if not any(isinstance(each, Divided) for each in tree_leaves((args, kwargs))):
-        return BY_HOOKS(function, preserve, context, check, debug, False, *args, **kwargs)
-    return BY_HOOKS(lambda: function(*args, **kwargs), preserve, context, check, debug, False)
+    if any(isinstance(each, Divided) for each in tree_leaves((args, kwargs))):
+        function, args, kwargs = functools.partial(function, *args, **kwargs), (), {}
+    return BY_HOOKS(function, preserve, context, check, debug, False, *args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ until there are none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -195,17 +195,23 @@ def planned(model: nn.Module, example: Any, ranks: int, domain: Domain | None = 
             tested: bool = False) -> Plan:
     """How a model is split over so many ranks: of two ways to go on where plain and divided values meet, by which less travels.
     example: inputs of some samples;  tested: it runs as in a test too. Raises StepFailed where the model cannot run so."""
-    plans = [_planned(model, example, ranks, gathers, domain, pairs, tested)
-             for gathers in ((False,) if domain else (False, True))]
-    return min(plans, key=lambda plan: plan.bytes)
+    plans = [_planned(model, example, ranks, gathers, domain, pairs) for gathers in ((False,) if domain else (False, True))]
+    plan, again = min(plans, key=lambda each: each[0].bytes)
+    if tested:
+        again().run(example, tested)
+    return plan
 
 
-def _planned(model: nn.Module, example: Any, ranks: int, gathers: bool, domain: Domain | None, pairs: bool,
-             tested: bool) -> Plan:
+def _planned(model: nn.Module, example: Any, ranks: int, gathers: bool, domain: Domain | None,
+             pairs: bool) -> tuple[Plan, Callable[[], Planning]]:
+    """(How it is split, another run of it)."""
     blocks: dict[str, tuple[Block, ...] | None] = {}
     made: dict[str, Made] = {}
+
+    def again() -> Planning:
+        return Planning(model, ranks, blocks, gathers, made, domain, pairs)
     for _ in range(ROUNDS):
-        planning = Planning(model, ranks, blocks, gathers, made, domain, pairs)
+        planning = again()
         planning.run(example)
         if (planning.after(), planning.made) == (blocks, made):
             break
@@ -213,11 +219,9 @@ def _planned(model: nn.Module, example: Any, ranks: int, gathers: bool, domain: 
     else:                                               # what goes back and forth is on every rank
         blocks |= dict.fromkeys({*made, *(wish.origin[0] for wish in planning.wishes)})
         made = {}
-        planning = Planning(model, ranks, blocks, gathers, made, domain, pairs)
+        planning = again()
         planning.run(example)
-    if tested:
-        Planning(model, ranks, blocks, gathers, made, domain, pairs).run(example, tested)
     names = {name: tuple(each.shape) for name, each in [*model.named_parameters(), *model.named_buffers()]}
     return Plan(ranks, gathers, {name: (dim, pieces.blocks) for name, (dim, pieces) in planning.chosen.items()},
                 planning.roles, names, tuple(planning.notes),
-                {name: why for name, why in planning.why.items() if name not in planning.chosen})
+                {name: why for name, why in planning.why.items() if name not in planning.chosen}), again
