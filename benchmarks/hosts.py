@@ -59,14 +59,16 @@ SETTINGS = {                    # of each host's TCP
     "ipv4/tcp_congestion_control": "reno",      # whatever this machine prefers: one that every kernel has, and lets us choose
     # windows all of a size: left to itself each grows with its history, and of two ranks that exchange, whoever has the smaller
     # one sends more slowly (its acknowledgements stand behind the other's data). Seven of these wait for less than the 200 ms
-    # after which TCP takes a message for lost, and begins slowly again
+    # after which TCP takes a message for lost, and begins slowly again. What a window lets through needs more memory than its
+    # bytes where messages are small, so a buffer may grow beyond: a rank that computes and does not read would lose some
     "ipv4/tcp_moderate_rcvbuf": "0",
-    "ipv4/tcp_rmem": "4096 262144 262144",
+    "ipv4/tcp_rmem": "4096 262144 6291456",
     "ipv4/tcp_wmem": "4096 262144 262144",
     "ipv6/conf/all/disable_ipv6": "1",
 }
 DEVICES = "mount -t sysfs sysfs /sys\n"        # those of its own network
 OVERTAKEN = "TcpExtTCPOFOQueue"                 # the kernel's name for packets that came before one sent earlier
+NO_ROOM = "TcpExtTCPRcvQDrop"                   # and for those that a host dropped, as its buffer was full
 
 
 class HostFailed(RuntimeError):
@@ -158,12 +160,14 @@ class Cluster:
         return self.finished(self.torchrun(words, ranks, folder=folder, environment=environment), timeout)
 
     def faults(self) -> dict[str, int]:
-        """What a good cable does not do, so far: packets that the limited links dropped, and that came out of their order."""
+        """What a good cable does not do, so far: packets that a limited link or a host dropped, and that came out of order."""
         ends = [host.inside(["tc", "-s", "qdisc", "show", "dev", INTERFACE]) for host in self.hosts]
         ends.append(["nsenter", f"--net=/proc/{self._switch}/ns/net", "tc", "-s", "qdisc", "show"])
         dropped = sum(int(count) for words in ends for count in re.findall(r"dropped (\d+)", _done(words)))
-        counted = [json.loads(_done(host.inside(["nstat", "--json", "-asz", OVERTAKEN]))) for host in self.hosts]
-        return {"packets dropped": dropped, "packets out of order": sum(each["kernel"][OVERTAKEN] for each in counted)}
+        counters = [host.inside(["nstat", "--json", "-asz", OVERTAKEN, NO_ROOM]) for host in self.hosts]
+        counted = [json.loads(_done(words))["kernel"] for words in counters]
+        return {"packets dropped": dropped + sum(each[NO_ROOM] for each in counted),
+                "packets out of order": sum(each[OVERTAKEN] for each in counted)}
 
 
 @contextmanager
