@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 from common import Bench, alternated, ratios
 from torch import Tensor, nn
-from trainings import ours, stepped, theirs
-from workers import Workers, serve
+from trainings import Loop, backward_of, looped, ours, shuffled, theirs
+from workers import Workers
 
 import paragrad as pg
 from paragrad.world.launching import Ranks
@@ -73,7 +73,7 @@ class Setting:
 def main() -> None:
     bench = Bench(__doc__, options)
     if bench.options.worker:
-        worker(*bench.options.worker)
+        looped(*bench.options.worker, loop)
         return
     setting = Setting()
     with tempfile.TemporaryDirectory() as folder, Ranks(RANKS) as ranks:
@@ -97,26 +97,10 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 # ---- in a rank -----------------------------------------------------------------------------------------------------------
-def worker(kind: str, address: str) -> None:
-    import torch.distributed as dist
-
-    import paragrad.world.backends  # noqa: F401
-    torch.set_num_threads(1)
-    dist.init_process_group("shm")
-
-    def starts(setting: Setting) -> list[float]:
-        torch.manual_seed(0)
-        model = Two(1)
-        update = torch.optim.SGD(model.parameters(), lr=0.01)
-        inputs, targets = setting.data()
-        order = torch.randperm(len(inputs)).split(BATCH)
-        found = stepped(model, nn.functional.cross_entropy, update,
-                        lambda number: (inputs[mine := order[number % BATCHES]], targets[mine]), setting.steps,
-                        after=dist.barrier if "in step" in kind else None)
-        dist.barrier()
-        return found
-    serve(address, starts)
-    dist.destroy_process_group()
+def loop(setting: Setting) -> Loop:
+    model = Two(1)
+    return Loop(torch.optim.SGD(model.parameters(), lr=0.01), backward_of(model, nn.functional.cross_entropy),
+                shuffled(*setting.data(), BATCH))
 
 
 if __name__ == "__main__":

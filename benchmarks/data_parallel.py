@@ -26,13 +26,15 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from common import Bench, alternated, ratios
 from torch import Tensor, nn
-from trainings import ours, stepped, theirs
-from workers import Workers, serve
+from trainings import Loop, backward_of, looped, ours, theirs
+from workers import Workers
 
 import paragrad as pg
 from paragrad.world.launching import Ranks
@@ -85,12 +87,13 @@ ROWS = ("serial", "serial(threads=1)", "data(2)", "data(auto)")
 def main() -> None:
     bench = Bench(__doc__, lambda parser: parser.add_argument("--worker", nargs=2))
     if bench.options.worker:
-        worker(*bench.options.worker)
+        kind, address = bench.options.worker
+        looped(kind, address, partial(loop, kind))
         return
     settings = QUICK if bench.quick else [*MLPS, Setting(0, 64)]
     with tempfile.TemporaryDirectory() as folder, Ranks(2) as ranks:
         peers = {"DDP, gloo": Workers(__file__, "gloo", 2), "DDP, shm": Workers(__file__, "shm", 2),
-                 "bound": Workers(__file__, "bound", 1), "bound, both cores": Workers(__file__, "bound", 2)}
+                 "bound": Workers(__file__, "bound, in step", 1), "bound, both cores": Workers(__file__, "bound, in step", 2)}
         times = {setting: alternated({
             **{f"{row}, {setting} [ms]": ours(ranks, row, setting, Path(folder)) for row in ROWS},
             **{f"{name}, {setting} [ms]": theirs(workers, setting) for name, workers in peers.items()}},
@@ -164,32 +167,17 @@ def proportional(pids: list[int]) -> int:
 
 
 # ---- in a rank -----------------------------------------------------------------------------------------------------------
-def worker(kind: str, address: str) -> None:
-    import torch.distributed as dist
+def loop(kind: str, setting: Setting) -> Loop:
+    model, rank, parts = setting.model(), dist.get_rank(), 2 if "bound" in kind else dist.get_world_size()
+    net = model if "bound" in kind else nn.parallel.DistributedDataParallel(model)
+    inputs, targets = setting.data()
+    part, order = setting.batch // parts, torch.randperm(SAMPLES)
 
-    import paragrad.world.backends  # noqa: F401
-    torch.set_num_threads(1)
-    dist.init_process_group("shm" if kind == "bound" else kind)
-    rank, parts = dist.get_rank(), 2 if kind == "bound" else dist.get_world_size()
-
-    def starts(setting: Setting) -> list[float]:
-        torch.manual_seed(0)
-        model = setting.model()
-        net = model if kind == "bound" else nn.parallel.DistributedDataParallel(model)
-        update = setting.optimizer(model.parameters())
-        inputs, targets = setting.data()
-        part, order = setting.batch // parts, torch.randperm(SAMPLES)
-
-        def batch(step: int) -> tuple[Tensor, Tensor]:
-            place = step * setting.batch % (SAMPLES - setting.batch + 1) + rank * part
-            mine = order[place:place + part]
-            return inputs[mine], targets[mine]
-        found = stepped(net, nn.functional.cross_entropy, update, batch, setting.steps,
-                        dist.barrier if kind == "bound" else None)
-        dist.barrier()
-        return found
-    serve(address, starts)
-    dist.destroy_process_group()
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        place = step * setting.batch % (SAMPLES - setting.batch + 1) + rank * part
+        mine = order[place:place + part]
+        return inputs[mine], targets[mine]
+    return Loop(setting.optimizer(model.parameters()), backward_of(net, nn.functional.cross_entropy), batch)
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ import argparse
 import math
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,8 +39,8 @@ import torch
 from common import Bench, alternated, between, ratios
 from pages import DOCS, FIGURES, filled, table
 from torch import Tensor, nn
-from trainings import ours, theirs
-from workers import Workers, serve
+from trainings import Loop, looped, ours, shuffled, theirs
+from workers import Workers
 
 import paragrad as pg
 from paragrad.planner.timeline import FORETOLD, foretold, measured
@@ -88,7 +88,8 @@ PAGE, RESULTS = DOCS / "pipeline.md", FIGURES / "pipeline.json"
 def main() -> None:
     bench = Bench(__doc__, options)
     if bench.options.worker:
-        worker(*bench.options.worker)
+        kind, address = bench.options.worker
+        looped(kind, address, partial(loop, kind))
         return
     if bench.options.page and (bench.quick or bench.options.rounds or bench.options.json):
         sys.exit("the page is of everything, in full: give no other option but --check")
@@ -203,30 +204,10 @@ def report(bench: Bench, times: dict[Setting, dict[str, list[float]]]) -> None:
 
 
 # ---- in a rank -----------------------------------------------------------------------------------------------------------
-def worker(kind: str, address: str) -> None:
-    import torch.distributed as dist
-
-    import paragrad.world.backends  # noqa: F401
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo" if kind == "torch, gloo" else "shm")
-
-    def starts(setting: Setting) -> list[float]:
-        torch.manual_seed(0)
-        part = setting.layers(LAYERS // STAGES)
-        step, update = (half if kind == "halves" else scheduled)(setting, part), torch.optim.SGD(part.parameters(), lr=0.01)
-        inputs, targets = setting.data()
-        order, found = torch.randperm(len(inputs)), []
-        for number in range(setting.steps):
-            found.append(time.perf_counter())
-            place = number % BATCHES * setting.batch
-            mine = order[place:place + setting.batch]
-            update.zero_grad()
-            step(inputs[mine], targets[mine])
-            update.step()
-        dist.barrier()
-        return found
-    serve(address, starts)
-    dist.destroy_process_group()
+def loop(kind: str, setting: Setting) -> Loop:
+    part = setting.layers(LAYERS // STAGES)
+    return Loop(torch.optim.SGD(part.parameters(), lr=0.01), (half if kind == "halves" else scheduled)(setting, part),
+                shuffled(*setting.data(), setting.batch))
 
 
 def scheduled(setting: Setting, part: nn.Module) -> Callable[[Tensor, Tensor], Any]:

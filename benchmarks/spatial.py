@@ -26,8 +26,8 @@ from pathlib import Path
 import torch
 from common import Bench, alternated, ratios
 from torch import Tensor, nn
-from trainings import ours, stepped, theirs
-from workers import Workers, serve
+from trainings import Loop, backward_of, looped, ours, shuffled, theirs
+from workers import Workers
 
 import paragrad as pg
 from paragrad.record.record import Record
@@ -81,7 +81,7 @@ PEERS = {"halves": "the bound", "halves, in step": "the bound in step",
 def main() -> None:
     bench = Bench(__doc__, options)
     if bench.options.worker:
-        worker(*bench.options.worker)
+        looped(*bench.options.worker, loop)
         return
     with tempfile.TemporaryDirectory() as folder, Ranks(RANKS) as ranks:
         peers = {kind: Workers(__file__, kind, RANKS) for kind in ("halves", "halves, in step")}
@@ -124,25 +124,11 @@ def counted(bench: Bench) -> None:
 
 
 # ---- in a rank -----------------------------------------------------------------------------------------------------------
-def worker(kind: str, address: str) -> None:
-    import torch.distributed as dist
-
-    import paragrad.world.backends  # noqa: F401
-    torch.set_num_threads(1)
-    dist.init_process_group("shm")
-
-    def starts(setting: Setting) -> list[float]:
-        torch.manual_seed(0)
-        model = Convolutions()
-        update = torch.optim.SGD(model.parameters(), lr=0.01)
-        inputs, targets = setting.data(RANKS)
-        images = list(zip(inputs.split(1), targets.split(1), strict=True))
-        found = stepped(model, nn.functional.cross_entropy, update, lambda number: images[number % IMAGES], setting.steps,
-                        after=dist.barrier if "in step" in kind else None)
-        dist.barrier()
-        return found
-    serve(address, starts)
-    dist.destroy_process_group()
+def loop(setting: Setting) -> Loop:
+    model = Convolutions()
+    inputs, targets = setting.data(RANKS)
+    return Loop(torch.optim.SGD(model.parameters(), lr=0.01), backward_of(model, nn.functional.cross_entropy),
+                shuffled(inputs, targets, 1))
 
 
 if __name__ == "__main__":

@@ -24,14 +24,15 @@ import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import Bench, alternated, ratios
 from torch import Tensor, nn
-from trainings import ours, stepped, theirs
-from workers import Workers, serve
+from trainings import Loop, backward_of, looped, ours, shuffled, theirs
+from workers import Workers
 
 import paragrad as pg
 from paragrad.world.launching import Ranks
@@ -117,7 +118,8 @@ PEERS = {"torch, gloo": "DTensor on gloo", "torch, shm": "DTensor on shm", "halv
 def main() -> None:
     bench = Bench(__doc__, options)
     if bench.options.worker:
-        worker(*bench.options.worker)
+        kind, address = bench.options.worker
+        looped(kind, address, partial(loop, kind))
         return
     with tempfile.TemporaryDirectory() as folder, Ranks(RANKS) as ranks:
         peers = {kind: Workers(__file__, kind, RANKS) for kind in PEERS if "serial" not in kind}
@@ -149,26 +151,10 @@ def report(bench: Bench, times: dict[Setting, dict[str, list[float]]]) -> None:
 
 
 # ---- in a rank -----------------------------------------------------------------------------------------------------------
-def worker(kind: str, address: str) -> None:
-    import torch.distributed as dist
-
-    import paragrad.world.backends  # noqa: F401
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo" if kind == "torch, gloo" else "shm")
-
-    def starts(setting: Setting) -> list[float]:
-        torch.manual_seed(0)
-        model = setting.model(RANKS) if "halves" in kind else parallelized(setting.model())
-        update = torch.optim.SGD(model.parameters(), lr=0.01)
-        inputs, targets = setting.data()
-        order = torch.randperm(len(inputs)).split(setting.batch)
-        found = stepped(model, setting.loss, update,
-                        lambda number: (inputs[mine := order[number % BATCHES]], targets[mine]), setting.steps,
-                        after=dist.barrier if "in step" in kind else None)
-        dist.barrier()
-        return found
-    serve(address, starts)
-    dist.destroy_process_group()
+def loop(kind: str, setting: Setting) -> Loop:
+    model = setting.model(RANKS) if "halves" in kind else parallelized(setting.model())
+    return Loop(torch.optim.SGD(model.parameters(), lr=0.01), backward_of(model, setting.loss),
+                shuffled(*setting.data(), setting.batch))
 
 
 def parallelized(model: nn.Module) -> nn.Module:

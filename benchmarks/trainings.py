@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from common import between
-from torch import Tensor
-from workers import Workers
+from torch import Tensor, nn
+from workers import Workers, serve
 
 import paragrad as pg
 from paragrad.record.record import lines_of
@@ -48,18 +49,46 @@ def theirs(workers: Workers, setting: Setting) -> Callable[[], float]:
     return lambda: between(workers.ask(setting)[0])
 
 
-def stepped(model: Callable[[Tensor], Tensor], loss: Callable[[Tensor, Tensor], Tensor], update: torch.optim.Optimizer,
-            batch: Callable[[int], tuple[Tensor, Tensor]], steps: int,
-            after: Callable[[], object] | None = None) -> list[float]:
-    """In a worker: steps as one would write them. batch: of the number of a step;  after: is called after each. Gives when each
-    began."""
-    found = []
-    for number in range(steps):
-        found.append(time.perf_counter())
-        inputs, targets = batch(number)
-        update.zero_grad()
-        loss(model(inputs), targets).backward()
-        update.step()
-        if after is not None:
-            after()
-    return found
+# ---- in a rank of a peer -------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Loop:
+    """What a loop over batches is made of. step: of inputs and targets, to their gradients;  batch: of the number of a step."""
+    update: torch.optim.Optimizer
+    step: Callable[[Tensor, Tensor], object]
+    batch: Callable[[int], tuple[Tensor, Tensor]]
+
+
+def looped(kind: str, address: str, made: Callable[[Any], Loop]) -> None:
+    """Answer each setting with the moments at which steps began, as one would write them with torch alone.
+
+    kind: of the peer; its ranks meet over gloo where it says so, otherwise over shm, and after every step if it is in step.
+    """
+    import paragrad.world.backends  # noqa: F401
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo" if "gloo" in kind else "shm")
+
+    def starts(setting: Setting) -> list[float]:
+        torch.manual_seed(0)
+        loop, found = made(setting), []
+        for number in range(setting.steps):
+            found.append(time.perf_counter())
+            inputs, targets = loop.batch(number)
+            loop.update.zero_grad()
+            loop.step(inputs, targets)
+            loop.update.step()
+            if "in step" in kind:
+                dist.barrier()
+        dist.barrier()
+        return found
+    serve(address, starts)
+    dist.destroy_process_group()
+
+
+def backward_of(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], None]:
+    return lambda inputs, targets: loss(model(inputs), targets).backward()
+
+
+def shuffled(inputs: Tensor, targets: Tensor, batch: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """Batches of a dataset in memory, again and again."""
+    order = torch.randperm(len(inputs)).split(batch)
+    return lambda number: (inputs[mine := order[number % len(order)]], targets[mine])
