@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import functools
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -331,3 +333,36 @@ class Meshed(nn.Module):
 
 def test_a_function_that_asks_twice(pool: Ranks) -> None:
     assert found(pool, "tensor(2)", job("meshed", Meshed, VECTORS, batch=29), BRIEF).value <= 1e-10
+
+
+LOOKED_UP = """
+import torch, paragrad as pg
+from torch import nn
+from torch.utils.data import TensorDataset
+
+torch.use_deterministic_algorithms(True)
+
+class LookedUp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.out = nn.Parameter(torch.randn(50, 64)), nn.Linear(64, 4)
+        self.register_buffer("places", torch.randint(50, (400,)))
+
+    def forward(self, x):
+        torch.set_num_threads(2)
+        return self.out((self.table[self.places.expand(len(x), -1)] * x[:, :1, None]).mean(1))
+
+x = torch.randn(64, 10)
+job = pg.Job(name="looked-up", model=LookedUp, loss=nn.functional.cross_entropy, train=TensorDataset(x, x[:, :4].argmax(1)),
+             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), epochs=1, batch=64)
+"""
+
+
+@pytest.mark.table
+def test_gradients_that_threads_add_up_in_any_order(tmp_path: Path) -> None:
+    """Backward of x[index] does, so that copies of a table differed from rank to rank, and a forward that writes to it was
+    blamed. Torch adds in one order where it is told to."""
+    (tmp_path / "looked_up.py").write_text(LOOKED_UP)
+    done = subprocess.run([sys.executable, "-m", "paragrad", "train", "looked_up.py", "--strategy", "tensor(2)"], cwd=tmp_path,
+                          capture_output=True, text=True, timeout=100, check=False)
+    assert "of this step are one worker's" in done.stdout, done.stderr

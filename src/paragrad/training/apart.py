@@ -19,6 +19,9 @@ from paragrad.techniques.untouched import INTERNAL, State, hooks_of, owners, see
 from paragrad.techniques.values import keeping, same
 
 OWN = {"_parameters", "_buffers", "_modules"}
+# copies are exchanged nowhere: each rank makes their gradients for itself, and these are alike if torch's are from run to run
+IN_ANY_ORDER = ("If its gradient is a sum that several threads make in any order (of x[index], say), call "
+                "torch.use_deterministic_algorithms(True) where the job begins")
 
 
 def refuse_views(model: nn.Module) -> None:
@@ -68,7 +71,7 @@ def refuse_unlike_copies(layout: Layout, parameters: Mapping[str, Tensor], model
     if unequal := layout.unequal({**layout.copied(parameters, 1), **dict(model.named_buffers())}, layout.world):
         raise StepFailed("ranks {} and {} hold copies of it with other values: a forward writes to it (by .data, or later than "
                          "in the first step), and not on every rank; write to it in the optimizer's step, or train it with "
-                         "data(n)".format(*unequal), tensor=unequal[2], differs=True)
+                         "data(n). {}".format(*unequal[:2], IN_ANY_ORDER), tensor=unequal[2], differs=True)
 
 
 def no_values(*called: object) -> None:

@@ -81,6 +81,33 @@ class Spread:
         return start - outputs.start, outputs.stop - (start + (len(want) - 1) * self.stride + self.reach)
 
 
+@dataclass(frozen=True)
+class Padded:
+    """Outputs that stand before, over and after inputs. mode: as torch.nn.functional.pad has them."""
+    before: int
+    after: int
+    mode: str
+
+    def outputs(self, size: int) -> int:
+        return size + self.before + self.after
+
+    def sees(self, outputs: range, size: int) -> Want:
+        return tuple(padded(at - self.before, size, self.mode) for at in outputs)
+
+
+@dataclass(frozen=True)
+class Resized:
+    """Outputs of an interpolation, which see all inputs from the first to the last of their taps."""
+    taps: list[list[tuple[int, float]]]
+
+    def outputs(self, size: int) -> int:
+        return len(self.taps)
+
+    def sees(self, outputs: range, size: int) -> Want:
+        places = [place for at in outputs for place, _ in self.taps[at]]
+        return tuple(range(min(places), max(places) + 1))
+
+
 def padded(at: int, size: int, mode: str) -> int:
     """Which input stands at a place outside of them."""
     if mode == "reflect":

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from paragrad.techniques.width.divided import RULES, UNKNOWN, Cut, Divided, divided, rule, whole
-from paragrad.techniques.width.fetching import Want, Window, fetched, given, padded, taps
+from paragrad.techniques.width.fetching import Padded, Resized, Want, Window, fetched, given, taps
 from paragrad.techniques.width.pairs import Fetched
 from paragrad.techniques.width.pieces import evenly_divided
 
@@ -157,7 +157,7 @@ def pad(func: Any, input: Tensor, pad: Any, *args: Any, **kwargs: Any) -> Any:
     given = dict(zip(("mode", "value") if func.__name__ == "pad" else ("value",), args, strict=False), **kwargs)
     mode, last = given.get("mode", "constant"), input.dim() - 1     # of which pad has the first two numbers
     sides = {last - at: (pad[2 * at], pad[2 * at + 1]) for at in range(len(pad) // 2)}
-    along = {dim: _Padded(*sides[dim], mode) for dim in input.cuts if any(sides.get(dim, ()))}
+    along = {dim: Padded(*sides[dim], mode) for dim in input.cuts if any(sides.get(dim, ()))}
     if any(not enough(along[dim], input.shape[dim], cut) for dim, cut in input.cuts.items() if dim in along):
         return UNKNOWN
     _, local, after = seen(input, along, given.get("value") or 0.0)
@@ -165,35 +165,8 @@ def pad(func: Any, input: Tensor, pad: Any, *args: Any, **kwargs: Any) -> Any:
     return divided(func(local, rest, *args, **kwargs) if any(rest) else local, {**input.cuts, **after})
 
 
-class _Padded:
-    """Outputs that stand before, over and after inputs."""
-
-    def __init__(self, before: int, after: int, mode: str) -> None:
-        self.before, self.after, self.mode = before, after, mode
-
-    def outputs(self, size: int) -> int:
-        return size + self.before + self.after
-
-    def sees(self, outputs: range, size: int) -> Want:
-        return tuple(padded(at - self.before, size, self.mode) for at in outputs)
-
-
 # ---- resizing ----------------------------------------------------------------------------------------------------------------
 KINDS = {"nearest": "nearest", "linear": "linear", "bilinear": "linear", "trilinear": "linear", "bicubic": "cubic"}
-
-
-class _Resized:
-    """By a whole factor: all inputs from the first to the last that some outputs see."""
-
-    def __init__(self, taps: list[list[tuple[int, float]]]) -> None:
-        self.taps = taps
-
-    def outputs(self, size: int) -> int:
-        return len(self.taps)
-
-    def sees(self, outputs: range, size: int) -> Want:
-        places = [place for at in outputs for place, _ in self.taps[at]]
-        return tuple(range(min(places), max(places) + 1))
 
 
 @rule("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
@@ -213,7 +186,7 @@ def resized(func: Any, input: Tensor, output_size: Any, *args: Any) -> Any:
            for dim in cuts):
         return UNKNOWN
     points = {dim: taps(kind, input.shape[dim], times[dim], aligned) for dim in cuts}
-    x, local, after = seen(input, {dim: _Resized(points[dim]) for dim in cuts})
+    x, local, after = seen(input, {dim: Resized(points[dim]) for dim in cuts})
     for dim, cut in after.items():
         here = cut.pieces.ranges(cut.line.rank)[0]
         start = min(place for at in here for place, _ in points[dim][at])

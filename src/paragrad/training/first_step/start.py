@@ -22,7 +22,7 @@ from paragrad.techniques.exchange import CARRIED, SHARED, Exchange, Replica
 from paragrad.techniques.layout import Layout
 from paragrad.techniques.table import cuts, exchange_of, passes_of
 from paragrad.techniques.untouched import Before, untouched
-from paragrad.training.apart import refuse_unlike_copies
+from paragrad.training.apart import IN_ANY_ORDER, refuse_unlike_copies
 from paragrad.training.batches import Batch
 from paragrad.training.first_step.beside import fetched, fewer, proof, refuse_copies
 from paragrad.training.first_step.causes import by_layout, not_the_same
@@ -309,5 +309,5 @@ def _refuse_unequal(layout: Layout, parts: dict[str, Tensor | None], world: Worl
     """Copies of one tensor are the same to the bit. Collective."""
     if unequal := layout.unequal(parts, world):
         raise StepFailed("before the first update ranks {} and {} hold copies of it with other gradients, or another buffer; "
-                         "nothing was updated; cut the model elsewhere, or train it with data(n) and nothing else".format(
-                             *unequal), tensor=unequal[2], differs=True)
+                         "nothing was updated; cut the model elsewhere, or train it with data(n) and nothing else. {}".format(
+                             *unequal[:2], IN_ANY_ORDER), tensor=unequal[2], differs=True)
