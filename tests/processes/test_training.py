@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from alarms import LSTM_IN_BFLOAT16, NO_LSTM
 from equality import JOBS, VECTORS, resolved, whole
 from equality import job as make_job
 from safetensors.torch import load_file
@@ -37,7 +38,6 @@ from paragrad.world.world import World
 
 pytestmark = pytest.mark.usefixtures("warm")
 
-LSTM_IN_BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 DIGITS = pg.job("digits").replace(epochs=2)
 
 
@@ -338,8 +338,8 @@ def test_what_every_micro_batch_sends_is_counted(pool: Ranks, tmp_path: Path) ->
     assert twice["batch_norm"]["bytes"] == 2 * once["batch_norm"]["bytes"] > 0
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn with batch norm", pytest.param("lstm, tied", marks=pytest.mark.skipif(
-    not LSTM_IN_BFLOAT16, reason="this processor has no AVX-512, without which torch has no LSTM in bfloat16"))])
+@pytest.mark.parametrize("name", ["mlp", "cnn with batch norm", pytest.param(
+    "lstm, tied", marks=pytest.mark.skipif(not LSTM_IN_BFLOAT16, reason=NO_LSTM))])
 def test_bfloat16_computes_in_bfloat16_and_keeps_float32(pool: Ranks, name: str) -> None:
     """By autocast. One step: error against float64 no more than four times serial's in bfloat16, or 8 eps of it."""
     job = JOBS[name].replace(dtype=torch.bfloat16)
