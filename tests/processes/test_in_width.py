@@ -31,7 +31,7 @@ from equality import (
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import paragrad as pg
 from paragrad.training.admission import admitted
@@ -205,10 +205,14 @@ def test_draws_of_a_test_are_those_of_serials(pool: Ranks, tmp_path: Path, model
                                               rows: list[str]) -> None:
     """Every rank of a layer drew by itself, so what ranks held of one value did not belong together, and a test said so to
     nobody."""
-    made = job("dreaming", model, data, test=data, metric=surprise, dtype=torch.float64)
+    tested_alike(pool, tmp_path, job("dreaming", model, data, test=data, metric=surprise, dtype=torch.float64), rows)
+
+
+def tested_alike(pool: Ranks, folder: Path, made: pg.Job, rows: list[str]) -> None:
+    """What a test says after a training."""
     for at in range(len(rows) + 1):
-        (tmp_path / str(at)).mkdir()
-    serial, *others = [run(pool, admitted(made, text, Settings()), tmp_path / str(at)).test
+        (folder / str(at)).mkdir()
+    serial, *others = [run(pool, admitted(made, text, Settings()), folder / str(at)).test
                        for at, text in enumerate(["serial", *rows])]
     assert others == pytest.approx([serial] * len(rows), rel=1e-12)
 
@@ -333,6 +337,131 @@ class Meshed(nn.Module):
 
 def test_a_function_that_asks_twice(pool: Ranks) -> None:
     assert found(pool, "tensor(2)", job("meshed", Meshed, VECTORS, batch=29), BRIEF).value <= 1e-10
+
+
+class Kept(Plain):
+    """Takes parameters from a list of its own: as they were when that was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limited = {"weights": [each.weight for each in self.modules() if isinstance(each, nn.Linear)]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.limited["weights"]:
+            each.data.copy_(each.data.renorm(2, 0, 0.3))
+        return super().forward(x)                                       # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("row", ["tensor(2)", "branch(2)", "data(2) * tensor(2)", "pipeline(2, micro=2)",
+                                 "data(2, state=fully_sharded)"])
+def test_parameters_that_a_model_keeps_elsewhere_are_refused_at_the_door(row: str) -> None:
+    """On a rank they were others from the first update on, and the training was another one, without a word."""
+    with pytest.raises(pg.Refused, match=r"the attribute limited of the model keeps the parameter towers\.0\.0\.weight, and"):
+        admitted(job("kept", Kept, VECTORS), row, Settings())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+def test_what_torch_does_not_copy_is_refused_at_the_door() -> None:
+    """It was told by a rank, without a repair."""
+    made = job("old norm", lambda: nn.Sequential(nn.utils.weight_norm(nn.Linear(10, 8)), nn.Tanh(), nn.Linear(8, 4)), VECTORS)
+    with pytest.raises(pg.Refused, match=r"cannot be copied, as a cut wants it: .*parametrizations\.weight_norm, not"):
+        admitted(made, "tensor(2)", Settings())
+
+
+class ByState(nn.Sequential):
+    """Reads its parameters by a way that nobody looks at."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.state_dict(keep_vars=True)["0.weight"].detach().square().mean()       # type: ignore[no-any-return]
+
+
+def test_what_goes_by_another_way_is_told_with_the_cause(pool: Ranks, tmp_path: Path) -> None:
+    """A model under tensor was to be cut elsewhere, which tensor knows nothing of."""
+    made = job("by state", lambda: ByState(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 1)), VECTORS,
+               loss=lambda output, target: (output[:, 0] * target).mean())
+    with pytest.raises(pg.RankFailed, match=r"by a way that is not seen \(copies of parameters.*train it with data\(n\)"):
+        run(pool, admitted(made, "tensor(2)", Settings()), tmp_path)
+
+
+class Averaged(Plain):
+    """Tests an average of its parameters, and trains by way of torch.func too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, each in self.towers.named_parameters():
+            self.register_buffer(name.replace(".", "_"), each.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        now = dict(self.towers.named_parameters())
+        average = {name: self.get_buffer(name.replace(".", "_")) for name in now}
+        if self.training:
+            with torch.no_grad():
+                for name, each in now.items():
+                    average[name].lerp_(each, 0.3)
+        used = now if self.training else average
+        return self.out(torch.cat([torch.func.functional_call(                      # type: ignore[no-any-return]
+            tower, {name.removeprefix(f"{at}."): each for name, each in used.items() if name.startswith(f"{at}.")}, (x,))
+            for at, tower in enumerate(self.towers)], 1))
+
+
+@pytest.mark.parametrize("row", ["tensor(2)", "tensor(3, pairs=false)", "branch(2)"])
+def test_a_functional_call(pool: Ranks, tmp_path: Path, row: str) -> None:
+    """Modules found their own pieces first, not what torch.func had put in the place of their parameters."""
+    made = job("averaged", Averaged, VECTORS, test=VECTORS, dtype=torch.float64)
+    assert found(pool, row, made, BRIEF).value <= 1e-10
+    tested_alike(pool, tmp_path, made, [row])
+
+
+class Masking(nn.Module):
+    """Changes a part of a value in a test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(10, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.into(x).tanh()
+        if not self.training:
+            hidden[:, 0].view(-1).zero_()
+        return self.out(hidden)                                         # type: ignore[no-any-return]
+
+
+class Bordered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.into(x)
+        if not self.training:
+            hidden[:, :, 0].fill_(3.0)
+        return self.out(hidden).mean((2, 3))                            # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("row", "model", "data", "told"), [
+    ("tensor(2)", Masking, VECTORS, "zero_"), ("spatial(2)", Bordered, IMAGES, "fill_")])
+def test_a_view_that_was_gathered_is_not_changed(pool: Ranks, tmp_path: Path, row: str, model: Callable[[], nn.Module],
+                                                 data: TensorDataset, told: str) -> None:
+    """What was changed was a copy, and the test's number another one, without a word."""
+    with pytest.raises(pg.RankFailed, match=f"{told} changes in place a view of a value that is divided over ranks"):
+        run(pool, admitted(job("masking", model, data, test=data), row, Settings()), tmp_path)
+
+
+class OfAnySize(Dataset[tuple[Tensor, int]]):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, at: int) -> tuple[Tensor, int]:
+        return torch.randn(2, 4 + at, 5 + at % 3, generator=torch.Generator().manual_seed(at)), at % 4
+
+
+@pytest.mark.parametrize("row", ["tensor(2)", "spatial(2)"])
+def test_samples_that_are_never_in_one_batch(pool: Ranks, row: str) -> None:
+    """The door put two of them together, which the job does not."""
+    made = job("of any size", lambda: nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+                                                    nn.Linear(4, 4)), OfAnySize(), batch=1)
+    admitted(made, row, Settings())
+    assert found(pool, row, made, BRIEF).value <= 1e-10
 
 
 LOOKED_UP = """

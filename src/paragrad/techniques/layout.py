@@ -251,8 +251,14 @@ def _sent(value: Any) -> Any:
 
 
 def hollow(model: nn.Module) -> nn.Module:
-    """The same modules, their parameters and buffers without values."""
-    return copy.deepcopy(model, dict(_empty(model)))
+    """The same modules, their parameters and buffers without values. Raises StepFailed where they keep what torch does not
+    copy."""
+    try:
+        return copy.deepcopy(model, dict(_empty(model)))
+    except RuntimeError as error:
+        raise StepFailed(f"the model cannot be copied, as a cut wants it: {error}. Keep nothing in attributes that is "
+                         "computed of parameters (torch.nn.utils.parametrizations.weight_norm, not torch.nn.utils.weight_norm)"
+                         ", or train it with data(n)") from error
 
 
 def vacate(model: nn.Module) -> None:

@@ -22,7 +22,7 @@ from paragrad.techniques.batch_norm import BatchNorm
 from paragrad.techniques.draws import Calls, Draws, in_test
 from paragrad.techniques.exchange import Exchange
 from paragrad.techniques.probe import first_not_finite
-from paragrad.techniques.width.divided import Divided, whole
+from paragrad.techniques.width.divided import Divided, View, whole
 from paragrad.world.world import World
 
 COUNTED = 2             # steps of a training in which activations are counted: some microseconds for each that is kept
@@ -69,7 +69,7 @@ class Passes(ABC):
 
     def output(self, inputs: Any) -> Any:
         """Of the model in eval mode; None where it is on other ranks. Collective of those that hold one replica."""
-        return tree_map_only(Divided, whole, called(self.within.module.model, inputs))
+        return tree_map_only((Divided, View), whole, called(self.within.module.model, inputs))
 
     def close(self) -> None:        # noqa: B027         # most hold nothing
         """The training has ended: let go of what the passes hold of the model."""

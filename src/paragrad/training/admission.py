@@ -21,6 +21,7 @@ from paragrad.players.proof import GOALS, check
 from paragrad.schedules.sabotage import sabotaged
 from paragrad.strategies.strategy import Here, Promise, Strategy, factors_of
 from paragrad.strategies.table import refuse_unbuilt, resolve, strategy
+from paragrad.techniques.layout import hollow
 from paragrad.techniques.slices import FOREACH
 from paragrad.techniques.table import bringing, checks_of, cuts, ours
 from paragrad.techniques.untouched import untouched
@@ -282,13 +283,14 @@ def check_cut(job: Job, asked: Strategy, resolved: Strategy, data: Path | None) 
     if resolved.sharded and not hasattr(torch.distributed, "reduce_scatter_single"):
         raise Refused(f"{asked} wants torch 2.13 or later, and this is {torch.__version__}; leave out state=fully_sharded")
     samples = job.samples(opened(job.train, data))
-    inputs, target = brought(parted(samples[0, list(range(min(len(samples), 2)))]), CPU, job.parameter_dtype)
+    inputs, target = brought(parted(samples[0, list(range(min(len(samples), job.batch, 2)))]), CPU, job.parameter_dtype)
     try:
         module = Summed(job.built_model(), job.built_loss())
         if any(factor.inside for factor in factors_of(resolved)):
             optimizer = job.optimizer(module.model.parameters())
             refuse_optimizer(asked, optimizer, updates_by(optimizer, known=type(optimizer) in FOREACH), parts=True)
         refuse_views(module.model)
+        hollow(module.model)                            # can it be copied?
         refuse_reading(module, inputs, target)
         for cuttable in checks_of(resolved):
             module = Summed(job.built_model(), job.built_loss())

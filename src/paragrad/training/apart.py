@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -18,29 +20,39 @@ from paragrad.techniques.passes import Passes
 from paragrad.techniques.untouched import INTERNAL, State, hooks_of, owners, seen_of, untouched
 from paragrad.techniques.values import keeping, same
 
-OWN = {"_parameters", "_buffers", "_modules"}
+OWN = {"_parameters", "_buffers", "_modules", "_flat_weights"}          # the last is an LSTM's, which hears of new ones
 # copies are exchanged nowhere: each rank makes their gradients for itself, and these are alike if torch's are from run to run
 IN_ANY_ORDER = ("If its gradient is a sum that several threads make in any order (of x[index], say), call "
                 "torch.use_deterministic_algorithms(True) where the job begins")
 
 
 def refuse_views(model: nn.Module) -> None:
-    """Raises StepFailed where a module keeps a parameter's values in an attribute that is none: on a rank the parameter moves
-    elsewhere, and the attribute stays what it was. Nor can those of a script be moved."""
+    """Raises StepFailed where a module keeps a parameter, or its values, in an attribute that is none: on a rank the parameter
+    moves elsewhere, and the attribute stays what it was. Nor can those of a script be moved."""
     if scripts := [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]:
         raise StepFailed(f"{scripts[0] or 'the model'} is a script of torch.jit, which keeps its parameters to itself; give "
                          "the module that it was made of, or train it with data(n)")
     places = {each.untyped_storage()._cdata: name for name, each in model.named_parameters() if each.layout == torch.strided}
-    known = {id(each) for each in (*model.parameters(), *model.buffers())}
+    known, names = {id(each) for each in model.buffers()}, {id(each): name for name, each in model.named_parameters()}
     for name, module in model.named_modules():
         anew = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}         # as spectral_norm makes it
         for key, value in vars(module).items():
-            for each in tree_leaves(value) if key not in OWN | anew else ():
-                if isinstance(each, Tensor) and id(each) not in known and each.layout == torch.strided and (
-                        each.untyped_storage()._cdata in places):
+            for each in _tensors_in(value) if key not in OWN | anew else ():
+                if id(each) in names:
+                    raise StepFailed(f"the attribute {key} of {name or 'the model'} keeps the parameter {names[id(each)]}, "
+                                     "and would not follow it; take it from its module in forward, or train it with data(n)")
+                if id(each) not in known and each.layout == torch.strided and each.untyped_storage()._cdata in places:
                     parameter = places[each.untyped_storage()._cdata]
                     raise StepFailed(f"the attribute {key} of {name or 'the model'} is a view of the parameter {parameter}, "
                                      "and would not follow it; take the view in forward, or train it with data(n)")
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    """Of an attribute: in containers, and in the attributes of an object that is no module."""
+    leaves = [each for leaf in tree_leaves(value) for each in (leaf if isinstance(leaf, set | frozenset) else [leaf])]
+    inside = [tree_leaves(vars(leaf)) for leaf in leaves if hasattr(leaf, "__dict__") and not isinstance(
+        leaf, Tensor | nn.Module | type | FunctionType | ModuleType)]
+    return [each for each in (*leaves, *itertools.chain(*inside)) if isinstance(each, Tensor)]
 
 
 def refuse_reading(module: Summed, inputs: Any, target: Any) -> None:

@@ -86,10 +86,7 @@ def divided(strategy: Strategy, module: Summed, optimizer: torch.optim.Optimizer
                          tensor=", ".join(hooked[:3]))
     untouched = all(map(ours, bringing(strategy, "share")))         # by ours the values are; others' may write to them
     twin = one_copy.beside if untouched else copy.deepcopy
-    try:
-        hollow, model = layout.hollow(module.model), twin(module.model) if whole_too else module.model
-    except RuntimeError as error:
-        raise StepFailed(f"the model cannot be copied, as a cut wants it: {error}") from error
+    hollow, model = layout.hollow(module.model), twin(module.model) if whole_too else module.model
     serial = {**parameters, **{name: buffer.clone() for name, buffer in module.model.named_buffers()}}
     share = share_of(strategy, model, example, world, looks)
     one_copy.own(share.model)

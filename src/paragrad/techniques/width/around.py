@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import _named_member_accessor
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -115,12 +116,22 @@ def asked() -> Iterator[None]:
             raise StepFailed(f"{cls.__name__}, an autograd function in Python, uses parameters that are divided over ranks and "
                              "not among its arguments; give them to it, or train the model with data(n)")
         return out
+    plain_swap = _named_member_accessor.swap_tensor
+
+    def swap(module: nn.Module, name: str, tensor: Tensor, allow_missing: bool = False) -> Tensor:
+        """By torch.func.functional_call: where a module finds it is before its parameters."""
+        if name in module.__dict__ and (name in module._parameters or name in module._buffers):
+            found, module.__dict__[name] = module.__dict__[name], tensor
+            return found                                            # type: ignore[no-any-return]
+        return plain_swap(module, name, tensor, allow_missing)
     by_hooks = checkpoint._checkpoint_without_reentrant_generator
+    _named_member_accessor.swap_tensor = swap
     torch.autograd.Function.apply = classmethod(apply)          # type: ignore[assignment, method-assign]
     checkpoint._checkpoint_without_reentrant_generator = kept_as_given
     try:
         yield
     finally:
+        _named_member_accessor.swap_tensor = plain_swap
         torch.autograd.Function.apply = before                  # type: ignore[method-assign]
         checkpoint._checkpoint_without_reentrant_generator = by_hooks
 

@@ -219,11 +219,43 @@ def _body(func: Any) -> Any:
     return once
 
 
+# ---- views of what was gathered ---------------------------------------------------------------------------------------------
+class View(Tensor):
+    """Of a gathered copy, where torch has a view of the value that is divided: what is changed in it would change the copy."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, name_of(func)
+        if args and isinstance(args[0], View) and (kwargs.get("inplace") or (changes(name) and name != "requires_grad_")):
+            raise StepFailed(f"{name} changes in place a view of a value that is divided over ranks, whose pieces would not "
+                             "follow; make it another value (torch.where, torch.cat, x * mask), or train it with data(n)")
+        given = list[Tensor]()
+
+        def plain(x: View) -> Tensor:
+            given.append(unmarked(x))
+            return given[-1]
+        args, kwargs = tree_map_only(View, plain, (args, kwargs))
+        return viewed(func(*args, **kwargs), given)
+
+
+def unmarked(x: Tensor) -> Tensor:
+    """The same as torch's own."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.as_subclass(Tensor)                    # type: ignore[arg-type]
+
+
+def viewed(out: Any, given: list[Tensor]) -> Any:
+    """What a function made; a View where it is a part of the memory of one of these."""
+    places = {each.untyped_storage()._cdata for each in given if type(each) is Tensor and each.layout == torch.strided}
+    return tree_map_only(Tensor, lambda x: x.as_subclass(View) if type(x) is Tensor and x.layout == torch.strided and (
+        x.untyped_storage()._cdata in places) else x, out)
+
+
 # ---- from divided to plain and back ------------------------------------------------------------------------------------------
 def whole(x: Tensor, dims: Any = None) -> Tensor:
     """The plain tensor; or with these dimensions whole."""
     if not isinstance(x, Divided):
-        return x
+        return unmarked(x) if isinstance(x, View) else x
     cuts = dict(x.cuts)
     local = x.local
     for dim, cut in x.cuts.items():
@@ -251,7 +283,14 @@ def wholly(func: Any, args: Any, kwargs: Any) -> Any:
     for each in asking:
         if each.serial is not None and each.asking is not None:
             each.asking.used(each, name.strip("_"))
-    args, kwargs = tree_map_only(Divided, whole, (args, kwargs))
+    gathered = list[Tensor]()
+
+    def plain(x: Divided) -> Tensor:
+        found = whole(x)
+        if x.cuts and not any(cut.line.planning for cut in x.cuts.values()):        # another plan may divide it elsewhere
+            gathered.append(found)
+        return found
+    args, kwargs = tree_map_only(Divided, plain, (args, kwargs))
     out = func(*args, **kwargs)
     others = [each for each in given if not any(each is one for one in asking)]
     if asking and not any(each.requires_grad for each in others) and isinstance(out, Tensor):
@@ -266,4 +305,4 @@ def wholly(func: Any, args: Any, kwargs: Any) -> Any:
             local = piece(local, dim, cut)
         first.local.copy_(local)                # in its memory: views of it, or a module, have it too
         return first
-    return out
+    return viewed(out, gathered) if gathered else out

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from paragrad.strategies.shares import Division
 from paragrad.strategies.strategy import factors_of
-from paragrad.techniques.table import ours
+from paragrad.techniques.table import cuts, ours
 from paragrad.training.first_step.proof import Miss
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ def likely(trainer: Trainer, misses: list[Miss]) -> str:
         return NOT_LINEAR
     if "loss" in kinds or kinds == {"gradient"}:
         if trainer.layout.cut and trainer.division == Division():
-            return UNSEEN                           # no rank has a share of the batch
+            # no rank has a share of the batch
+            return UNSEEN if any(cuts(each) and not each.inside for each in factors_of(trainer.strategy)) else WITHIN
         drawn = ", ".join(dict.fromkeys(call.name for call in trainer.draws.calls))
         return MIXES + (f"; or what {drawn} draws is not each sample's own" if drawn else "")
     return CHECKPOINTED if trainer.layout.cut and trainer.batch_norm.computed else BUFFER
@@ -100,6 +101,8 @@ NOT_LINEAR = ("Likely cause: what a hook or an autograd function of the model do
               "(it clips, or divides by a norm), and is another thing for a share's; do it in the optimizer")
 UNSEEN = ("Likely cause: a tensor goes from part to part by a way that is not seen, or the model keeps something from one call "
           "to the next; cut it elsewhere (cut=[...]), or train it with data(n) and nothing else")
+WITHIN = ("Likely cause: a forward reads or changes a value by a way that is not seen (copies of parameters, a view that is "
+          "changed in place), or the model keeps something from one call to the next; train it with data(n)")
 FORWARDS = ("Likely cause: every forward changes the buffer {} (a count, the vectors of a spectral norm), and a batch of "
             "several micro-batches has as many; train it with micro=1")
 BUFFER = ("Likely cause: the buffer counts what a share has, not what the batch has; make what it holds a function of the "

@@ -309,5 +309,6 @@ def _refuse_unequal(layout: Layout, parts: dict[str, Tensor | None], world: Worl
     """Copies of one tensor are the same to the bit. Collective."""
     if unequal := layout.unequal(parts, world):
         raise StepFailed("before the first update ranks {} and {} hold copies of it with other gradients, or another buffer; "
-                         "nothing was updated; cut the model elsewhere, or train it with data(n) and nothing else. {}".format(
+                         "nothing was updated. A forward changes it on one of them alone, or reads it by a way that is not "
+                         "seen: train it with data(n) and nothing else, or cut parts elsewhere. {}".format(
                              *unequal[:2], IN_ANY_ORDER), tensor=unequal[2], differs=True)
