@@ -205,10 +205,10 @@ def test_draws_of_a_test_are_those_of_serials(pool: Ranks, tmp_path: Path, model
                                               rows: list[str]) -> None:
     """Every rank of a layer drew by itself, so what ranks held of one value did not belong together, and a test said so to
     nobody."""
-    tested_alike(pool, tmp_path, job("dreaming", model, data, test=data, metric=surprise, dtype=torch.float64), rows)
+    assert_tests_alike(pool, tmp_path, job("dreaming", model, data, test=data, metric=surprise, dtype=torch.float64), rows)
 
 
-def tested_alike(pool: Ranks, folder: Path, made: pg.Job, rows: list[str]) -> None:
+def assert_tests_alike(pool: Ranks, folder: Path, made: pg.Job, rows: list[str]) -> None:
     """What a test says after a training."""
     for at in range(len(rows) + 1):
         (folder / str(at)).mkdir()
@@ -339,6 +339,25 @@ def test_a_function_that_asks_twice(pool: Ranks) -> None:
     assert found(pool, "tensor(2)", job("meshed", Meshed, VECTORS, batch=29), BRIEF).value <= 1e-10
 
 
+class NormedTwice(Plain):
+    """Branches of two forks that share statistics, and nothing to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, affine=False)
+        self.again = nn.ModuleList([nn.Linear(8, 4) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = torch.cat([self.norm(self.towers[0](x)), self.towers[1](x)], 1)
+        return self.out(torch.cat([self.again[0](both), self.norm(self.again[1](both))], 1))    # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("row", ["branch(2)", "data(2) * branch(2)"])
+def test_statistics_that_branches_share(pool: Ranks, row: str) -> None:
+    """Whose branch it was in changed them alone."""
+    assert found(pool, row, job("normed twice", NormedTwice, VECTORS), BRIEF).value <= 1e-10
+
+
 class Kept(Plain):
     """Takes parameters from a list of its own: as they were when that was made."""
 
@@ -409,7 +428,7 @@ def test_a_functional_call(pool: Ranks, tmp_path: Path, row: str) -> None:
     """Modules found their own pieces first, not what torch.func had put in the place of their parameters."""
     made = job("averaged", Averaged, VECTORS, test=VECTORS, dtype=torch.float64)
     assert found(pool, row, made, BRIEF).value <= 1e-10
-    tested_alike(pool, tmp_path, made, [row])
+    assert_tests_alike(pool, tmp_path, made, [row])
 
 
 class Masking(nn.Module):

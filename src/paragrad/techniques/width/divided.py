@@ -109,7 +109,7 @@ class Divided(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise StepFailed(f"{func} is asked below torch's functions of a tensor that is divided over ranks, by compiled or "
-                         "scripted code; train the model without it, or with data(n)")
+                         "scripted code or by vmap; train the model without it, or with data(n)")
 
     def __repr__(self, **_: Any) -> str:                # type: ignore[override]
         return f"Divided({tuple(self.shape)}, here {tuple(self.local.shape)})"

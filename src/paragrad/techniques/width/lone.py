@@ -27,7 +27,7 @@ OF_VALUES = frozenset(("item", "tolist", "numpy", "__bool__", "__int__", "__floa
                        "masked_select", "is_nonzero", "equal", "allclose", "__repr__", "__format__", "__contains__", "data_ptr",
                        "bincount", "argwhere", "backward", "__array__", "__dlpack__", "__iter__"))
 CASTS = frozenset(("to", "cpu", "cuda", "type"))
-NORMS = "batch_norm", "instance_norm"       # which are whatever stands in their place now, and asks other replicas
+NORMS = "batch_norm", "instance_norm"
 META = torch.device("meta")
 
 
@@ -79,17 +79,18 @@ class Lone(Tensor):
         if (len({each.owner for each in lone}) > 1 or name in OF_VALUES or name in lone[0].line.whole or "loss" in name
                 or any(isinstance(each, nn.Parameter) for each in plain)            # the trunk goes on
                 or (name in ("mean", "sum") and len(args) == 1 and not kwargs)      # a loss made by hand, perhaps
-                or (in_place and not isinstance(first, Lone))):
+                or (in_place and not isinstance(first, Lone))
+                or (name in NORMS and plain)):                                      # it writes to a buffer of the trunk
             if in_place and isinstance(first, Lone):
                 raise StepFailed(f"{name} changes a value of a branch that one rank has by what it does not have; make it "
                                  "another value, or train the model with data(n)")
-            return func(*tree_map_only(Lone, shown, args), **tree_map_only(Lone, shown, kwargs))
+            return _now(func, name)(*tree_map_only(Lone, shown, args), **tree_map_only(Lone, shown, kwargs))
         return alone(func, name, args, kwargs, lone, plain, first if in_place else None)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise StepFailed(f"{func} is asked below torch's functions of a value that one rank has, by compiled or scripted code; "
-                         "train the model without it, or with data(n)")
+        raise StepFailed(f"{func} is asked below torch's functions of a value that one rank has, by compiled or scripted "
+                         "code or by vmap; train the model without it, or with data(n)")
 
     def __repr__(self, **_: Any) -> str:                # type: ignore[override]
         return f"Lone({tuple(self.shape)}, of rank {self.owner})"
@@ -107,8 +108,8 @@ def alone(func: Any, name: str, args: Any, kwargs: Any, lone: list[Lone], plain:
     copies = {id(each): line.copied(each) for each in plain}
     if lone[0].mine:
         ties: tuple[Tensor, ...] = ()
-        now, before = getattr(torch, name) if name in NORMS else func, calls()
-        out = now(*_mapped(args, copies), **_mapped(kwargs, copies))
+        before = calls()
+        out = _now(func, name)(*_mapped(args, copies), **_mapped(kwargs, copies))
         draws = calls() != before and name not in RANDOM        # which other ranks do not count
         if line.planning is not None:
             line.planning.tried(func, name, args, kwargs, draws)
@@ -129,6 +130,11 @@ def alone(func: Any, name: str, args: Any, kwargs: Any, lone: list[Lone], plain:
             changed.__dict__["local"] = out
         return changed if isinstance(out, Tensor) else out
     return tree_map_only(Tensor, lambda each: Lone(each, owner, line, ties), out)
+
+
+def _now(func: Any, name: str) -> Any:
+    """What is called in the place of a function: a norm asks other replicas."""
+    return getattr(torch, name) if name in NORMS else func
 
 
 def _mapped(tree: Any, copies: dict[int, Tensor]) -> Any:
