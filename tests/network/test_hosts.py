@@ -46,15 +46,19 @@ def nothing_left() -> Iterator[None]:
     assert machine() == before
 
 
-SERVE = "import socket, sys; socket.create_server(('', 29500)).accept()[0].sendall(sys.argv[1].encode())"
-ASK = """
+CONNECTED = """
 import socket
-while True:
-    try:
-        print(socket.create_connection(("host0", 29500), timeout=20).makefile().read())
-        break
-    except ConnectionRefusedError:
-        pass                            # not listening yet
+
+def connected(name, port):
+    while True:
+        try:
+            return socket.create_connection((name, port), timeout=30)
+        except ConnectionRefusedError:
+            pass                            # not listening yet
+"""
+SERVE = "import socket, sys; socket.create_server(('', 29500)).accept()[0].sendall(sys.argv[1].encode())"
+ASK = CONNECTED + """
+print(connected("host0", 29500).makefile().read())
 """
 
 
@@ -85,19 +89,14 @@ def test_a_host_is_one_to_those_who_live_there(clusters: Clusters, tmp_path: Pat
     assert not Path("/dev/shm/mine").exists()
 
 
-STREAMS = """
-import socket, sys, threading
+STREAMS = CONNECTED + """
+import threading
 others = [name for name in ("host0", "host1", "host2", "host3") if name != socket.gethostname()]
 size = 2 << 20
 
 def sent(name):
-    while True:
-        try:
-            with socket.create_connection((name, 7000), timeout=30) as connection:
-                connection.sendall(bytes(size))
-            return
-        except ConnectionRefusedError:
-            pass                            # not listening yet
+    with connected(name, 7000) as connection:
+        connection.sendall(bytes(size))
 
 def taken(connection):
     with connection, connection.makefile("rb") as stream:
@@ -135,14 +134,8 @@ with socket.create_server(("", 7000)) as listener:
         listener.accept()                   # and computes, until the other can send no more
         print(len(stream.read()))
 """
-HASTY = """
-import socket
-while True:
-    try:
-        connection = socket.create_connection(("host0", 7000), timeout=20)
-        break
-    except ConnectionRefusedError:
-        pass                                # not listening yet
+HASTY = CONNECTED + """
+connection = connected("host0", 7000)
 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 connection.sendall(bytes(4 << 20))
 connection.recv(4)
@@ -153,7 +146,7 @@ try:
         sent += connection.send(bytes(300))
 except TimeoutError:
     connection.shutdown(socket.SHUT_WR)
-    socket.create_connection(("host0", 7000), timeout=20)
+    connected("host0", 7000)
     print(sent)
 """
 
