@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -464,6 +465,35 @@ def test_a_view_that_was_gathered_is_not_changed(pool: Ranks, tmp_path: Path, ro
     """What was changed was a copy, and the test's number another one, without a word."""
     with pytest.raises(pg.RankFailed, match=f"{told} changes in place a view of a value that is divided over ranks"):
         run(pool, admitted(job("masking", model, data, test=data), row, Settings()), tmp_path)
+
+
+class Flattened(nn.Module):
+    """Changes an image in a test by a flat view of it, which is a copy where the image is in pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.into(x)
+        if not self.training:
+            hidden.flatten(2).mul_(2)
+        return self.out(hidden).mean((2, 3))                            # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("row", ["spatial(2)", pytest.param("data(2) * spatial(2)", marks=pytest.mark.table)])
+def test_a_test_that_is_another_one_is_told(pool: Ranks, tmp_path: Path, row: str) -> None:
+    """Steps were compared with one worker's, tests never: theirs said another number, without a word."""
+    with pytest.raises(pg.RankFailed, match=r"the loss of a test \(eval mode.* is off by .*goes another way than in training"):
+        run(pool, admitted(job("flattened", Flattened, IMAGES, test=IMAGES), row, Settings()), tmp_path)
+
+
+@pytest.mark.parametrize("row", ["spatial(2)", "tensor(2)", "pipeline(2, micro=4)", "fully_sharded(2)"])
+def test_a_test_is_compared_before_the_first_step(pool: Ranks, tmp_path: Path, row: str) -> None:
+    made = job("tested", lambda: nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Dropout(0.3), nn.BatchNorm2d(4), nn.ReLU(),
+                                               nn.Flatten(), nn.Linear(256, 4)), IMAGES, test=IMAGES)
+    said = run(pool, admitted(made, row, Settings()), tmp_path).first_step or ""
+    assert re.search(r" are one worker's, and so is the loss of \d+ samples in a test$", said), said
 
 
 class OfAnySize(Dataset[tuple[Tensor, int]]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -41,25 +41,31 @@ def evaluated(world: World, module: Summed, passes: Passes | None, layout: Layou
     most, mine = most if gradients else BATCH, evenly(len(samples), world.size)[world.rank]
     batches = [list(mine[start:start + most]) for start in range(0, len(mine), most)]
     fetched = loaded(samples, ((0, indices) for indices in batches), loaders)
-    scored = functools.partial(_scored, module, outputs, metric)
+    score = functools.partial(scored, module, outputs, metric)
     together = at_a_time(module, metric, passes.in_flight) if passes else 1
     for start in range(0, len(batches), together):
         places = batches[start:start + together]
         given = [parted(brought(each, world.device, dtype)) for each in itertools.islice(fetched, together)]
         kept = copied(given) if start == 0 else None
         try:
-            more = scored(given, places, gradients)
+            more = score(given, places, gradients)
         except RuntimeError:
             if kept is None or layout.cut:              # the other ranks of a replica would not try again
                 raise
             gradients = True
-            more = scored(kept, places, gradients)
+            more = score(kept, places, gradients)
         total, weight = total + more[0], weight + more[1]
     sums = world.all_reduced(torch.tensor([total, weight], dtype=torch.float64))
-    total, weight = layout.told(sums.tolist())[0]
-    if layout.cut and not weight:
-        raise StepFailed("the rank that has the output gives none in a test: output(inputs) of the passes is None there")
+    total, weight = told(layout, sums.tolist())
     return {"value": total / weight if weight else math.nan, "weight": weight}
+
+
+def told(layout: Layout, sums: Sequence[float]) -> Sequence[float]:
+    """(sum, weight) of the rank that has the output, on all of a replica. Collective. Raises StepFailed where none has it."""
+    found = layout.told(sums)[0]
+    if layout.cut and not found[1]:
+        raise StepFailed("the rank that has the output gives none in a test: output(inputs) of the passes is None there")
+    return found
 
 
 def at_once(batch: int, division: Division, share: int) -> int:
@@ -73,8 +79,8 @@ def at_a_time(module: Summed, metric: Metric | None, in_flight: int) -> int:
     return 1 if metric is None and module.by_graph else in_flight
 
 
-def _scored(module: Summed, outputs: Callable[[list[Any], list[list[int]]], list[Any]], metric: Metric | None,
-            batches: list[tuple[Any, Any]], places: list[list[int]], gradients: bool) -> tuple[float, float]:
+def scored(module: Summed, outputs: Callable[[list[Any], list[list[int]]], list[Any]], metric: Metric | None,
+           batches: list[tuple[Any, Any]], places: list[list[int]], gradients: bool) -> tuple[float, float]:
     """(sum, weight) of some batches (inputs, target) of samples at these places; zeros where their output is on other ranks."""
     total = weight = 0.0
     with torch.set_grad_enabled(gradients):

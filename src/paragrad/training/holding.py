@@ -68,7 +68,8 @@ def begun_of(world: World, job: Job, strategy: Strategy, settings: Settings) -> 
     return {"model": begun.model, "loss": job.built_loss(world.device), "optimizer": optimizer, "seed": job.seed,
             "examined": True, "scheduler": job.scheduler(optimizer) if job.scheduler else None, "clip_norm": job.clip_norm,
             "autocast": job.autocast, "collate": job.collate, "dtype": job.parameter_dtype, "begun": begun,
-            "how": settings.how, "reverse": settings.reverse, "unchecked": settings.unchecked}
+            "how": settings.how, "reverse": settings.reverse, "unchecked": settings.unchecked,
+            "tests": job.test is not None}
 
 
 def divided(strategy: Strategy, module: Summed, optimizer: torch.optim.Optimizer, draws: Draws, world: World, example: Any,

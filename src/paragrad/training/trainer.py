@@ -73,19 +73,20 @@ class Trainer:
     micro-batch by micro-batch);  reverse: each micro-batch in reverse order (the rounding twin);  examined: the loss was
     looked at, at the door;  otherwise it is before the first step;  unchecked: do not compare the first step with one
     worker's, and go on where draws depend on the layout;  seen: what a look at the model showed at the door;  begun: how the
-    model came here, where it is cut.
+    model came here, where it is cut;  tests: it may be tested.
     """
 
     def __init__(self, world: World, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, strategy: Strategy, *,
                  seed: int = 0, scheduler: Any = None, clip_norm: float | None = None, autocast: torch.dtype | None = None,
                  collate: Collate | None = None, dtype: torch.dtype | None = None, record: Recorder | None = None,
                  how: How | None = None, like: Strategy | None = None, reverse: bool = False, examined: bool = False,
-                 unchecked: bool = False, seen: Probe | None = None, begun: one_copy.Start | None = None) -> None:
+                 unchecked: bool = False, seen: Probe | None = None, begun: one_copy.Start | None = None,
+                 tests: bool = True) -> None:
         self.everyone, self.world, self.serves = world, placed(strategy, world), strategy.serves(world.rank)    # without steps
         self.model, self.optimizer, self.strategy = model, optimizer, strategy
         self.seed, self.scheduler, self.clip_norm, self.autocast, self.collate = seed, scheduler, clip_norm, autocast, collate
         self.log, self.how, self.reverse = Log(record), how or How(), reverse
-        self.examined, self.unchecked, self.seen = examined, unchecked, seen
+        self.examined, self.unchecked, self.seen, self.tests = examined, unchecked, seen, tests
         self.hosts = begun.told(self.log, world) if begun else None     # where the ranks of one have the model in one place
         self.division = (like or strategy).division
         self.replicated = self.world.dividing("samples")

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import math
 import operator
 import time
 from collections.abc import Callable
@@ -19,17 +20,21 @@ from paragrad.datasets.loading import brought, parted
 from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed, loss_in
 from paragrad.jobs.precision import move
-from paragrad.strategies.shares import micro_batches
+from paragrad.strategies.shares import largest, micro_batches
 from paragrad.techniques.batch_norm import BatchNorm
+from paragrad.techniques.cut import over
 from paragrad.techniques.draws import Draws
+from paragrad.techniques.probe import evaluating
 from paragrad.techniques.table import cuts
-from paragrad.techniques.untouched import Before, untouched
+from paragrad.techniques.untouched import Before, unchanged, untouched
 from paragrad.techniques.values import set_values
 from paragrad.training.additive import Excerpt
 from paragrad.training.batches import Batch
+from paragrad.training.evaluation import BATCH, scored, told
 from paragrad.training.first_step.made import Made
 from paragrad.training.first_step.proof import ORDERS, Order, Proof, in_numbers, made_alone, precise, spread
 from paragrad.world import waiting
+from paragrad.world.generators import generators_kept
 from paragrad.world.heap import give_back
 from paragrad.world.joining import ranks_here
 from paragrad.world.launched import memory_left
@@ -44,24 +49,26 @@ class Beside:
     """One worker's step on the global batch of the step under way, on the trainer's model, which is put back.
 
     module, draws: of the whole model, as they are before any cut;  batch(order): its parts, the samples of each in that order;
-    buffers: as they are before the step;  kept: what else the forward changes, so.
+    test(order): what is tested too, if anything;  buffers: as they are before the step;  kept: what else the forward changes,
+    so.
     """
     trainer: Trainer
     module: Summed
     draws: Draws
     batch: Callable[[Order], list[Excerpt]]
+    test: Callable[[Order], Excerpt | None]
     loss_alone: bool
     buffers: dict[str, torch.Tensor]
     kept: list[Before]
 
     def made(self, order: Order = list, moved: bool = False) -> Made:
         """moved: every parameter up or down by one unit in its last place."""
-        trainer, parts = self.trainer, self.batch(order)
+        trainer, parts, test = self.trainer, self.batch(order), self.test(order)
         with untouched(self.module), trainer.batch_norm.looking():
             self._as_before()
             if moved:
                 move(self.module.model, torch.Generator().manual_seed(trainer.seed))
-            return made_alone(self.module, parts, self.draws, trainer.seed, trainer.steps, self.loss_alone)
+            return made_alone(self.module, parts, self.draws, trainer.seed, trainer.steps, self.loss_alone, test)
 
     def _as_before(self) -> None:
         """The model as it was before the step: the strategy's own may have been made since."""
@@ -83,7 +90,8 @@ class Beside:
             model = copy.deepcopy(self.module.model)
             with BatchNorm(trainer.world, model, lambda *_: None, samples=trainer.batch_norm.samples).looking():
                 return precise(model, self.module, self.batch(list), self.draws, trainer.seed, trainer.steps,
-                               loss_in(self.module.loss, trainer.world.device, torch.float64), self.loss_alone)
+                               loss_in(self.module.loss, trainer.world.device, torch.float64), self.loss_alone,
+                               self.test(list))
 
 
 def proof(trainer: Trainer, batch: Batch, inputs: Any, target: Any, as_loaded: bool,
@@ -99,10 +107,11 @@ def proof(trainer: Trainer, batch: Batch, inputs: Any, target: Any, as_loaded: b
     given = None if as_loaded else world.agreed(world.collected((batch, inputs, target) if trainer.leads else None))
     like = Made(0.0, 0.0, {} if loss_alone else {name: each.detach() for name, each in trainer.parameters.items()},
                 {} if loss_alone else {name: each.detach() for name, each in trainer.model.named_buffers()})
+    test = functools.partial(_in_test, trainer, batch, given, loss_alone)
     if not because and world.rank < (1 if alone else 2):
         try:
             parts = functools.partial(_loaded, trainer, batch) if given is None else functools.partial(_joined, trainer, given)
-            beside = Beside(trainer, trainer.module, trainer.draws, parts, loss_alone,
+            beside = Beside(trainer, trainer.module, trainer.draws, parts, test, loss_alone,
                             {name: buffer.clone() for name, buffer in trainer.model.named_buffers()}, [])
             begun = time.monotonic()
             made = beside.made(list if world.rank == 0 else ORDERS[0])
@@ -121,7 +130,8 @@ def proof(trainer: Trainer, batch: Batch, inputs: Any, target: Any, as_loaded: b
         return None, because or "not one worker's step was made"
     eps = trainer.coarsest if trainer.precision == torch.float64 else 0.0       # what a model in float64 computes in less
     return Proof(world, everywhere, twin, beside.another if beside else None, beside.precise if beside else None, eps,
-                 trainer.precision == torch.float64, alone, loss_alone), ""
+                 trainer.precision == torch.float64, alone, loss_alone,
+                 test=None if everywhere.tested is None else test(list)), ""
 
 
 def _groups(trainer: Trainer, samples: int) -> list[list[int]]:
@@ -143,6 +153,28 @@ def fetched(trainer: Trainer, batch: Batch, places: list[int]) -> tuple[Any, Any
     assert trainer.feed.samples is not None
     fetched = brought(trainer.feed.samples[batch.epoch, batch.indices, places], trainer.world.device, trainer.dtype)
     return parted(fetched)          # type: ignore[no-any-return]
+
+
+def _in_test(trainer: Trainer, batch: Batch, given: list[tuple[Batch, Any, Any] | None] | None, loss_alone: bool,
+             order: Order) -> Excerpt | None:
+    """The first samples, as many as a rank runs at once, where no rank can run the whole model alone in a later test."""
+    if loss_alone or not trainer.tests or not (cuts(trainer.strategy) or trainer.strategy.sharded):
+        return None
+    few = order(list(range(min(BATCH, largest(len(batch.indices), trainer.division, 0)))))
+    if given is None:
+        return Excerpt(*fetched(trainer, batch, few), few)
+    return _joined(trainer, given, list)[0].cut(few)
+
+
+def tested(trainer: Trainer, part: Excerpt) -> float:
+    """The mean loss of some samples in a test, by the strategy's own passes. Collective."""
+    assert trainer.passes is not None
+    module, spans = trainer.module, list(trainer.log.spans)
+    with unchanged(trainer.model), generators_kept(), evaluating(trainer.model), over(trainer.around):
+        sums = scored(module, trainer.passes.outputs, None, [part.copied()], [part.positions], module.by_graph)
+    trainer.log.spans[:] = spans
+    total, weight = told(trainer.layout, sums)
+    return total / weight if weight else math.nan
 
 
 def _joined(trainer: Trainer, given: list[tuple[Batch, Any, Any] | None], order: Order) -> list[Excerpt]:

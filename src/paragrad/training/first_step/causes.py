@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from paragrad.training.trainer import Trainer
 
 WHAT = {"buffer": "a buffer", "parameter": "a parameter that the forward changes", "state": "what the forward keeps in Python",
+        "test": "the loss of a test (eval mode, no gradients)",
         "repetition": "one worker's own step, made once more,"}
 GO_ON = "--unchecked (unchecked=True) trains it all the same"
 
@@ -62,6 +63,8 @@ def likely(trainer: Trainer, misses: list[Miss]) -> str:
         return HOOK.format(", ".join(hooked[:3]))
     if kinds == {"gradient"} and not trainer.module.linear:
         return NOT_LINEAR
+    if kinds == {"test"}:
+        return TESTED
     if "loss" in kinds or kinds == {"gradient"}:
         if trainer.layout.cut and trainer.division == Division():
             # no rank has a share of the batch
@@ -103,6 +106,8 @@ UNSEEN = ("Likely cause: a tensor goes from part to part by a way that is not se
           "to the next; cut it elsewhere (cut=[...]), or train it with data(n) and nothing else")
 WITHIN = ("Likely cause: a forward reads or changes a value by a way that is not seen (copies of parameters, a view that is "
           "changed in place), or the model keeps something from one call to the next; train it with data(n)")
+TESTED = ("Likely cause: in eval mode it goes another way than in training, and reads or changes a value there by a way that "
+          "is not seen (a view that is changed in place); let it go the same way in both, or train it with data(n) alone")
 FORWARDS = ("Likely cause: every forward changes the buffer {} (a count, the vectors of a spectral norm), and a batch of "
             "several micro-batches has as many; train it with micro=1")
 BUFFER = ("Likely cause: the buffer counts what a share has, not what the batch has; make what it holds a function of the "

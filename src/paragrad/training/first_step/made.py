@@ -23,7 +23,8 @@ BELIEVED = 1000         # eps up to which a twin is believed
 class Made:
     """What a step made before its update: the mean loss, its weight, mean gradients, buffers. changed: which buffers it did.
 
-    moved: parameters that the forward changed;  state: what it changed in Python, of one worker only if it reads that.
+    moved: parameters that the forward changed;  state: what it changed in Python, of one worker only if it reads that;
+    tested: before that, the mean loss of some of the samples in a test, where that was made and has one.
     """
     loss: float
     weight: float
@@ -32,6 +33,7 @@ class Made:
     changed: frozenset[str] = frozenset()
     moved: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
+    tested: float | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Gap:
         return self.value <= BELIEVED * self.eps * self.largest
 
 
-Key = tuple[str, str]               # a kind (loss, weight, gradient, buffer, parameter, state) and a module
+Key = tuple[str, str]               # a kind (loss, weight, test, gradient, buffer, parameter, state) and a module
 
 
 def gaps(ours: Made, theirs: Made, eps: float = 0.0) -> dict[Key, Gap]:
@@ -68,6 +70,9 @@ def gaps(ours: Made, theirs: Made, eps: float = 0.0) -> dict[Key, Gap]:
         for module, names in itertools.groupby(other, key=lambda name: name.rpartition(".")[0]):
             gap = _largest({name: mine.get(name) for name in names}, other, eps)
             found[kind, module] = _worse(found[kind, module], gap) if (kind, module) in found else gap
+    if theirs.tested is not None:
+        value = math.inf if ours.tested is None else abs(ours.tested - theirs.tested)
+        found["test", ""] = Gap(value if math.isfinite(value) else math.inf, "loss of a test", abs(theirs.tested), eps)
     if still is not None:
         found["buffer", ""] = Gap(math.inf, still, 0.0, eps)
     if alone := [name for name in ours.moved if name not in theirs.moved]:

@@ -3,6 +3,8 @@
 Before exchange or cut is wired, rank 0 runs the whole global batch as one worker would, on the model itself, and rank 1 the
 *rounding twin* (the samples in reverse order) at the same time; everything is put back. When the strategy's own first step has
 its gradients, and before its update, every rank compares what it holds with the one worker's: loss, weight, gradients, buffers.
+Where no rank can run the whole model alone from then on, so is the loss of some samples in a test (eval mode, without
+gradients), in which modules may take other ways than in training.
 
 What is rounding is measured, not assumed. With d the difference from serial and t the twin's, over the tensors of a module:
 
@@ -32,10 +34,12 @@ from torch import Tensor, nn
 from paragrad.datasets.loading import in_type
 from paragrad.jobs.loss import Loss, Summed
 from paragrad.jobs.precision import in_precision
-from paragrad.techniques.draws import Draws, keyed
-from paragrad.techniques.untouched import Before
+from paragrad.techniques.draws import Draws, in_test, keyed
+from paragrad.techniques.probe import evaluating
+from paragrad.techniques.untouched import Before, unchanged
 from paragrad.training.additive import Excerpt
 from paragrad.training.first_step.made import Gap, Key, Made, gaps, pooled
+from paragrad.world.generators import generators_kept
 from paragrad.world.world import World
 
 Order = Callable[[list[int]], list[int]]
@@ -44,11 +48,14 @@ ORDERS: tuple[Order, ...] = (               # of the samples of a group: the twi
     lambda group: group[::2] + group[1::2])
 
 
-def made_alone(module: Summed, parts: list[Excerpt], draws: Draws, seed: int, step: int, loss_alone: bool = False) -> Made:
+def made_alone(module: Summed, parts: list[Excerpt], draws: Draws, seed: int, step: int, loss_alone: bool = False,
+               test: Excerpt | None = None) -> Made:
     """What one worker makes of a batch: one part, or the micro-batches that batch norm sees. Gradients and buffers stay so.
 
-    The positions of a part are its samples' places in the global batch, by which its draws are keyed.
+    The positions of a part are its samples' places in the global batch, by which its draws are keyed.  test: what is tested
+    before, if anything.
     """
+    tested = None if test is None else _tested(module, test, draws, seed)
     buffers_before = {name: buffer.detach().clone() for name, buffer in module.model.named_buffers()}
     before = Before(module, buffers=True)
     for parameter in module.model.parameters():
@@ -69,7 +76,18 @@ def made_alone(module: Summed, parts: list[Excerpt], draws: Draws, seed: int, st
         put_back()
     if state and _summed(module, parts, draws, seed, step, backward=False) == (loss, weight):
         state = {}                      # written, and not read: the last attention, the size of a batch
-    return Made(loss / (weight or 1.0), weight, gradients, buffers, changed, moved, state)
+    return Made(loss / (weight or 1.0), weight, gradients, buffers, changed, moved, state, tested)
+
+
+def _tested(module: Summed, part: Excerpt, draws: Draws, seed: int) -> float | None:
+    """The mean loss in a test; None where there is none: it takes no output of eval mode, or the model wants gradients."""
+    try:
+        with (unchanged(module.model), generators_kept(), evaluating(module.model), in_test(draws, seed, part.positions),
+              torch.set_grad_enabled(module.by_graph)):
+            total, weight = module(*part.copied(), len(part.positions))
+    except Exception:
+        return None
+    return float(total.detach()) / weight if weight and torch.isfinite(total) else None
 
 
 def _summed(module: Summed, parts: list[Excerpt], draws: Draws, seed: int, step: int, backward: bool) -> tuple[float, float]:
@@ -86,10 +104,11 @@ def _summed(module: Summed, parts: list[Excerpt], draws: Draws, seed: int, step:
 
 
 def precise(model: nn.Module, module: Summed, parts: list[Excerpt], draws: Draws, seed: int, step: int, loss: Loss,
-            loss_alone: bool = False) -> Made:
+            loss_alone: bool = False, test: Excerpt | None = None) -> Made:
     """The same in float64, by a copy of the model and the loss. Raises what they raise there."""
     twin = module.around(in_precision(model, torch.float64), loss)
-    return made_alone(twin, [part.to(torch.float64) for part in parts], draws, seed, step, loss_alone)
+    return made_alone(twin, [part.to(torch.float64) for part in parts], draws, seed, step, loss_alone,
+                      test and test.to(torch.float64))
 
 
 # ---- the proof ---------------------------------------------------------------------------------------------------------------
@@ -109,7 +128,8 @@ class Proof:
     alone: on rank 0, both of them; the others have its numbers, without tensors;
     again: on rank 0, what one worker makes of the batch once more (-1), in one of several orders, or with its parameters moved;
     reference: there, in float64;  eps: of what a model in float64 computes in less;  precise: it is in float64;  double: the
-    misses of the strategy's own step in float64, on every rank, or None where that cannot be.
+    misses of the strategy's own step in float64, on every rank, or None where that cannot be;  test: on every rank, what was
+    tested;  tested: its loss under the strategy.
     """
     world: World
     serial: Made
@@ -121,6 +141,8 @@ class Proof:
     alone: bool = False
     loss_alone: bool = False
     double: Callable[[], list[Miss] | None] | None = None
+    test: Excerpt | None = None
+    tested: float | None = None
     eps_of_loss: float = 0.0
 
     def missed(self, ours: Made, loss: torch.dtype) -> list[Miss]:
@@ -149,7 +171,7 @@ class Proof:
 
     def _gaps(self, ours: Made, theirs: Made | None = None) -> dict[Key, Gap]:
         found = gaps(ours, theirs or self.serial, self.eps)
-        return {key: replace(gap, eps=max(gap.eps, self.eps_of_loss)) if key[0] in ("loss", "weight") else gap
+        return {key: replace(gap, eps=max(gap.eps, self.eps_of_loss)) if key[0] in ("loss", "weight", "test") else gap
                 for key, gap in found.items()}
 
     def _unsteady(self) -> Miss | None:
@@ -205,6 +227,7 @@ def spread(world: World, made: Made | None, like: Made, dtype: torch.dtype | Non
     mine = made or Made(0.0, 0.0, {}, {})
     here = [(mine.gradients | mine.buffers).get(name) for name in names]
     told = torch.tensor([made is not None, bool(mine.moved or mine.state), mine.loss, mine.weight,
+                         math.nan if mine.tested is None else mine.tested,
                          *(each is not None for each in here), *(name in mine.changed for name in names)], dtype=torch.float64)
     places = [torch.zeros(0) if each is None else torch.zeros(each.shape, dtype=in_type(each, dtype), device=each.device)
               for each in shapes]
@@ -213,14 +236,15 @@ def spread(world: World, made: Made | None, like: Made, dtype: torch.dtype | Non
     world.copy_from_first(flat)
     told, *found = (part.clone().view(each.dtype).view(each.shape) for part, each in zip(
         flat.split([each.numel() * each.element_size() for each in (told, *places)]), (told, *places), strict=True))
-    there, more, loss, weight, *flags = told.tolist()
+    there, more, loss, weight, tested, *flags = told.tolist()
     if not there:
         return None, world.agreed(because)
     values = {name: value for name, value, present in zip(names, found, flags, strict=False) if present}
     changed = frozenset(name for name, moved in zip(names, flags[len(names):], strict=True) if moved)
     moved, state = world.agreed((mine.moved, mine.state)) if more else ({}, {})
     return Made(loss, weight, {name: values.get(name) for name in like.gradients},
-                {name: values[name] for name in like.buffers if name in values}, changed, moved, state), None
+                {name: values[name] for name in like.buffers if name in values}, changed, moved, state,
+                None if math.isnan(tested) else tested), None
 
 
 def in_numbers(world: World, made: Made | None, because: str | None = None) -> tuple[Made | None, str | None]:

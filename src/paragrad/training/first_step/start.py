@@ -24,7 +24,7 @@ from paragrad.techniques.table import cuts, exchange_of, passes_of
 from paragrad.techniques.untouched import Before, untouched
 from paragrad.training.apart import IN_ANY_ORDER, refuse_unlike_copies
 from paragrad.training.batches import Batch
-from paragrad.training.first_step.beside import fetched, fewer, proof, refuse_copies
+from paragrad.training.first_step.beside import fetched, fewer, proof, refuse_copies, tested
 from paragrad.training.first_step.causes import by_layout, not_the_same
 from paragrad.training.first_step.look import all_given_as_loaded, given_as_loaded, looked_at, run_once, seen_at_the_door
 from paragrad.training.first_step.made import Made
@@ -100,6 +100,8 @@ def _prepare(trainer: Trainer, batch: Batch, inputs: Any, target: Any, as_loaded
         if trainer.log.recorder is None:            # a loop of one's own
             warnings.warn(f"step {trainer.steps} is not compared with one worker's: {because}", stacklevel=2)
         return
+    if trainer.proof.test is not None:
+        trainer.proof.tested = tested(trainer, trainer.proof.test)
     if trainer.precision != torch.float64 and not trainer.strategy.servers:         # which have no step to make again
         loaded = given_as_loaded(trainer, *proved[1:])
         trainer.proof.double = functools.partial(_in_double, trainer, module, trainer.kept, proved[0], copied(proved[1:]),
@@ -124,7 +126,7 @@ def _in_double(trainer: Trainer, module: Summed, kept: Before, batch: Batch, giv
             twin = type(trainer)(
                 trainer.world, model, loss_in(module.loss, trainer.world.device, torch.float64),
                 torch.optim.SGD(model.parameters(), lr=0.0), trainer.strategy, seed=trainer.seed, collate=trainer.collate,
-                dtype=torch.float64, how=trainer.how, examined=True)
+                dtype=torch.float64, how=trainer.how, examined=True, tests=trainer.tests)
             twin.steps, twin.feed.samples, twin.looks = trainer.steps, trainer.feed.samples, trainer.looks      # cut alike
             pair = brought(given, trainer.world.device, torch.float64)
             twin.feed.fetched = pair if loaded else None
@@ -263,8 +265,9 @@ def prove(trainer: Trainer, loss: float, weight: float, of: str = "this step") -
     what = "the loss" if proof.loss_alone else f"loss, weight, {len(made.gradients)} gradients, {len(made.buffers)} buffers"
     what += f" of {of} " + ("is" if proof.loss_alone else "are")
     zero = [name for name, each in made.gradients.items() if each is not None and not each.count_nonzero()]
-    what += " one worker's" + (f"; {len(zero)} gradient(s) were zero, which shows little of them: "
-                               f"{', '.join(zero[:3])}{', ...' if len(zero) > 3 else ''}" if zero else "")
+    what += " one worker's" + (f", and so is the loss of {len(proof.test.positions)} samples in a test" if proof.test else "")
+    what += (f"; {len(zero)} gradient(s) were zero, which shows little of them: "
+             f"{', '.join(zero[:3])}{', ...' if len(zero) > 3 else ''}" if zero else "")
     trainer.log.event("checked", what, step=trainer.steps)
 
 
@@ -287,7 +290,8 @@ def compared(trainer: Trainer, loss: float, weight: float) -> list[Miss]:
     if trainer.held.cut:                    # parameters alone are divided
         _refuse_unequal(trainer.held, gradients, trainer.held.world)
         gradients = trainer.held.whole(gradients)
-    return proof.missed(Made(loss, weight, gradients, buffers, frozenset(), moved, state), trainer.module.dtype)
+    made = Made(loss, weight, gradients, buffers, frozenset(), moved, state, proof.tested)
+    return proof.missed(made, trainer.module.dtype)
 
 
 def _compared_in_parts(trainer: Trainer, proof: Proof, loss: float, weight: float, gradients: dict[str, Tensor | None],
@@ -298,7 +302,7 @@ def _compared_in_parts(trainer: Trainer, proof: Proof, loss: float, weight: floa
     layout, parts, first = trainer.layout, {**gradients, **buffers}, not trainer.replicated.rank
     _refuse_unequal(layout, parts, layout.world)
     whole: Any = [layout.whole(each, everywhere=False) if first else {} for each in (gradients, buffers)]
-    made = Made(loss, weight, *whole)
+    made = Made(loss, weight, whole[0], whole[1], tested=proof.tested)
     misses = proof.missed(made, trainer.module.dtype)
     if not misses and trainer.replicated.size > 1:
         _refuse_unequal(layout, parts, trainer.world)
