@@ -283,6 +283,14 @@ def test_a_model_that_cannot_be_tested_is_refused_at_the_door(text: str, told: s
         admitted(job("sloping", Sloping, VECTORS, test=VECTORS, metric=surprise), text, Settings())
 
 
+def test_images_of_one_row_are_refused_at_the_door() -> None:
+    """The repair was spatial(1)."""
+    lines = TensorDataset(numbers(30, 2, 1, 8, seed=3), IMAGES.tensors[1])
+    model = functools.partial(nn.Sequential, nn.Conv2d(2, 4, (1, 3)), nn.Flatten(), nn.Linear(24, 4))
+    with pytest.raises(pg.Refused, match="images of 1 rows cannot be divided over 2 ranks; train it with data"):
+        admitted(job("lines", model, lines), "spatial(2)", Settings())
+
+
 def test_branches_under_autocast_are_refused_at_the_door() -> None:
     with pytest.raises(pg.Refused, match="under autocast the ranks without a branch do not know the types of its values"):
         admitted(job("plain", Plain, VECTORS, dtype=torch.bfloat16), "branch(2)", Settings())

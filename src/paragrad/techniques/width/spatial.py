@@ -52,8 +52,8 @@ def refuse_images(strategy: Spatial, domain: Domain, example: Any) -> None:
     for dim, along in domain.dims.items():
         if (most := min(each.shape[dim] for each in found)) < along.ranks:
             given = f"{most}" if dim == ROWS else f"{strategy.rows}, columns={most}"
-            raise StepFailed(f"images of {most} {along.name} cannot be divided over {along.ranks} ranks; give at most "
-                             f"spatial({given})")
+            repair = f"give at most spatial({given})" if given != "1" else "train it with data(n) or tensor(n)"
+            raise StepFailed(f"images of {most} {along.name} cannot be divided over {along.ranks} ranks; {repair}")
 
 
 def domain_of(strategy: Spatial | Data) -> Domain:
