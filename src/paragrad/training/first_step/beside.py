@@ -7,7 +7,6 @@ import contextlib
 import copy
 import functools
 import itertools
-import math
 import operator
 import time
 from collections.abc import Callable
@@ -157,8 +156,8 @@ def fetched(trainer: Trainer, batch: Batch, places: list[int]) -> tuple[Any, Any
 
 def _in_test(trainer: Trainer, batch: Batch, given: list[tuple[Batch, Any, Any] | None] | None, loss_alone: bool,
              order: Order) -> Excerpt | None:
-    """The first samples, as many as a rank runs at once, where no rank can run the whole model alone in a later test."""
-    if loss_alone or not trainer.tests or not (cuts(trainer.strategy) or trainer.strategy.sharded):
+    """The first samples, as many as a rank runs at once, where no rank will have the whole model in a test."""
+    if loss_alone or not (trainer.tests and cuts(trainer.strategy)):
         return None
     few = order(list(range(min(BATCH, largest(len(batch.indices), trainer.division, 0)))))
     if given is None:
@@ -174,7 +173,7 @@ def tested(trainer: Trainer, part: Excerpt) -> float:
         sums = scored(module, trainer.passes.outputs, None, [part.copied()], [part.positions], module.by_graph)
     trainer.log.spans[:] = spans
     total, weight = told(trainer.layout, sums)
-    return total / weight if weight else math.nan
+    return total / weight
 
 
 def _joined(trainer: Trainer, given: list[tuple[Batch, Any, Any] | None], order: Order) -> list[Excerpt]:

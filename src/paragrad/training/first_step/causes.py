@@ -107,7 +107,7 @@ UNSEEN = ("Likely cause: a tensor goes from part to part by a way that is not se
 WITHIN = ("Likely cause: a forward reads or changes a value by a way that is not seen (copies of parameters, a view that is "
           "changed in place), or the model keeps something from one call to the next; train it with data(n)")
 TESTED = ("Likely cause: in eval mode it goes another way than in training, and reads or changes a value there by a way that "
-          "is not seen (a view that is changed in place); let it go the same way in both, or train it with data(n) alone")
+          "is not seen (copies of parameters, state_dict); let it go the same way in both, or train it with data(n) alone")
 FORWARDS = ("Likely cause: every forward changes the buffer {} (a count, the vectors of a spectral norm), and a batch of "
             "several micro-batches has as many; train it with micro=1")
 BUFFER = ("Likely cause: the buffer counts what a share has, not what the batch has; make what it holds a function of the "

@@ -3,8 +3,8 @@
 Before exchange or cut is wired, rank 0 runs the whole global batch as one worker would, on the model itself, and rank 1 the
 *rounding twin* (the samples in reverse order) at the same time; everything is put back. When the strategy's own first step has
 its gradients, and before its update, every rank compares what it holds with the one worker's: loss, weight, gradients, buffers.
-Where no rank can run the whole model alone from then on, so is the loss of some samples in a test (eval mode, without
-gradients), in which modules may take other ways than in training.
+Where the model is cut, so is the loss of some samples in a test (eval mode, without gradients), in which modules may take
+other ways than in training.
 
 What is rounding is measured, not assumed. With d the difference from serial and t the twin's, over the tensors of a module:
 
@@ -227,7 +227,6 @@ def spread(world: World, made: Made | None, like: Made, dtype: torch.dtype | Non
     mine = made or Made(0.0, 0.0, {}, {})
     here = [(mine.gradients | mine.buffers).get(name) for name in names]
     told = torch.tensor([made is not None, bool(mine.moved or mine.state), mine.loss, mine.weight,
-                         math.nan if mine.tested is None else mine.tested,
                          *(each is not None for each in here), *(name in mine.changed for name in names)], dtype=torch.float64)
     places = [torch.zeros(0) if each is None else torch.zeros(each.shape, dtype=in_type(each, dtype), device=each.device)
               for each in shapes]
@@ -236,15 +235,14 @@ def spread(world: World, made: Made | None, like: Made, dtype: torch.dtype | Non
     world.copy_from_first(flat)
     told, *found = (part.clone().view(each.dtype).view(each.shape) for part, each in zip(
         flat.split([each.numel() * each.element_size() for each in (told, *places)]), (told, *places), strict=True))
-    there, more, loss, weight, tested, *flags = told.tolist()
+    there, more, loss, weight, *flags = told.tolist()
     if not there:
         return None, world.agreed(because)
     values = {name: value for name, value, present in zip(names, found, flags, strict=False) if present}
     changed = frozenset(name for name, moved in zip(names, flags[len(names):], strict=True) if moved)
     moved, state = world.agreed((mine.moved, mine.state)) if more else ({}, {})
     return Made(loss, weight, {name: values.get(name) for name in like.gradients},
-                {name: values[name] for name in like.buffers if name in values}, changed, moved, state,
-                None if math.isnan(tested) else tested), None
+                {name: values[name] for name in like.buffers if name in values}, changed, moved, state), None
 
 
 def in_numbers(world: World, made: Made | None, because: str | None = None) -> tuple[Made | None, str | None]:

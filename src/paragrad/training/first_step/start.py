@@ -290,8 +290,7 @@ def compared(trainer: Trainer, loss: float, weight: float) -> list[Miss]:
     if trainer.held.cut:                    # parameters alone are divided
         _refuse_unequal(trainer.held, gradients, trainer.held.world)
         gradients = trainer.held.whole(gradients)
-    made = Made(loss, weight, gradients, buffers, frozenset(), moved, state, proof.tested)
-    return proof.missed(made, trainer.module.dtype)
+    return proof.missed(Made(loss, weight, gradients, buffers, frozenset(), moved, state), trainer.module.dtype)
 
 
 def _compared_in_parts(trainer: Trainer, proof: Proof, loss: float, weight: float, gradients: dict[str, Tensor | None],
