@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import functools
 import random
-import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,6 +36,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import paragrad as pg
 from paragrad.training.admission import admitted
+from paragrad.training.apart import refuse_views
 from paragrad.training.settings import Settings
 from paragrad.verbs.lockstep import STEPS
 from paragrad.verbs.train import run
@@ -388,6 +389,14 @@ def test_parameters_that_a_model_keeps_elsewhere_are_refused_at_the_door(row: st
         admitted(job("kept", Kept, VECTORS), row, Settings())
 
 
+def test_a_proxy_of_what_has_gone_keeps_no_parameter() -> None:
+    """Whoever asks it what it is gets a ReferenceError, and so did the door."""
+    gone = weakref.proxy(nn.Linear(1, 1))
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.parents = {"all": [gone]}                                     # type: ignore[assignment]
+    refuse_views(model)
+
+
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
 def test_what_torch_does_not_copy_is_refused_at_the_door() -> None:
     """It was told by a rank, without a repair."""
@@ -399,29 +408,16 @@ def test_what_torch_does_not_copy_is_refused_at_the_door() -> None:
 class ByState(nn.Sequential):
     """Reads its parameters by a way that nobody looks at."""
 
-    def __init__(self, in_training: bool) -> None:
-        super().__init__(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 1))
-        self.in_training = in_training
-
     def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        if self.training and not self.in_training:
-            return out                                                                      # type: ignore[no-any-return]
-        return out + self.state_dict(keep_vars=True)["0.weight"].detach().square().mean()   # type: ignore[no-any-return]
+        return super().forward(x) + self.state_dict(keep_vars=True)["0.weight"].detach().square().mean()       # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("row", "in_training", "told"), [
-    ("tensor(2)", True, r"by a way that is not seen \(copies of parameters.*train it with data\(n\)"),
-    ("tensor(2)", False, r"the loss of a test \(eval mode.* is off by .*goes another way than in training"),
-    pytest.param("data(2) * tensor(2)", False, "the loss of a test .* is off by", marks=pytest.mark.table)])
-def test_what_goes_by_another_way_is_told_with_the_cause(pool: Ranks, tmp_path: Path, row: str, in_training: bool,
-                                                         told: str) -> None:
-    """A model under tensor was to be cut elsewhere, which tensor knows nothing of. Where only tests went so, they said another
-    number, without a word: steps were compared with one worker's, tests never."""
-    made = job("by state", lambda: ByState(in_training), VECTORS, test=VECTORS,
+def test_what_goes_by_another_way_is_told_with_the_cause(pool: Ranks, tmp_path: Path) -> None:
+    """A model under tensor was to be cut elsewhere, which tensor knows nothing of."""
+    made = job("by state", lambda: ByState(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 1)), VECTORS,
                loss=lambda output, target: (output[:, 0] * target).mean())
-    with pytest.raises(pg.RankFailed, match=told):
-        run(pool, admitted(made, row, Settings()), tmp_path)
+    with pytest.raises(pg.RankFailed, match=r"by a way that is not seen \(copies of parameters.*train it with data\(n\)"):
+        run(pool, admitted(made, "tensor(2)", Settings()), tmp_path)
 
 
 class Averaged(Plain):
@@ -488,12 +484,22 @@ def test_a_view_that_was_gathered_is_not_changed(pool: Ranks, tmp_path: Path, ro
         run(pool, admitted(job("masking", model, data, test=data), row, Settings()), tmp_path)
 
 
-@pytest.mark.parametrize("row", ["spatial(2)", "tensor(2)", "pipeline(2, micro=4)"])
-def test_a_test_is_compared_before_the_first_step(pool: Ranks, tmp_path: Path, row: str) -> None:
-    made = job("tested", lambda: nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Dropout(0.3), nn.BatchNorm2d(4), nn.ReLU(),
-                                               nn.Flatten(), nn.Linear(256, 4)), IMAGES, test=IMAGES)
-    said = run(pool, admitted(made, row, Settings()), tmp_path).first_step or ""
-    assert re.search(r" are one worker's, and so is the loss of \d+ samples in a test$", said), said
+class Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.into(x).tanh()
+        border = hidden[:, :, 0]
+        if border.requires_grad:
+            border.register_hook(lambda gradient: 2 * gradient)
+        return self.out(hidden).mean((2, 3)) * border.mean((1, 2))[:, None]      # type: ignore[no-any-return]
+
+
+def test_a_hook_on_a_view_that_was_gathered(pool: Ranks) -> None:
+    """It was put on another tensor, which nobody used."""
+    assert found(pool, "spatial(2)", job("hooked", Hooked, IMAGES), BRIEF).value <= 1e-10
 
 
 class OfAnySize(Dataset[tuple[Tensor, int]]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterator, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
@@ -49,10 +50,16 @@ def refuse_views(model: nn.Module) -> None:
 
 def _tensors_in(value: Any) -> list[Tensor]:
     """Of an attribute: in containers, and in the attributes of an object that is no module."""
-    leaves = [each for leaf in tree_leaves(value) for each in (leaf if isinstance(leaf, set | frozenset) else [leaf])]
-    inside = [tree_leaves(vars(leaf)) for leaf in leaves if hasattr(leaf, "__dict__") and not isinstance(
+    leaves = _leaves(value)
+    inside = [_leaves(vars(leaf)) for leaf in leaves if hasattr(leaf, "__dict__") and not isinstance(
         leaf, Tensor | nn.Module | type | FunctionType | ModuleType)]
     return [each for each in (*leaves, *itertools.chain(*inside)) if isinstance(each, Tensor)]
+
+
+def _leaves(value: Any) -> list[Any]:
+    """Those of sets too; but no proxies, which raise where what they stand for has gone."""
+    leaves = [leaf for leaf in tree_leaves(value) if type(leaf) not in weakref.ProxyTypes]
+    return [each for leaf in leaves for each in (leaf if isinstance(leaf, set | frozenset) else [leaf])]
 
 
 def refuse_reading(module: Summed, inputs: Any, target: Any) -> None:

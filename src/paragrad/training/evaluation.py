@@ -37,7 +37,7 @@ def evaluated(world: World, module: Summed, passes: Passes | None, layout: Layou
     cut was refused then), and where the weight of a loss is read off its graph.
     """
     total, weight, gradients = 0.0, 0.0, metric is None and module.by_graph
-    outputs = passes.outputs if passes else lambda several, _: [called(module.model, inputs) for inputs in several]
+    outputs = passes.outputs if passes else alone(module)
     most, mine = most if gradients else BATCH, evenly(len(samples), world.size)[world.rank]
     batches = [list(mine[start:start + most]) for start in range(0, len(mine), most)]
     fetched = loaded(samples, ((0, indices) for indices in batches), loaders)
@@ -77,6 +77,11 @@ def at_once(batch: int, division: Division, share: int) -> int:
 def at_a_time(module: Summed, metric: Metric | None, in_flight: int) -> int:
     """Batches that are evaluated at a time: of one whose loss is weighed by its graph each has its graph."""
     return 1 if metric is None and module.by_graph else in_flight
+
+
+def alone(module: Summed) -> Callable[[list[Any], list[list[int]]], list[Any]]:
+    """Outputs of the whole model, as passes have them."""
+    return lambda batches, _: [called(module.model, inputs) for inputs in batches]
 
 
 def scored(module: Summed, outputs: Callable[[list[Any], list[list[int]]], list[Any]], metric: Metric | None,

@@ -73,7 +73,7 @@ class Trainer:
     micro-batch by micro-batch);  reverse: each micro-batch in reverse order (the rounding twin);  examined: the loss was
     looked at, at the door;  otherwise it is before the first step;  unchecked: do not compare the first step with one
     worker's, and go on where draws depend on the layout;  seen: what a look at the model showed at the door;  begun: how the
-    model came here, where it is cut;  tests: it may be tested.
+    model came here, where it is cut;  tests: before the first step of one that is cut a test is compared.
     """
 
     def __init__(self, world: World, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, strategy: Strategy, *,

@@ -226,6 +226,9 @@ class View(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, name_of(func)
+        if name in REFUSED:                 # hooks are its own, which another one's would not be
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         if args and isinstance(args[0], View) and (kwargs.get("inplace") or (changes(name) and name != "requires_grad_")):
             raise StepFailed(f"{name} changes in place a view of a value that is divided over ranks, whose pieces would not "
                              "follow; make it another value (torch.where, torch.cat, x * mask), or train it with data(n)")

@@ -19,21 +19,20 @@ from paragrad.datasets.loading import brought, parted
 from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed, loss_in
 from paragrad.jobs.precision import move
-from paragrad.strategies.shares import largest, micro_batches
+from paragrad.strategies.shares import micro_batches
 from paragrad.techniques.batch_norm import BatchNorm
 from paragrad.techniques.cut import over
 from paragrad.techniques.draws import Draws
 from paragrad.techniques.probe import evaluating
 from paragrad.techniques.table import cuts
-from paragrad.techniques.untouched import Before, unchanged, untouched
+from paragrad.techniques.untouched import Before, untouched
 from paragrad.techniques.values import set_values
 from paragrad.training.additive import Excerpt
 from paragrad.training.batches import Batch
-from paragrad.training.evaluation import BATCH, scored, told
+from paragrad.training.evaluation import at_once, scored, told
 from paragrad.training.first_step.made import Made
 from paragrad.training.first_step.proof import ORDERS, Order, Proof, in_numbers, made_alone, precise, spread
 from paragrad.world import waiting
-from paragrad.world.generators import generators_kept
 from paragrad.world.heap import give_back
 from paragrad.world.joining import ranks_here
 from paragrad.world.launched import memory_left
@@ -48,14 +47,14 @@ class Beside:
     """One worker's step on the global batch of the step under way, on the trainer's model, which is put back.
 
     module, draws: of the whole model, as they are before any cut;  batch(order): its parts, the samples of each in that order;
-    test(order): what is tested too, if anything;  buffers: as they are before the step;  kept: what else the forward changes,
-    so.
+    test(order): what is tested too, or why nothing is;  buffers: as they are before the step;  kept: what else the forward
+    changes, so.
     """
     trainer: Trainer
     module: Summed
     draws: Draws
     batch: Callable[[Order], list[Excerpt]]
-    test: Callable[[Order], Excerpt | None]
+    test: Callable[[Order], Excerpt | str]
     loss_alone: bool
     buffers: dict[str, torch.Tensor]
     kept: list[Before]
@@ -127,10 +126,11 @@ def proof(trainer: Trainer, batch: Batch, inputs: Any, target: Any, as_loaded: b
         everywhere, because = in_numbers(world, serial, because) if alone else spread(world, serial, like, because=because)
     if everywhere is None:
         return None, because or "not one worker's step was made"
+    part = test(list) if isinstance(everywhere.tested, float) else None
     eps = trainer.coarsest if trainer.precision == torch.float64 else 0.0       # what a model in float64 computes in less
     return Proof(world, everywhere, twin, beside.another if beside else None, beside.precise if beside else None, eps,
                  trainer.precision == torch.float64, alone, loss_alone,
-                 test=None if everywhere.tested is None else test(list)), ""
+                 test=part if isinstance(part, Excerpt) else None), ""
 
 
 def _groups(trainer: Trainer, samples: int) -> list[list[int]]:
@@ -155,25 +155,33 @@ def fetched(trainer: Trainer, batch: Batch, places: list[int]) -> tuple[Any, Any
 
 
 def _in_test(trainer: Trainer, batch: Batch, given: list[tuple[Batch, Any, Any] | None] | None, loss_alone: bool,
-             order: Order) -> Excerpt | None:
-    """The first samples, as many as a rank runs at once, where no rank will have the whole model in a test."""
+             order: Order) -> Excerpt | str:
+    """The first samples, as many as a rank runs at once, where the model is cut; or why there are none."""
     if loss_alone or not (trainer.tests and cuts(trainer.strategy)):
-        return None
-    few = order(list(range(min(BATCH, largest(len(batch.indices), trainer.division, 0)))))
+        return ""
+    few = list(range(at_once(len(batch.indices), trainer.division, 0)))
     if given is None:
-        return Excerpt(*fetched(trainer, batch, few), few)
-    return _joined(trainer, given, list)[0].cut(few)
+        return Excerpt(*fetched(trainer, batch, order(few)), order(few))
+    try:
+        whole, = _joined(trainer, given, list)
+        return whole if order is list and len(few) >= len(whole.positions) else whole.cut(order(few[:len(whole.positions)]))
+    except ValueError as error:
+        return f"the batch that step was given cannot be cut: {error}"
 
 
-def tested(trainer: Trainer, part: Excerpt) -> float:
-    """The mean loss of some samples in a test, by the strategy's own passes. Collective."""
+def tested(trainer: Trainer, part: Excerpt, of_one: float) -> float:
+    """The mean loss of some samples in a test, by the strategy's own passes: of all replicas' the furthest from one worker's.
+    Collective."""
     assert trainer.passes is not None
-    module, spans = trainer.module, list(trainer.log.spans)
-    with unchanged(trainer.model), generators_kept(), evaluating(trainer.model), over(trainer.around):
-        sums = scored(module, trainer.passes.outputs, None, [part.copied()], [part.positions], module.by_graph)
-    trainer.log.spans[:] = spans
+    module, spans, trainer.rehearsing = trainer.module, list(trainer.log.spans), True           # without autocast, as beside
+    try:
+        with untouched(module, parameters=False), evaluating(trainer.model), over(trainer.around):
+            sums = scored(module, trainer.passes.outputs, None, [part.copied()], [part.positions], module.by_graph)
+    finally:
+        trainer.rehearsing, trainer.log.spans[:] = False, spans
     total, weight = told(trainer.layout, sums)
-    return total / weight
+    every = trainer.replicated.gathered(torch.tensor(total / weight, dtype=torch.float64))
+    return max(map(float, every), key=lambda value: abs(value - of_one))
 
 
 def _joined(trainer: Trainer, given: list[tuple[Batch, Any, Any] | None], order: Order) -> list[Excerpt]:

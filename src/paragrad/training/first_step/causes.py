@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from paragrad.training.trainer import Trainer
 
 WHAT = {"buffer": "a buffer", "parameter": "a parameter that the forward changes", "state": "what the forward keeps in Python",
-        "test": "the loss of a test (eval mode, no gradients)",
+        "test": "the loss of a test (eval mode)",
         "repetition": "one worker's own step, made once more,"}
 GO_ON = "--unchecked (unchecked=True) trains it all the same"
 
@@ -50,6 +50,9 @@ def likely(trainer: Trainer, misses: list[Miss]) -> str:
     own = [factor.name for factor in factors_of(trainer.strategy) if not ours(factor)]
     if own and kinds != {"buffer"}:
         return OWN.format("cut" if trainer.layout.cut else "exchange", " and ".join(own))
+    if kinds == {"test"}:
+        return TESTED
+    kinds -= {"test"}
     if kinds & {"parameter", "state"}:
         return PARAMETER if "parameter" in kinds else STATE
     moved = [miss.gap.tensor for miss in misses if miss.kind == "buffer" and miss.gap.tensor not in trainer.batch_norm.normed]
@@ -63,8 +66,6 @@ def likely(trainer: Trainer, misses: list[Miss]) -> str:
         return HOOK.format(", ".join(hooked[:3]))
     if kinds == {"gradient"} and not trainer.module.linear:
         return NOT_LINEAR
-    if kinds == {"test"}:
-        return TESTED
     if "loss" in kinds or kinds == {"gradient"}:
         if trainer.layout.cut and trainer.division == Division():
             # no rank has a share of the batch

@@ -24,7 +24,7 @@ class Made:
     """What a step made before its update: the mean loss, its weight, mean gradients, buffers. changed: which buffers it did.
 
     moved: parameters that the forward changed;  state: what it changed in Python, of one worker only if it reads that;
-    tested: before that, the mean loss of some of the samples in a test, where that was made and has one.
+    tested: before that, the mean loss of some of the samples in a test; or why there is none, where it was asked for.
     """
     loss: float
     weight: float
@@ -33,7 +33,7 @@ class Made:
     changed: frozenset[str] = frozenset()
     moved: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
-    tested: float | None = None
+    tested: float | str = ""
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def gaps(ours: Made, theirs: Made, eps: float = 0.0) -> dict[Key, Gap]:
         for module, names in itertools.groupby(other, key=lambda name: name.rpartition(".")[0]):
             gap = _largest({name: mine.get(name) for name in names}, other, eps)
             found[kind, module] = _worse(found[kind, module], gap) if (kind, module) in found else gap
-    if theirs.tested is not None:
-        value = math.inf if ours.tested is None else abs(ours.tested - theirs.tested)
+    if isinstance(theirs.tested, float):
+        value = abs(ours.tested - theirs.tested) if isinstance(ours.tested, float) else math.inf
         found["test", ""] = Gap(value if math.isfinite(value) else math.inf, "loss of a test", abs(theirs.tested), eps)
     if still is not None:
         found["buffer", ""] = Gap(math.inf, still, 0.0, eps)

@@ -100,8 +100,11 @@ def _prepare(trainer: Trainer, batch: Batch, inputs: Any, target: Any, as_loaded
         if trainer.log.recorder is None:            # a loop of one's own
             warnings.warn(f"step {trainer.steps} is not compared with one worker's: {because}", stacklevel=2)
         return
-    if trainer.proof.test is not None:
-        trainer.proof.tested = tested(trainer, trainer.proof.test)
+    of_one = trainer.proof.serial.tested
+    if isinstance(of_one, float) and trainer.proof.test:
+        trainer.proof.tested = tested(trainer, trainer.proof.test, of_one)
+    elif of_one:
+        trainer.log.choice("test", "not compared", str(of_one))
     if trainer.precision != torch.float64 and not trainer.strategy.servers:         # which have no step to make again
         loaded = given_as_loaded(trainer, *proved[1:])
         trainer.proof.double = functools.partial(_in_double, trainer, module, trainer.kept, proved[0], copied(proved[1:]),
