@@ -284,6 +284,23 @@ def test_a_model_that_cannot_be_tested_is_refused_at_the_door(text: str, told: s
         admitted(job("sloping", Sloping, VECTORS, test=VECTORS, metric=surprise), text, Settings())
 
 
+class Sensitive(nn.Linear):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.requires_grad_()
+        return super().forward(x), x
+
+
+def penalised(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    slope, = torch.autograd.grad(output[0].sum(), output[1], create_graph=True)
+    return functional.cross_entropy(output[0], target) + 0.1 * slope.square().mean()
+
+
+def test_a_loss_that_takes_gradients_is_refused_at_the_door() -> None:
+    """Its training ended in the first test."""
+    with pytest.raises(pg.Refused, match=r"the loss, in a test \(eval mode, without gradients\), raised Run.*; give"):
+        admitted(job("sensitive", lambda: Sensitive(10, 4), VECTORS, test=VECTORS, loss=penalised), "tensor(2)", Settings())
+
+
 def test_images_of_one_row_are_refused_at_the_door() -> None:
     """The repair was spatial(1)."""
     lines = TensorDataset(numbers(30, 2, 1, 8, seed=3), IMAGES.tensors[1])

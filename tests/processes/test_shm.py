@@ -37,6 +37,16 @@ def all_reduces(world: World) -> None:
             same(mine, sum((values(rank, *shape, dtype=dtype) for rank in range(world.size)), torch.zeros((), dtype=dtype)))
 
 
+def in_inference_mode(world: World) -> None:
+    """Who met first was in it (a test of a model), and whoever met in a step afterwards was not allowed to write."""
+    for size in (17, 20_017):
+        for inside in (True, False):
+            with torch.inference_mode(inside):
+                mine = values(world.rank, size)
+                dist.all_reduce(mine)
+                same(mine, sum((values(rank, size) for rank in range(world.size)), torch.zeros(())))
+
+
 def operations(world: World) -> None:
     everyone = torch.stack([values(rank, 5, 7) + 1 for rank in range(world.size)])
     wholes = everyone.long()
@@ -198,7 +208,7 @@ def objects_and_groups(world: World) -> None:
     dist.group.WORLD.monitored_barrier(timedelta(seconds=20))
 
 
-COLLECTIVES = (all_reduces, operations, not_contiguous, same_bits, gathers, scatters, objects_and_groups)
+COLLECTIVES = (all_reduces, in_inference_mode, operations, not_contiguous, same_bits, gathers, scatters, objects_and_groups)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

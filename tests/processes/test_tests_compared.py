@@ -94,6 +94,39 @@ class Moving(nn.Module):
         return functional.cross_entropy(output, target) * (1 + 0.1 * self.calls)
 
 
+class Clamping(nn.Sequential):
+    """Changes parameters in a test."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            with torch.no_grad():
+                self[0].weight.clamp_(-0.1, 0.1)
+        return super().forward(x)                                       # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("row", ["tensor(2)", pytest.param("place(2)", marks=pytest.mark.table)])
+def test_it_leaves_parameters_as_they_were(pool: Ranks, tmp_path: Path, row: str) -> None:
+    made = job("clamping", lambda: Clamping(*small()), VECTORS, test=VECTORS, dtype=torch.float64, epochs=1)
+    serial, ours = (trained(pool, tmp_path / each, each, made) for each in ("serial", row))
+    assert ours.losses == pytest.approx(serial.losses, rel=1e-10)
+
+
+class Coarse(nn.Sequential):
+    """Computes in less in a test."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return super().forward(x)                                   # type: ignore[no-any-return]
+        for each in self:
+            x = functional.linear(x.float(), each.weight.float()).double() if isinstance(each, nn.Linear) else each(x)
+        return x
+
+
+def test_rounding_of_a_test_is_not_that_of_a_step(pool: Ranks, tmp_path: Path) -> None:
+    made = job("coarse", lambda: Coarse(*small()), VECTORS, test=VECTORS, dtype=torch.float64)
+    assert COMPARED in (trained(pool, tmp_path / "run", "tensor(2)", made).first_step or "")
+
+
 @pytest.mark.parametrize("row", ["tensor(2)", pytest.param("place(2)", marks=pytest.mark.table)])
 def test_it_leaves_nothing_in_the_loss(pool: Ranks, tmp_path: Path, row: str) -> None:
     """What a loss kept had seen a test that serial does not make."""

@@ -26,18 +26,17 @@ NO_OWNERS = (Tensor, nn.Module, type, functools.partial, types.FunctionType, typ
 
 
 @contextlib.contextmanager
-def untouched(module: Summed, parameters: bool = True) -> Iterator[None]:
-    """Afterwards gradients, parameters, buffers, Python state of model and loss, and all generators are as they were.
-    parameters: these, and their gradients, too."""
-    with generators_kept(), torch.random.fork_rng(enabled=torch.cuda.is_available()), restored(module, parameters):
+def untouched(module: Summed) -> Iterator[None]:
+    """Afterwards gradients, parameters, buffers, Python state of model and loss, and all generators are as they were."""
+    with generators_kept(), torch.random.fork_rng(enabled=torch.cuda.is_available()), restored(module):
         yield
 
 
 @contextlib.contextmanager
-def restored(module: Summed, parameters: bool = True) -> Iterator[None]:
+def restored(module: Summed) -> Iterator[None]:
     """The same, but for the generators."""
-    before = Before(module, list(dict(module.model.named_parameters())) if parameters else (), buffers=True)
-    for parameter in before.parameters.values() if parameters else ():
+    before = Before(module, list(dict(module.model.named_parameters())), buffers=True)
+    for parameter in before.parameters.values():
         parameter.grad = None
     try:
         yield

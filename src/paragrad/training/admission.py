@@ -30,6 +30,7 @@ from paragrad.training import checkpoint
 from paragrad.training.apart import refuse_reading, refuse_views
 from paragrad.training.divisible import alone, uncut
 from paragrad.training.door import Findings, examined
+from paragrad.training.evaluation import refuse_gradients
 from paragrad.training.first_step.causes import by_layout
 from paragrad.training.holding import refuse_optimizer
 from paragrad.training.room import refuse_crowded
@@ -143,7 +144,7 @@ def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, 
     job = facts.ready(job)
     with asking(asked):
         resolved.refuse(Asked(job, facts, settings.folder), asked, settings.unchecked)
-    check_cut(job, asked, resolved, settings.folder)
+    check_cut(job, asked, resolved, settings.folder, facts.probe.known)
     refuse_crowded(job, asked, resolved, facts, settings.folder, settings.device)
     check_plans(asked, resolved, settings)
     backend = backend_of(settings, resolved.size)
@@ -276,14 +277,16 @@ def not_sharing(settings: Settings) -> str | None:
     return not_shm(launched_size() or 1)
 
 
-def check_cut(job: Job, asked: Strategy, resolved: Strategy, data: Path | None) -> None:
-    """Refuse a model that cannot be cut as asked for, tried on two samples; and what would not follow parts or shards of it."""
+def check_cut(job: Job, asked: Strategy, resolved: Strategy, data: Path | None, known: bool) -> None:
+    """Refuse a model that cannot be cut as asked for, tried on two samples; and what would not follow parts or shards of it.
+    known: the weight of its loss is read off the graph."""
     if not cuts(resolved) and not resolved.sharded:
         return
     if resolved.sharded and not hasattr(torch.distributed, "reduce_scatter_single"):
         raise Refused(f"{asked} wants torch 2.13 or later, and this is {torch.__version__}; leave out state=fully_sharded")
     samples = job.samples(opened(job.train, data))
-    inputs, target = brought(parted(samples[0, list(range(min(len(samples), job.batch, 2)))]), CPU, job.parameter_dtype)
+    places = list(range(min(len(samples), job.batch, 2)))
+    inputs, target = brought(parted(samples[0, places]), CPU, job.parameter_dtype)
     try:
         module = Summed(job.built_model(), job.built_loss())
         if any(factor.inside for factor in factors_of(resolved)):
@@ -292,6 +295,8 @@ def check_cut(job: Job, asked: Strategy, resolved: Strategy, data: Path | None) 
         refuse_views(module.model)
         hollow(module.model)                            # can it be copied?
         refuse_reading(module, inputs, target)
+        if cuts(resolved) and job.test is not None and job.metric is None and not known:
+            refuse_gradients(module, inputs, target, len(places))
         for cuttable in checks_of(resolved):
             module = Summed(job.built_model(), job.built_loss())
             with untouched(module):

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from paragrad.datasets.ahead import loaded
 from paragrad.datasets.loading import Samples, brought, called, copied, parted
-from paragrad.errors import StepFailed
+from paragrad.errors import StepFailed, told
 from paragrad.jobs.loss import Summed
 from paragrad.schedules.actions import evenly
 from paragrad.strategies.shares import Division, largest
 from paragrad.techniques.layout import Layout
 from paragrad.techniques.passes import Passes
+from paragrad.techniques.probe import evaluating
+from paragrad.techniques.untouched import untouched
 from paragrad.world.world import World
 
 BATCH = 256             # samples that are evaluated at once, at most
@@ -56,11 +58,11 @@ def evaluated(world: World, module: Summed, passes: Passes | None, layout: Layou
             more = score(kept, places, gradients)
         total, weight = total + more[0], weight + more[1]
     sums = world.all_reduced(torch.tensor([total, weight], dtype=torch.float64))
-    total, weight = told(layout, sums.tolist())
+    total, weight = averaged(layout, sums.tolist())
     return {"value": total / weight if weight else math.nan, "weight": weight}
 
 
-def told(layout: Layout, sums: Sequence[float]) -> Sequence[float]:
+def averaged(layout: Layout, sums: Sequence[float]) -> Sequence[float]:
     """(sum, weight) of the rank that has the output, on all of a replica. Collective. Raises StepFailed where none has it."""
     found = layout.told(sums)[0]
     if layout.cut and not found[1]:
@@ -100,6 +102,17 @@ def scored(module: Summed, outputs: Callable[[list[Any], list[list[int]]], list[
             more = [float(each.detach() if isinstance(each, Tensor) else each) for each in pair]
             total, weight = total + more[0], weight + more[1]
     return total, weight
+
+
+def refuse_gradients(module: Summed, inputs: Any, target: Any, samples: int) -> None:
+    """Raises StepFailed where the loss of a test wants gradients, of which there are none in one of a model that is cut, unless
+    its weight is read off them."""
+    with untouched(module), evaluating(module.model):
+        try:
+            scored(module, alone(module), None, [copied((inputs, target))], [list(range(samples))], False)
+        except Exception as error:
+            raise StepFailed(f"the loss, in a test (eval mode, without gradients), raised {told(error)}; give a metric, or "
+                             "train it with data(n)") from error
 
 
 def without_gradients(function: Callable[[], Found]) -> Found:

@@ -29,7 +29,7 @@ from paragrad.techniques.untouched import Before, untouched
 from paragrad.techniques.values import set_values
 from paragrad.training.additive import Excerpt
 from paragrad.training.batches import Batch
-from paragrad.training.evaluation import at_once, scored, told
+from paragrad.training.evaluation import at_once, averaged, scored
 from paragrad.training.first_step.made import Made
 from paragrad.training.first_step.proof import ORDERS, Order, Proof, in_numbers, made_alone, precise, spread
 from paragrad.world import waiting
@@ -175,11 +175,11 @@ def tested(trainer: Trainer, part: Excerpt, of_one: float) -> float:
     assert trainer.passes is not None
     module, spans, trainer.rehearsing = trainer.module, list(trainer.log.spans), True           # without autocast, as beside
     try:
-        with untouched(module, parameters=False), evaluating(trainer.model), over(trainer.around):
+        with untouched(module), evaluating(trainer.model), over(trainer.around):
             sums = scored(module, trainer.passes.outputs, None, [part.copied()], [part.positions], module.by_graph)
     finally:
         trainer.rehearsing, trainer.log.spans[:] = False, spans
-    total, weight = told(trainer.layout, sums)
+    total, weight = averaged(trainer.layout, sums)
     every = trainer.replicated.gathered(torch.tensor(total / weight, dtype=torch.float64))
     return max(map(float, every), key=lambda value: abs(value - of_one))
 

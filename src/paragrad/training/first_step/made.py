@@ -72,7 +72,8 @@ def gaps(ours: Made, theirs: Made, eps: float = 0.0) -> dict[Key, Gap]:
             found[kind, module] = _worse(found[kind, module], gap) if (kind, module) in found else gap
     if isinstance(theirs.tested, float):
         value = abs(ours.tested - theirs.tested) if isinstance(ours.tested, float) else math.inf
-        found["test", ""] = Gap(value if math.isfinite(value) else math.inf, "loss of a test", abs(theirs.tested), eps)
+        found["test", ""] = Gap(value if math.isfinite(value) else math.inf, "loss of a test", abs(theirs.tested),
+                                max(eps, torch.finfo(torch.float32).eps))           # a test may be cast where a step is not
     if still is not None:
         found["buffer", ""] = Gap(math.inf, still, 0.0, eps)
     if alone := [name for name in ours.moved if name not in theirs.moved]:

@@ -37,10 +37,11 @@ from paragrad.jobs.loss import Loss, Summed
 from paragrad.jobs.precision import in_precision
 from paragrad.techniques.draws import Draws, keyed
 from paragrad.techniques.probe import evaluating
-from paragrad.techniques.untouched import Before, restored, untouched
+from paragrad.techniques.untouched import Before, restored
 from paragrad.training.additive import Excerpt
 from paragrad.training.evaluation import alone, scored
 from paragrad.training.first_step.made import Gap, Key, Made, gaps, pooled
+from paragrad.world.generators import generators_kept
 from paragrad.world.world import World
 
 Order = Callable[[list[int]], list[int]]
@@ -84,9 +85,9 @@ def _tested(module: Summed, part: Excerpt) -> float | str:
     """The mean loss in a test; or why there is none to compare with. What draws is another one when it is made again."""
     found = list[float]()
     try:
-        with untouched(module, parameters=False), evaluating(module.model):
+        with generators_kept(), torch.random.fork_rng(enabled=torch.cuda.is_available()), evaluating(module.model):
             for _ in range(2):
-                with restored(module, parameters=False):
+                with restored(module):
                     total, weight = scored(module, alone(module), None, [part.copied()], [part.positions], module.by_graph)
                 found.append(total / weight if weight else math.nan)
     except Exception as error:

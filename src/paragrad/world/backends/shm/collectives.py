@@ -131,7 +131,8 @@ class Port:
         if view is None:
             if len(self.views) >= VIEWS:
                 self.views.clear()
-            view = self.views[key] = self.areas[turn, rank, at:at + count * dtype.itemsize].view(dtype)
+            with torch.inference_mode(False):           # who asks first may be in it; others, who write, come later
+                view = self.views[key] = self.areas[turn, rank, at:at + count * dtype.itemsize].view(dtype)
         return view
 
     def _disagree(self) -> GroupError:
@@ -151,7 +152,8 @@ class Short:
     def __init__(self, port: Port, title: Title, tensor: Tensor) -> None:
         self.title = title
         dtype, count, shape = tensor.dtype, tensor.numel(), tensor.shape
-        self.views = [[port.view(turn, rank, dtype, count, 0).view(shape) for rank in range(port.size)] for turn in (0, 1)]
+        with torch.inference_mode(False):
+            self.views = [[port.view(turn, rank, dtype, count, 0).view(shape) for rank in range(port.size)] for turn in (0, 1)]
 
     def sum(self, tensor: Tensor, port: Port) -> None:
         """As `all_reduce`."""
