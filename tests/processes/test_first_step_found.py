@@ -31,6 +31,7 @@ from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
 pytestmark = pytest.mark.story
+FLOOR = made.FLOOR
 
 
 class Keeping(nn.Module):
@@ -140,9 +141,14 @@ class InPlace(Halved):
         super().__init__(256, False)
         if dist.is_initialized():           # in ranks: as if nothing but the step in float64 could tell
             judged = Proof._judged
+
+            def in_double(proof: Proof, ours: made.Made, doubtful: list[made.Key]) -> list[Miss]:
+                if not proof.double:
+                    return judged(proof, ours, doubtful)
+                with mock.patch.object(made, "FLOOR", FLOOR):
+                    return proof.double() or []
             mock.patch.object(made, "FLOOR", 0).start()
-            mock.patch.object(Proof, "_judged", lambda proof, ours, doubtful: proof.double() if proof.double else judged(
-                proof, ours, doubtful)).start()
+            mock.patch.object(Proof, "_judged", in_double).start()
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.mul_(2.0))

@@ -21,6 +21,7 @@ from paragrad.techniques.layout import Layout
 from paragrad.techniques.passes import Passes
 from paragrad.techniques.probe import evaluating
 from paragrad.techniques.untouched import untouched
+from paragrad.training.holding import check_given
 from paragrad.world.world import World
 
 BATCH = 256             # samples that are evaluated at once, at most
@@ -64,7 +65,9 @@ def evaluated(world: World, module: Summed, passes: Passes | None, layout: Layou
 
 def averaged(layout: Layout, sums: Sequence[float]) -> Sequence[float]:
     """(sum, weight) of the rank that has the output, on all of a replica. Collective. Raises StepFailed where none has it."""
-    found = layout.told(sums)[0]
+    every = layout.told(sums)
+    check_given([weight for _, weight in every], layout.givers)
+    found = every[0]
     if layout.cut and not found[1]:
         raise StepFailed("the rank that has the output gives none in a test: output(inputs) of the passes is None there")
     return found
