@@ -26,7 +26,7 @@ from paragrad.verbs.train import run
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.story]
 COMPARED = "one worker's, and so is the loss of"
 
 
