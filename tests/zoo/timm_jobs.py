@@ -71,6 +71,6 @@ ROWS = (
     pictures("timm mixer", built("mlp_mixer.MlpMixer", num_classes=4, img_size=32, patch_size=8, num_blocks=2, embed_dim=16),
              "mixes patches, not samples"),
     pictures("timm nfnet", created("test_nfnet"), "weights standardised in every forward",
-             but=in_parts("batch norms inside of samples or weights, .* train it without")),
+             but=in_parts("batch norms inside of samples or weights, .* train it with data")),
     pictures("timm mambaout, DropPath", created("test_mambaout", drop_path_rate=0.1), "gated convolutions"),
 )
