@@ -159,7 +159,7 @@ def test_of_two_ways_around_a_layer_the_one_by_which_less_travels() -> None:
                 x = x + block(x)
             return x
     plan = planned(Residual(), drawn(2, 6, seed=1), 2)
-    assert plan.gathers
+    assert plan.manner.gathers
     assert travels(plan).count("blocks.1.0: gathered") == 0
 
 

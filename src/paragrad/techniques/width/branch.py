@@ -26,7 +26,7 @@ from paragrad.techniques.width.around import anew, as_tested, asked, refuse_comp
 from paragrad.techniques.width.forks import Branch, placed, timed
 from paragrad.techniques.width.held import Split
 from paragrad.techniques.width.lone import Lone, of_shapes, shown
-from paragrad.techniques.width.pairs import Line, Nobody
+from paragrad.techniques.width.pairs import Line, Manner, Nobody
 from paragrad.techniques.width.planning import Note
 from paragrad.world.world import World
 
@@ -81,8 +81,7 @@ class Looking:
 
     def __init__(self, model: nn.Module, owners: dict[str, int], ranks: int, whole: frozenset[str]) -> None:
         self.model, self.owners, self.whole = model, owners, set(whole)
-        self.line = Line(Nobody(ranks), planning=self)                  # type: ignore[arg-type]
-        self.line.whole = whole
+        self.line = Line(Nobody(ranks), Manner(shows=whole), self)      # type: ignore[arg-type]
         self.notes: list[Note] = []
 
     def noted(self, what: str, sent: int, detail: str) -> None:
@@ -149,8 +148,7 @@ def told(strategy: Strategy, model: nn.Module, inputs: Any, samples: int) -> lis
 
 def share(strategy: Strategy, model: nn.Module, example: Any, axis: World, plan: Plan) -> Share:
     """The trunk, and this rank's branches. Collective over the axis."""
-    line = Line(axis)
-    line.whole = plan.whole
+    line = Line(axis, Manner(shows=plan.whole))
     of_others = {id(tensor) for _, _, tensor, owner in _owned(model, plan.owners) if owner != axis.rank}
     held = {name: Held(name, tuple(tensor.shape), counts=name in plan.owners or axis.rank == 0)
             for name, tensor in [*model.named_parameters(), *model.named_buffers()] if id(tensor) not in of_others}

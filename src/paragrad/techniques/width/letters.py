@@ -49,7 +49,7 @@ def spread(run: Callable[..., Any], operands: Sequence[Operand], out: Letters, c
     """
     out = tuple(out)
     for each in operands if columns else ():
-        if summed := [dim for letter, dim, cut in each.cuts() if letter not in out and not cut.line.pairs]:
+        if summed := [dim for letter, dim, cut in each.cuts() if letter not in out and not cut.line.manner.pairs]:
             each.value = whole(each.value, summed) if each.value is not None else None
     if not any(True for each in operands for _ in each.cuts()):
         _divide(operands, columns)
@@ -165,7 +165,7 @@ def _met(leaves: list[Any], places: list[int]) -> None:
     plain = [leaves[at] for at in places if not isinstance(leaves[at], Divided) and leaves[at].requires_grad]
     for at in places:
         x = leaves[at]
-        if isinstance(x, Divided) and any(cut.line.gathers for cut in x.cuts.values()) and any(
+        if isinstance(x, Divided) and any(cut.line.manner.gathers for cut in x.cuts.values()) and any(
                 each.numel() >= x.numel() for each in plain):
             leaves[at] = whole(x)
 
@@ -187,7 +187,7 @@ def linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None)
     rest = range(input.dim() - 1)
     if not isinstance(weight, Divided) and weight.numel() > input.numel():      # of which less travels
         input = whole(input, [input.dim() - 1])
-    if input.dim() == 2 and isinstance(input, Divided) and 0 in input.cuts and input.cuts[0].line.dense:
+    if input.dim() == 2 and isinstance(input, Divided) and 0 in input.cuts and input.cuts[0].line.manner.dense:
         input = whole(input, [0])
     operands = [Operand(input, (*rest, "i")), Operand(weight, "oi")]
     return spread(func, operands, (*rest, "o"), [(1, "o")], bias=Operand(bias, "o"))

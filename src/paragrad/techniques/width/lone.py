@@ -76,7 +76,7 @@ class Lone(Tensor):
         lone = [each for each in given if isinstance(each, Lone)]
         plain = [each for each in given if not isinstance(each, Lone)]
         first, in_place = args[0] if args else None, changes(name)
-        if (len({each.owner for each in lone}) > 1 or name in OF_VALUES or name in lone[0].line.whole or "loss" in name
+        if (len({each.owner for each in lone}) > 1 or name in OF_VALUES or name in lone[0].line.manner.shows or "loss" in name
                 or any(isinstance(each, nn.Parameter) for each in plain)            # the trunk goes on
                 or (name in ("mean", "sum") and len(args) == 1 and not kwargs)      # a loss made by hand, perhaps
                 or (in_place and not isinstance(first, Lone))

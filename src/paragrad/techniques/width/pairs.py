@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -68,17 +68,28 @@ class Nobody:
         return lambda: None
 
 
-class Line:
-    """Ranks over which layers are split. gathers: where a plain and a divided value of one size meet, both are plain from there
-    on, not divided;  planning: where it is being found out how to divide parameters, who decides;  name: of what they divide
-    of the data (rows, columns, samples), if they do;  dense: samples are divided up to the first fully connected layer, and
-    neurons from there on;  whole: functions that want a branch's values on all ranks;  pairs: a layer that is given divided
-    features may be divided by its inputs, otherwise they are gathered;  sent: bytes since somebody set it to 0."""
+class Manner(NamedTuple):
+    """How layers are split over a line, where there are several ways. data: what of it is divided (rows, columns, samples), if
+    it is;  gathers: where a plain and a divided value of one size meet, both are plain from there on, not divided;  pairs: a
+    layer that is given divided features may be divided by its inputs, otherwise they are gathered;  dense: samples are divided
+    up to the first fully connected layer, and neurons from there on;  shows: functions that want a branch's values on all
+    ranks."""
+    data: str = ""
+    gathers: bool = False
+    pairs: bool = True
+    dense: bool = False
+    shows: frozenset[str] = frozenset()
 
-    def __init__(self, world: World, gathers: bool = False, planning: Deciding | None = None, name: str = "",
-                 dense: bool = False, pairs: bool = True) -> None:
-        self.world, self.gathers, self.planning, self.sent = world, gathers, planning, 0
-        self.name, self.dense, self.whole, self.pairs = name, dense, frozenset[str](), pairs
+
+PLAIN = Manner()
+
+
+class Line:
+    """Ranks over which layers are split. planning: where it is being found out how to divide parameters, who decides;
+    sent: bytes since somebody set it to 0."""
+
+    def __init__(self, world: World, manner: Manner = PLAIN, planning: Deciding | None = None) -> None:
+        self.world, self.manner, self.planning, self.sent = world, manner, planning, 0
         self.copies: deque[tuple[Tensor, int, Tensor]] = deque(maxlen=KEPT)
         self.early: dict[int, tuple[Tensor, int, Tensor]] = {}
 

@@ -25,7 +25,7 @@ from paragrad.techniques.width import along, convolutions, kinds, letters, losse
 from paragrad.techniques.width.around import anew, as_tested, asked, members, refuse_compiled, standing, telling
 from paragrad.techniques.width.divided import Cut, Divided
 from paragrad.techniques.width.domain import Domain, entering
-from paragrad.techniques.width.pairs import Line, Nobody
+from paragrad.techniques.width.pairs import Line, Manner, Nobody
 from paragrad.techniques.width.pieces import Block, Pieces, Wish, evenly_divided, granted
 
 ROUNDS = 12                 # of granting wishes
@@ -44,11 +44,11 @@ class Note:
 
 @dataclass(frozen=True)
 class Plan:
-    """How parameters and buffers are divided. divided: by serial name, along which dimension, and its blocks;  gathers: as
-    Line has it;  roles: of those that say what they are (outputs, vocabulary);  shapes: of all;  notes: what travels, in the
-    order of a forward;  why: what is not divided, and what it is used whole by."""
+    """How parameters and buffers are divided. divided: by serial name, along which dimension, and its blocks;  roles: of those
+    that say what they are (outputs, vocabulary);  shapes: of all;  notes: what travels, in the order of a forward;  why: what
+    is not divided, and what it is used whole by."""
     ranks: int
-    gathers: bool
+    manner: Manner
     divided: Mapping[str, tuple[int, tuple[Block, ...]]]
     roles: Mapping[str, str]
     shapes: Mapping[str, tuple[int, ...]]
@@ -85,15 +85,16 @@ class Made(NamedTuple):
 
 class Planning:
     """One run of a model, in which it is decided what is divided. domain: how its inputs are; then parameters are only where
-    it says so. pairs: as Line has it."""
+    it says so."""
 
-    def __init__(self, model: nn.Module, ranks: int, blocks: Mapping[str, tuple[Block, ...] | None], gathers: bool,
-                 made: Mapping[str, Made] | None = None, domain: Domain | None = None, pairs: bool = True) -> None:
+    def __init__(self, model: nn.Module, ranks: int, blocks: Mapping[str, tuple[Block, ...] | None], manner: Manner,
+                 made: Mapping[str, Made] | None = None, domain: Domain | None = None) -> None:
         self.model, self.ranks, self.blocks = model, ranks, blocks
         self.made = dict(made or {})
-        self.line = Line(Nobody(ranks), gathers, self, pairs=pairs)     # type: ignore[arg-type]
+        self.line = Line(Nobody(ranks), manner, self)                   # type: ignore[arg-type]
         domain = domain or Domain({}, dense=True)
-        self.lines = {dim: Line(Nobody(each.ranks), gathers, self, each.name, domain.dense)     # type: ignore[arg-type]
+        manner = manner._replace(dense=domain.dense)
+        self.lines = {dim: Line(Nobody(each.ranks), manner._replace(data=each.name), self)      # type: ignore[arg-type]
                       for dim, each in domain.dims.items()}
         if domain.dims and domain.dense:
             self.line, = self.lines.values()
@@ -195,21 +196,22 @@ def planned(model: nn.Module, example: Any, ranks: int, domain: Domain | None = 
             tested: bool = False) -> Plan:
     """How a model is split over so many ranks: of two ways to go on where plain and divided values meet, by which less travels.
     example: inputs of some samples;  tested: it runs as in a test too. Raises StepFailed where the model cannot run so."""
-    plans = [_planned(model, example, ranks, gathers, domain, pairs) for gathers in ((False,) if domain else (False, True))]
+    plans = [_planned(model, example, ranks, Manner(gathers=gathers, pairs=pairs), domain)
+             for gathers in ((False,) if domain else (False, True))]
     plan, again = min(plans, key=lambda each: each[0].bytes)
     if tested:
         again().run(example, tested)
     return plan
 
 
-def _planned(model: nn.Module, example: Any, ranks: int, gathers: bool, domain: Domain | None,
-             pairs: bool) -> tuple[Plan, Callable[[], Planning]]:
+def _planned(model: nn.Module, example: Any, ranks: int, manner: Manner,
+             domain: Domain | None) -> tuple[Plan, Callable[[], Planning]]:
     """(How it is split, another run of it)."""
     blocks: dict[str, tuple[Block, ...] | None] = {}
     made: dict[str, Made] = {}
 
     def again() -> Planning:
-        return Planning(model, ranks, blocks, gathers, made, domain, pairs)
+        return Planning(model, ranks, blocks, manner, made, domain)
     for _ in range(ROUNDS):
         planning = again()
         planning.run(example)
@@ -222,6 +224,6 @@ def _planned(model: nn.Module, example: Any, ranks: int, gathers: bool, domain: 
         planning = again()
         planning.run(example)
     names = {name: tuple(each.shape) for name, each in [*model.named_parameters(), *model.named_buffers()]}
-    return Plan(ranks, gathers, {name: (dim, pieces.blocks) for name, (dim, pieces) in planning.chosen.items()},
+    return Plan(ranks, manner, {name: (dim, pieces.blocks) for name, (dim, pieces) in planning.chosen.items()},
                 planning.roles, names, tuple(planning.notes),
                 {name: why for name, why in planning.why.items() if name not in planning.chosen}), again

@@ -42,7 +42,7 @@ def note(x: Tensor, dim: int, cut: Cut, wants: tuple[Want, ...]) -> None:
     if line.planning is not None:                       # of the rank that sends most
         ranks = range(line.size)
         shown = " + ".join(str(fetched(cut.pieces, wants, rank)) for rank in ranks)
-        line.note("fetched", one * max(given(cut.pieces, wants, rank) for rank in ranks), f"{line.name} {shown}")
+        line.note("fetched", one * max(given(cut.pieces, wants, rank) for rank in ranks), f"{line.manner.data} {shown}")
         if x.requires_grad and torch.is_grad_enabled():
             line.note("returned", one * max(fetched(cut.pieces, wants, rank) for rank in ranks))
 

@@ -39,7 +39,7 @@ def told(strategy: Strategy, model: nn.Module, inputs: Any, samples: int) -> lis
 
 def share(strategy: Strategy, model: nn.Module, example: Any, axis: World, plan: Plan) -> Share:
     """This rank's pieces. Collective over the axis."""
-    line = Line(axis, plan.gathers, pairs=strategy.pairs)
+    line = Line(axis, plan.manner)
     held, pieces = divide(model, plan, line, axis.rank == 0)
     split = sum(each.where is not None for each in held.values())
     whole_ones = ", ".join(plan.whole[:8]) or "none"
