@@ -21,10 +21,10 @@ from torch.utils.data import TensorDataset
 
 from paragrad import Job
 from paragrad.jobs import loss
+from paragrad.strategies.strategy import ELEMENT
 from paragrad.techniques import batch_norm
 from paragrad.techniques import exchange as exchanges
 from paragrad.techniques.data_parallel import shared_memory
-from paragrad.techniques.updating import ELEMENT
 from paragrad.training import batches, trainer
 from paragrad.training.first_step import beside, look
 from paragrad.training.first_step import proof as first_step

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -567,3 +569,116 @@ def test_gradients_that_threads_add_up_in_any_order(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "paragrad", "train", "looked_up.py", "--strategy", "tensor(2)"], cwd=tmp_path,
                           capture_output=True, text=True, timeout=100, check=False)
     assert "of this step are one worker's" in done.stdout, done.stderr
+
+
+class PreActivation(nn.Module):
+    """As in a ResNet v2 or MaxViT: beside a projection, a branch that begins with a norm of what both are made of."""
+
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.stem, self.short, self.norm = nn.Conv2d(2, 6, 3), nn.Conv2d(6, 8, 1), norm(6)
+        self.conv, self.out = nn.Conv2d(6, 8, 1), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return self.out((self.short(x) + self.conv(self.norm(x).relu())).mean((2, 3)))          # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("row", "norm"), [
+    ("branch(2)", nn.BatchNorm2d), ("data(2) * branch(2)", nn.BatchNorm2d),
+    ("branch(2)", functools.partial(nn.BatchNorm2d, affine=False)),
+    ("branch(2)", functools.partial(nn.InstanceNorm2d, track_running_stats=True))], ids=["batch", "data", "plain", "instance"])
+def test_a_branch_that_begins_with_a_norm(pool: Ranks, row: str, norm: Callable[[int], nn.Module]) -> None:
+    """It was taken for one of the trunk, as what it is given is on all ranks, and wrote its statistics to copies of its own."""
+    assert found(pool, row, job("pre-activation", functools.partial(PreActivation, norm), IMAGES), BRIEF).value <= 1e-10
+
+
+def spectral(of: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    made = Plain()
+    of(made.towers[0][0])                       # type: ignore[index]
+    return made
+
+
+@pytest.mark.parametrize("of", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm], ids=["new", "old"])
+def test_a_branch_with_a_spectral_norm(pool: Ranks, of: Callable[[nn.Module], nn.Module]) -> None:
+    """Torch's writes its vectors by out=, and assigns what comes back: that was another tensor."""
+    assert found(pool, "branch(2)", job("spectral", functools.partial(spectral, of), VECTORS), BRIEF).value <= 1e-10
+
+
+@dataclass
+class Heads:
+    main: Tensor
+    other: Tensor
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.heads = nn.Linear(10, 8), nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 4)])
+
+    def forward(self, x: Tensor) -> Heads:
+        x = self.into(x).tanh()
+        return Heads(*(head(x) for head in self.heads))
+
+
+def of_heads(output: Heads, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output.main, target) + 0.3 * functional.cross_entropy(output.other, target)
+
+
+@pytest.mark.parametrize("row", ["branch(2)", "tensor(2)"])
+def test_heads_in_a_dataclass(pool: Ranks, row: str) -> None:
+    """The model was said to have no branches."""
+    assert found(pool, row, job("heads", TwoHeads, VECTORS, loss=of_heads), BRIEF).value <= 1e-10
+
+
+class ByNorms(torch.optim.SGD):
+    """All gradients by the norm of all of them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        gradients = [each.grad for group in self.param_groups for each in group["params"] if each.grad is not None]
+        torch._foreach_div_(gradients, 1e-3 + torch.stack(torch._foreach_norm(gradients)).norm())
+        return super().step(closure)
+
+
+class Noisy(torch.optim.SGD):
+    """Langevin dynamics: it draws."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        found = super().step(closure)
+        for each in self.param_groups[0]["params"]:
+            each.add_(torch.randn_like(each), alpha=1e-3)
+        return found
+
+
+def hooked_sgd(parameters: Any) -> torch.optim.Optimizer:
+    made = torch.optim.SGD(parameters, lr=0.05)
+    made.register_step_post_hook(lambda optimizer, *_: [each.detach().clamp_(-0.5, 0.5)
+                                                        for each in optimizer.param_groups[0]["params"]])
+    return made
+
+
+OF_WHOLE = {"Adafactor": functools.partial(torch.optim.Adafactor, lr=1e-2), "all": functools.partial(ByNorms, lr=0.05),
+            "draws": functools.partial(Noisy, lr=0.05), "hook": hooked_sgd}
+
+
+@pytest.mark.parametrize(("row", "optimizer"), [
+    *(("spatial(2)", each) for each in OF_WHOLE), ("data(2) * spatial(2)", "all"), ("branch(2)", "Adafactor"),
+    ("data(2) * branch(2)", "Adafactor")])
+def test_an_optimizer_that_wants_whole_tensors_has_them(pool: Ranks, row: str, optimizer: str) -> None:
+    """Where every rank has every parameter, whole, and where each is one rank's, it was refused: they were cut, it said."""
+    model = functools.partial(PreActivation, nn.BatchNorm2d)
+    made = job("of whole tensors", model, IMAGES, optimizer=OF_WHOLE[optimizer])
+    admitted(made, row, Settings())
+    assert found(pool, row, made, BRIEF).value <= 1e-10
+
+
+@pytest.mark.parametrize(("row", "optimizer", "told"), [
+    ("branch(2)", "all", r"ByNorms wants all parameters together .*, and branch\(2\) has them on several ranks"),
+    ("branch(2)", "hook", "SGD has the hook <lambda>, which may look at parameters that are on another rank"),
+    ("spatial(2, dense=tensor)", "Adafactor", r"Adafactor wants whole tensors together .*, and spatial\(2, .* cuts them")])
+def test_an_optimizer_that_wants_what_no_rank_has_is_refused(row: str, optimizer: str, told: str) -> None:
+    model = functools.partial(PreActivation, nn.BatchNorm2d)
+    with pytest.raises(pg.Refused, match=told):
+        admitted(job("of whole tensors", model, IMAGES, optimizer=OF_WHOLE[optimizer]), row, Settings())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paragrad.errors import Refused
 from paragrad.notation.choices import Integer, Word, option
-from paragrad.strategies.strategy import Promise, Strategy
+from paragrad.strategies.strategy import ALL, ELEMENT, Promise, Strategy
 from paragrad.world.axes import Axis
 
 
@@ -21,6 +21,10 @@ class Spatial(Strategy):
         if self.dense == "tensor" and self.columns > 1:
             raise Refused("spatial(dense=tensor) has the neurons of fully connected layers where it has rows, and columns are "
                           f"ranks of their own; give spatial({self.rows * self.columns}, dense=tensor)")
+
+    @property
+    def together(self) -> str:                                                      # type: ignore[override]
+        return ELEMENT if self.dense == "tensor" else ALL
 
     @property
     def workers(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paragrad.notation.choices import Flag, Integer, Word, option
-from paragrad.strategies.strategy import Promise, Strategy
+from paragrad.strategies.strategy import ELEMENT, Promise, Strategy
 from paragrad.world.axes import Axis
 
 
@@ -12,6 +12,7 @@ class Tensor(Strategy):
     workers: int | str = option(Integer(), Word("auto"))
     pairs: bool = option(Flag(), default=True)          # a layer after a divided one by its inputs, not by its outputs again
     inside = True
+    together = ELEMENT
     lays_out = False                        # all ranks see the batch as it is, and call what one worker calls
 
     @property

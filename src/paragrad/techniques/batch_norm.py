@@ -209,8 +209,8 @@ def in_one_layout(norm: Callable[..., Tensor], ambiguous: bool, x: Tensor, *rest
 
 def instance_norm(x: Tensor, *rest: Any, **named: Any) -> Tensor:
     """As torch.instance_norm, which is a batch norm of one image with samples x channels."""
-    if has_torch_function((x,)):
-        return handle_torch_function(INSTANCES, (x,), x, *rest, **named)        # type: ignore[no-any-return]
+    if has_torch_function(given := (x, *rest)):
+        return handle_torch_function(INSTANCES, given, *given, **named)         # type: ignore[no-any-return]
     return in_one_layout(lambda given, *rest: INSTANCES(given, *rest, **named), True, x, *rest)
 
 

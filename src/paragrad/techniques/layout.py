@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from paragrad.errors import StepFailed
 from paragrad.planner.price import computed_bytes
+from paragrad.techniques.vacant import Vacant
 from paragrad.world.world import World
 
 Box = tuple[slice, ...]                     # start to stop along the first dimensions of a tensor; the others whole
@@ -262,8 +263,8 @@ def hollow(model: nn.Module) -> nn.Module:
 
 
 def vacate(model: nn.Module) -> None:
-    """Take the values out of a model: who calls it then is told so by torch."""
-    _exchange(model, _empty(model))
+    """Take the values out of a model: who asks for some is told so."""
+    _exchange(model, {id(each): Vacant.of(each, name) for name, each in (*model.named_parameters(), *model.named_buffers())})
 
 
 def fill(model: nn.Module, tensors: Mapping[str, Tensor | None]) -> dict[str, nn.Parameter]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from paragrad.techniques.updating import ELEMENT, TENSOR, hooked
+from paragrad.strategies.strategy import ELEMENT, TENSOR
+from paragrad.techniques.updating import hooked
 
 # torch's own classes with an update by operations over lists of tensors
 FOREACH = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop,

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as of_torch
 
+from paragrad.strategies.strategy import ALL, ELEMENT, TENSOR
 from paragrad.world.generators import generator_states, generators_kept, generators_seeded
 
-KINDS = ELEMENT, TENSOR, ALL = "element", "tensor", "all"              # the later, the more must be together
 SIZE = 160              # a dimension of the copy at most; above 128, from which known optimizers factor a matrix
 FEW = 8                 # the same for classes known to treat every element alike, which are tried all the same, for one step
 SCALES = (1.0, 1e3, 1e-3, 1.0, 1.0, 1.0, 1.0)     # of the gradients of each step: so that clipping inside of an optimizer shows

@@ -17,8 +17,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
+from paragrad.techniques.vacant import Vacant
+
 UNCHANGING = (type(None), bool, int, float, str, bytes, complex, torch.Size, torch.dtype, torch.device)
 GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
+WITHOUT = FakeTensor, Vacant             # values: of a part that another rank holds; of a model given away
 CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)         # another's own may not let itself be changed
 
 
@@ -44,11 +47,11 @@ def _unchanging(key: Any) -> bool:
 
 
 def copied(value: Any) -> Any:
-    if isinstance(value, (*UNCHANGING, FakeTensor)):
+    if isinstance(value, (*UNCHANGING, *WITHOUT)):
         return value
     if isinstance(value, GENERATORS):
         return Drawing(_generator_state(value))
-    return copy.deepcopy(value, {id(each): each for each in tree_leaves(value) if isinstance(each, FakeTensor)})
+    return copy.deepcopy(value, {id(each): each for each in tree_leaves(value) if isinstance(each, WITHOUT)})
 
 
 def _generator_state(generator: Any) -> Any:
@@ -61,7 +64,7 @@ def _generator_state(generator: Any) -> Any:
 
 def keeping(value: Any) -> Callable[[], Any]:
     """Gives the same object back, with what it holds now."""
-    if isinstance(value, (*UNCHANGING, FakeTensor)):
+    if isinstance(value, (*UNCHANGING, *WITHOUT)):
         return lambda: value
     put_back = _contents(value)
 
@@ -111,11 +114,9 @@ def _set_generator(generator: Any, state: Any) -> None:
 def same(a: Any, b: Any) -> bool:
     if isinstance(b, Drawing):
         return same(a.state if isinstance(a, Drawing) else _generator_state(a) if isinstance(a, GENERATORS) else None, b.state)
-    if isinstance(a, FakeTensor) or isinstance(b, FakeTensor):         # of a part that another rank holds
-        return type(a) is type(b)
+    if isinstance(a, WITHOUT) or isinstance(b, WITHOUT):
+        return type(a) is type(b) and a.shape == b.shape
     if isinstance(a, Tensor) or isinstance(b, Tensor):
-        if isinstance(a, Tensor) and isinstance(b, Tensor) and (a.is_meta or b.is_meta):           # as in a model given away
-            return a.is_meta and b.is_meta and a.shape == b.shape
         return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and (
             torch.equal(a, b) or (a.is_floating_point() and a.shape == b.shape and bool(
                 torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True))))
@@ -136,7 +137,7 @@ def differentiable(tensor: Tensor) -> bool:
 
 def set_values(buffer: Tensor, values: Tensor) -> None:
     """In place where the shape is the same."""
-    if isinstance(buffer, FakeTensor) or buffer.is_meta:
+    if isinstance(buffer, WITHOUT):
         return
     if buffer.shape != values.shape:
         buffer.data = values.clone()

@@ -19,7 +19,7 @@ from paragrad.jobs.loss import Summed
 from paragrad.notation.choices import Integer, Integers
 from paragrad.players.proof import GOALS, check
 from paragrad.schedules.sabotage import sabotaged
-from paragrad.strategies.strategy import Here, Promise, Strategy, factors_of
+from paragrad.strategies.strategy import KINDS, Here, Promise, Strategy, factors_of
 from paragrad.strategies.table import refuse_unbuilt, resolve, strategy
 from paragrad.techniques.layout import hollow
 from paragrad.techniques.slices import FOREACH
@@ -289,9 +289,10 @@ def check_cut(job: Job, asked: Strategy, resolved: Strategy, data: Path | None, 
     inputs, target = brought(parted(samples[0, places]), CPU, job.parameter_dtype)
     try:
         module = Summed(job.built_model(), job.built_loss())
-        if any(factor.inside for factor in factors_of(resolved)):
+        if most := [factor.together for factor in factors_of(resolved) if factor.inside]:
             optimizer = job.optimizer(module.model.parameters())
-            refuse_optimizer(asked, optimizer, updates_by(optimizer, known=type(optimizer) in FOREACH), parts=True)
+            refuse_optimizer(asked, optimizer, updates_by(optimizer, known=type(optimizer) in FOREACH),
+                             min(most, key=KINDS.index))
         refuse_views(module.model)
         hollow(module.model)                            # can it be copied?
         refuse_reading(module, inputs, target)

@@ -19,6 +19,7 @@ from paragrad.jobs.loss import Summed
 from paragrad.techniques.layout import Layout, vacate
 from paragrad.techniques.passes import Passes
 from paragrad.techniques.untouched import INTERNAL, State, hooks_of, owners, seen_of, untouched
+from paragrad.techniques.vacant import NO_VALUES
 from paragrad.techniques.values import keeping, same
 
 OWN = {"_parameters", "_buffers", "_modules", "_flat_weights"}          # the last is an LSTM's, which hears of new ones
@@ -95,8 +96,7 @@ def refuse_unlike_copies(layout: Layout, parameters: Mapping[str, Tensor], model
 
 def no_values(*called: object) -> None:
     """A hook of a model that is cut."""
-    raise StepFailed("the model is cut, and this object has no values from the first step to the end of the with: test by "
-                     "trainer.evaluate(dataset), read trainer.state() and trainer.gradients(), save by trainer.save(folder)")
+    raise StepFailed(NO_VALUES.format("this object"))
 
 
 class Given:
@@ -110,7 +110,6 @@ class Given:
         self.hooks: list[RemovableHandle] = []                      # on the model while it is cut
         self.kept: list[object] = []                                # that their ids stay theirs
         self.modes: dict[str, tuple[str, object]] = {}
-        self.versions: dict[str, tuple[Tensor, int]] = {}
 
     def vacate(self) -> None:
         """It has no values from here on: what they were would be taken for what they are."""
@@ -120,8 +119,6 @@ class Given:
                            module.register_load_state_dict_pre_hook(no_values)]
         self.kept = [*self.model.parameters(), *self.model.buffers(), *self.model.modules(), *self._others().values()]
         self.were, self.modes, self.state = self._are(), self._modes(), State(owners(self.model))
-        self.versions = {name: (each, each._version) for name, each in (
-            *self.model.named_parameters(), *self.model.named_buffers())}
 
     def filled(self) -> None:
         """The context has ended."""
@@ -130,7 +127,7 @@ class Given:
 
     def followed(self, part: nn.Module, passes: Passes | None, modes: bool = True) -> None:
         """What was set on modules since then, and on objects that they keep, is set on the part's, too. modes: they are to be
-        what they were. Raises StepFailed where something was frozen, set to eval, written to, replaced, given a hook, or given
+        what they were. Raises StepFailed where something was frozen, set to eval, replaced, given a hook, or given
         to the optimizer."""
         if self.were is None or self.state is None:
             return
@@ -157,15 +154,10 @@ class Given:
                 self.state.values[name][what] = value, keeping(value)
                 self.state.names[name].add(what)
 
-    def written(self) -> list[str]:
-        """Names of those tensors without values that were written to."""
-        return [name for name, (tensor, version) in self.versions.items() if tensor._version != version]
-
     def _changes(self, modes: bool) -> Iterator[str]:
         assert self.were is not None
         assert self.state is not None
         were, are = self.were, self._are()
-        are |= {f"the value of {name}": ("was written to", True) for name in self.written()}
         are |= {f"the attribute {'.'.join(filter(None, each))}": ("is gone", True) for each in self.state.gone()}
         if modes:
             were, are = were | self.modes, are | self._modes()

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from paragrad.errors import StepFailed
 from paragrad.jobs.job import TRAINED, Job
 from paragrad.jobs.loss import Summed
-from paragrad.strategies.strategy import Strategy
+from paragrad.strategies.strategy import ALL, ELEMENT, KINDS, TENSOR, Strategy
 from paragrad.techniques import layout, one_copy
 from paragrad.techniques.cut import Around, Share
 from paragrad.techniques.draws import Draws
 from paragrad.techniques.layout import Held, Layout
 from paragrad.techniques.slices import FOREACH
 from paragrad.techniques.table import bringing, cuts, ours, share_of
-from paragrad.techniques.updating import ALL, ELEMENT, hooked, updates_by
+from paragrad.techniques.updating import hooked, updates_by
 from paragrad.techniques.values import same
 from paragrad.training.apart import refuse_views
 from paragrad.training.settings import Settings
@@ -130,20 +130,25 @@ def _check(strategy: Strategy, own: Layout, share: Share, serial: Mapping[str, T
     if told := own.world.agreed(told):
         raise StepFailed(f"{strategy} cuts the model wrongly: {told}; every element of every parameter and buffer is to be "
                          "held, and to count on one rank of a replica")
-    parts = own.world.all_reduced(torch.tensor(float(any(held.where is not None for held in share.held.values()))), "MAX")
-    refuse_optimizer(strategy, optimizer, kind, bool(parts))
+    parts = any(held.where is not None for held in share.held.values())
+    most = ELEMENT if parts else ALL if {held.name for held in share.held.values()} == serial.keys() else TENSOR
+    every = own.world.all_reduced(torch.tensor(float(KINDS.index(most))), "MIN")
+    refuse_optimizer(strategy, optimizer, kind, KINDS[int(every)])
 
 
-def refuse_optimizer(strategy: Strategy, optimizer: torch.optim.Optimizer, kind: str, parts: bool) -> None:
-    """Raises StepFailed where an optimizer, which updates by that kind, wants what ranks do not have. parts: of tensors."""
+def refuse_optimizer(strategy: Strategy, optimizer: torch.optim.Optimizer, kind: str, together: str) -> None:
+    """Raises StepFailed where an optimizer, which updates by that kind, wants more together than a rank has."""
+    if together == ALL:
+        return
     if beside := hooked(optimizer):
         raise StepFailed(f"{type(optimizer).__name__} has {beside}, which may look at parameters that are on another rank, for "
                          f"{strategy} cuts the model; do what it does in the step() of an optimizer of your own, or train "
                          f"without {strategy}")
-    if kind == ALL or (kind != ELEMENT and parts):
-        raise StepFailed(f"{type(optimizer).__name__} wants {'all parameters' if kind == ALL else 'whole tensors'} together "
-                         f"(tried on a small copy), and {strategy} cuts them; use one that updates element by element, such as "
-                         "Adam")
+    if KINDS.index(kind) > KINDS.index(together):
+        wants = "all parameters" if kind == ALL else "whole tensors"
+        has = "cuts them" if together == ELEMENT else "has them on several ranks"
+        raise StepFailed(f"{type(optimizer).__name__} wants {wants} together (tried on a small copy), and {strategy} {has}; "
+                         "use one that updates element by element, such as Adam")
 
 
 def _wrong(share: Share, serial: Mapping[str, Tensor]) -> str | None:

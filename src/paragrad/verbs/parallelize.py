@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paragrad.datasets.loading import Collate
-from paragrad.errors import Refused, StepFailed
+from paragrad.errors import Refused
 from paragrad.jobs.loss import Loss
 from paragrad.strategies.strategy import Strategy
 from paragrad.strategies.table import refuse_unbuilt
@@ -76,7 +76,6 @@ def _whole_again(trainer: Trainer, model: nn.Module, optimizer: torch.optim.Opti
     layout = trainer.layout
     assert trainer.exchange is not None
     assert trainer.given is not None
-    written = trainer.given.written()
     parameters = fill(model, layout.whole({**trainer.parameters, **dict(trainer.model.named_buffers())}))
     state = layout.world.agreed(layout.state(trainer.exchange.state()))
     for group, names in zip(optimizer.param_groups, trainer.groups, strict=False):      # more, where the user added one
@@ -87,9 +86,6 @@ def _whole_again(trainer: Trainer, model: nn.Module, optimizer: torch.optim.Opti
             device = parameters[name].device
             optimizer.state[parameters[name]] = {what: value.to(device) if isinstance(value, Tensor) and value.dim() else value
                                                  for what, value in values.items()}
-    if written:
-        raise StepFailed("it was written to while the model was cut, where it has no values; what was trained is there all the "
-                         "same: write to it after the with", tensor=", ".join(written[:3]))
 
 
 def _chosen(asked: str | Strategy) -> Strategy:

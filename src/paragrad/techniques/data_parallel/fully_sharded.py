@@ -33,11 +33,12 @@ from torch.distributed.fsdp import fully_shard
 from paragrad.errors import StepFailed
 from paragrad.planner.price import computed_bytes
 from paragrad.record.log import Log
+from paragrad.strategies.strategy import ELEMENT, KINDS
 from paragrad.techniques.data_parallel.groups import common, groups, shardable
 from paragrad.techniques.exchange import SHARED, Exchange, Replica
 from paragrad.techniques.layout import Held, Layout, State, hand_over, hollow
 from paragrad.techniques.slices import FOREACH
-from paragrad.techniques.updating import ELEMENT, KINDS, in_eval_mode, updates_by
+from paragrad.techniques.updating import in_eval_mode, updates_by
 from paragrad.world.world import World
 
 REST = "the rest"       # the group of all that is in no other

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -88,9 +88,17 @@ def run(model: nn.Module, inputs: Any) -> tuple[list[Node], set[int]]:
     inputs = copied(inputs)
     with whereabouts(model) as at, Run(names, at, inputs) as watching:
         out = called(model, inputs)
-    ends = {found for each in tree_leaves(out) if isinstance(each, Tensor)
-            and isinstance(found := watching.made.get(id(each), (each, set()))[1], int)}
+    ends = {found for each in _tensors(out) if isinstance(found := watching.made.get(id(each), (each, set()))[1], int)}
     return watching.nodes, ends
+
+
+def _tensors(out: Any) -> Iterator[Tensor]:
+    """Also those in a dataclass, which torch's trees take for a leaf."""
+    for each in tree_leaves(out):
+        if isinstance(each, Tensor):
+            yield each
+        elif is_dataclass(each):
+            yield from _tensors(vars(each))
 
 
 def forks(nodes: list[Node], ends: Collection[int], ranks: int) -> list[list[Branch]]:

@@ -75,17 +75,18 @@ class Lone(Tensor):
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         lone = [each for each in given if isinstance(each, Lone)]
         plain = [each for each in given if not isinstance(each, Lone)]
-        first, in_place = args[0] if args else None, changes(name)
+        first = args[0] if args else kwargs.get("input")
+        changed = out if isinstance(out := kwargs.get("out"), Tensor) else first if changes(name) else None
         if (len({each.owner for each in lone}) > 1 or name in OF_VALUES or name in lone[0].line.manner.shows or "loss" in name
                 or any(isinstance(each, nn.Parameter) for each in plain)            # the trunk goes on
                 or (name in ("mean", "sum") and len(args) == 1 and not kwargs)      # a loss made by hand, perhaps
-                or (in_place and not isinstance(first, Lone))
-                or (name in NORMS and plain)):                                      # it writes to a buffer of the trunk
-            if in_place and isinstance(first, Lone):
+                or (isinstance(changed, Tensor) and not isinstance(changed, Lone))
+                or (name in NORMS and any(each is not first for each in plain))):   # it writes to a buffer of the trunk
+            if isinstance(changed, Lone):
                 raise StepFailed(f"{name} changes a value of a branch that one rank has by what it does not have; make it "
                                  "another value, or train the model with data(n)")
             return _now(func, name)(*tree_map_only(Lone, shown, args), **tree_map_only(Lone, shown, kwargs))
-        return alone(func, name, args, kwargs, lone, plain, first if in_place else None)
+        return alone(func, name, args, kwargs, lone, plain, changed)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
