@@ -266,6 +266,7 @@ def changing_loop(world: World, change: str) -> str:
         model.eval()
         trainer.evaluate(VECTORS)
         model.train()
+        assert next(model.parameters()).device == torch.device("cpu")               # to which inputs are brought
         model.zero_grad()                                   # as loops do that are written for one worker
         model.zero_grad(set_to_none=False)
         trainer.step(*next(batches))

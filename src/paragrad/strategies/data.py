@@ -13,7 +13,7 @@ from paragrad.schedules.two_level import LEVELS, TwoLevel
 from paragrad.strategies.planned import COMPRESSORS
 from paragrad.strategies.serial import Serial
 from paragrad.strategies.shares import Division
-from paragrad.strategies.strategy import ALL, ELEMENT, Here, Plan, Promise, Strategy
+from paragrad.strategies.strategy import ELEMENT, TENSOR, Here, Plan, Promise, Strategy
 from paragrad.world.axes import Axis
 
 
@@ -75,7 +75,7 @@ class Data(Strategy):
 
     @property
     def together(self) -> str:                                                      # type: ignore[override]
-        return ELEMENT if self.integrated else ALL
+        return ELEMENT if self.integrated else TENSOR
 
     @property
     def lays_out(self) -> bool:                                                     # type: ignore[override]

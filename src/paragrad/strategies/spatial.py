@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paragrad.errors import Refused
 from paragrad.notation.choices import Integer, Word, option
-from paragrad.strategies.strategy import ALL, ELEMENT, Promise, Strategy
+from paragrad.strategies.strategy import ELEMENT, TENSOR, Promise, Strategy
 from paragrad.world.axes import Axis
 
 
@@ -24,7 +24,7 @@ class Spatial(Strategy):
 
     @property
     def together(self) -> str:                                                      # type: ignore[override]
-        return ELEMENT if self.dense == "tensor" else ALL
+        return ELEMENT if self.dense == "tensor" else TENSOR
 
     @property
     def workers(self) -> int:

@@ -104,7 +104,7 @@ class Strategy(Family, abstract=True):
     lays_out = True                                 # a rank runs other calls, or sees other samples, than one worker
     skips = False                                   # a rank does not run all calls that one worker runs
     inside = False                                  # it splits the layers of whatever other cuts leave of the model
-    together = TENSOR                               # the most that a rank has together of what an optimizer updates
+    together = TENSOR                               # what an optimizer may want together, where it is inside
     if TYPE_CHECKING:                               # options of some
         @property
         def workers(self) -> int | str: ...

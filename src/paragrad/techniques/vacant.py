@@ -13,21 +13,23 @@ from paragrad.techniques.width.divided import OF_THE_WHOLE, name_of
 
 NO_VALUES = ("the model is cut, and {} has no values from the first step to the end of the with: test by "
              "trainer.evaluate(dataset), read trainer.state() and trainer.gradients() (an average of the weights too), save by "
-             "trainer.save(folder), and write to it before the first step or after the with")
-KNOWN = OF_THE_WHOLE | {"requires_grad", "requires_grad_", "is_leaf", "grad_fn", "_version", "_backward_hooks", "__repr__",
-                        "_post_accumulate_grad_hooks", "__format__"}
+             "trainer.save(folder), and write to it before the first step or after the with (after an exception, load a "
+             "checkpoint into another model)")
+KNOWN = OF_THE_WHOLE | {"requires_grad", "requires_grad_", "is_leaf", "grad_fn", "__repr__", "__dir__"}
 
 
 class Vacant(Tensor):
-    """A parameter, a buffer or a gradient: its shape and type. called: what it is;  gradient: then it may be set to zero, which
-    the step does."""
+    """A parameter, a buffer or a gradient: its shape and type. called: what it is;  where: its device;  gradient: then it may
+    be set to zero, which the step does."""
     called: str
+    where: torch.device
     gradient: bool
 
     @classmethod
     def of(cls, tensor: Tensor, called: str, gradient: bool = False) -> Self:
         made = Tensor._make_subclass(cls, tensor.detach().to("meta"), not gradient and tensor.requires_grad)
-        made.__dict__.update(called=called, gradient=gradient, _is_param=isinstance(tensor, nn.Parameter) and not gradient)
+        made.__dict__.update(called=called, where=tensor.device, gradient=gradient,
+                             _is_param=isinstance(tensor, nn.Parameter) and not gradient)
         return made
 
     @classmethod
@@ -35,11 +37,13 @@ class Vacant(Tensor):
         name, first = name_of(func), args[0] if args else None
         if name == "grad" and isinstance(first, Vacant):
             return _gradient(first, *args[1:])
+        if name in ("device", "is_cpu", "is_cuda") and isinstance(first, Vacant):       # to which inputs are brought
+            return first.where if name == "device" else first.where.type == name.removeprefix("is_")
         zeroed = name in ("zero_", "detach_") and isinstance(first, Vacant) and first.gradient
         if name in KNOWN or zeroed:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        what = next(each.called for each in tree_leaves((args, kwargs)) if isinstance(each, Vacant))
+        what = next((each.called for each in tree_leaves((args, kwargs)) if isinstance(each, Vacant)), "one of its tensors")
         raise StepFailed(NO_VALUES.format(what))
 
 

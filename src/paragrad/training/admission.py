@@ -289,10 +289,10 @@ def check_cut(job: Job, asked: Strategy, resolved: Strategy, data: Path | None, 
     inputs, target = brought(parted(samples[0, places]), CPU, job.parameter_dtype)
     try:
         module = Summed(job.built_model(), job.built_loss())
-        if most := [factor.together for factor in factors_of(resolved) if factor.inside]:
+        if togethers := [factor.together for factor in factors_of(resolved) if factor.inside]:
             optimizer = job.optimizer(module.model.parameters())
             refuse_optimizer(asked, optimizer, updates_by(optimizer, known=type(optimizer) in FOREACH),
-                             min(most, key=KINDS.index))
+                             min(togethers, key=KINDS.index))
         refuse_views(module.model)
         hollow(module.model)                            # can it be copied?
         refuse_reading(module, inputs, target)

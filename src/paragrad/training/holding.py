@@ -130,25 +130,23 @@ def _check(strategy: Strategy, own: Layout, share: Share, serial: Mapping[str, T
     if told := own.world.agreed(told):
         raise StepFailed(f"{strategy} cuts the model wrongly: {told}; every element of every parameter and buffer is to be "
                          "held, and to count on one rank of a replica")
-    parts = any(held.where is not None for held in share.held.values())
-    most = ELEMENT if parts else ALL if {held.name for held in share.held.values()} == serial.keys() else TENSOR
-    every = own.world.all_reduced(torch.tensor(float(KINDS.index(most))), "MIN")
-    refuse_optimizer(strategy, optimizer, kind, KINDS[int(every)])
+    parts = own.world.all_reduced(torch.tensor(float(any(held.where is not None for held in share.held.values()))), "MAX")
+    refuse_optimizer(strategy, optimizer, kind, ELEMENT if parts else TENSOR)
 
 
 def refuse_optimizer(strategy: Strategy, optimizer: torch.optim.Optimizer, kind: str, together: str) -> None:
-    """Raises StepFailed where an optimizer, which updates by that kind, wants more together than a rank has."""
-    if together == ALL:
-        return
+    """Raises StepFailed where an optimizer, which updates by that kind, wants more together than a rank has (ELEMENT or TENSOR:
+    one that has a hook, or a list of its own, knows the parameters of the model, and not those of a part)."""
     if beside := hooked(optimizer):
         raise StepFailed(f"{type(optimizer).__name__} has {beside}, which may look at parameters that are on another rank, for "
                          f"{strategy} cuts the model; do what it does in the step() of an optimizer of your own, or train "
                          f"without {strategy}")
     if KINDS.index(kind) > KINDS.index(together):
         wants = "all parameters" if kind == ALL else "whole tensors"
-        has = "cuts them" if together == ELEMENT else "has them on several ranks"
+        has, by = ("cuts them", "element by element") if together == ELEMENT else ("has them on several ranks",
+                                                                                  "each tensor by itself")
         raise StepFailed(f"{type(optimizer).__name__} wants {wants} together (tried on a small copy), and {strategy} {has}; "
-                         "use one that updates element by element, such as Adam")
+                         f"use one that updates {by}, such as Adam")
 
 
 def _wrong(share: Share, serial: Mapping[str, Tensor]) -> str | None:

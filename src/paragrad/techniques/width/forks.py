@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -97,8 +97,8 @@ def _tensors(out: Any) -> Iterator[Tensor]:
     for each in tree_leaves(out):
         if isinstance(each, Tensor):
             yield each
-        elif is_dataclass(each):
-            yield from _tensors(vars(each))
+        elif is_dataclass(each) and not isinstance(each, type):
+            yield from _tensors([getattr(each, field.name, None) for field in fields(each)])
 
 
 def forks(nodes: list[Node], ends: Collection[int], ranks: int) -> list[list[Branch]]:

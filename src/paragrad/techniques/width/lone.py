@@ -76,13 +76,19 @@ class Lone(Tensor):
         lone = [each for each in given if isinstance(each, Lone)]
         plain = [each for each in given if not isinstance(each, Lone)]
         first = args[0] if args else kwargs.get("input")
-        changed = out if isinstance(out := kwargs.get("out"), Tensor) else first if changes(name) else None
+        out = kwargs.get("out", first if changes(name) else None)
+        written = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+        if len(written) > 1:
+            raise StepFailed(f"{name} writes to several values at once, of a branch that one rank has; let it make others, or "
+                             "train the model with data(n)")
+        changed = written[0] if written else None
         if (len({each.owner for each in lone}) > 1 or name in OF_VALUES or name in lone[0].line.manner.shows or "loss" in name
                 or any(isinstance(each, nn.Parameter) for each in plain)            # the trunk goes on
                 or (name in ("mean", "sum") and len(args) == 1 and not kwargs)      # a loss made by hand, perhaps
-                or (isinstance(changed, Tensor) and not isinstance(changed, Lone))
+                or (changed is not None and not isinstance(changed, Lone))
                 or (name in NORMS and any(each is not first for each in plain))):   # it writes to a buffer of the trunk
-            if isinstance(changed, Lone):
+            if isinstance(changed, Lone) or (name in NORMS and any(                 # which writes to its statistics
+                    each.standing and not isinstance(each.local, nn.Parameter) for each in lone)):
                 raise StepFailed(f"{name} changes a value of a branch that one rank has by what it does not have; make it "
                                  "another value, or train the model with data(n)")
             return _now(func, name)(*tree_map_only(Lone, shown, args), **tree_map_only(Lone, shown, kwargs))

@@ -69,11 +69,11 @@ class Nobody:
 
 
 class Manner(NamedTuple):
-    """How layers are split over a line, where there are several ways. data: what of it is divided (rows, columns, samples), if
-    it is;  gathers: where a plain and a divided value of one size meet, both are plain from there on, not divided;  pairs: a
-    layer that is given divided features may be divided by its inputs, otherwise they are gathered;  dense: samples are divided
-    up to the first fully connected layer, and neurons from there on;  shows: functions that want a branch's values on all
-    ranks."""
+    """How layers are split over a line, where there are several ways. data: what of the data is divided (rows, columns,
+    samples), if any;  gathers: where a plain and a divided value of one size meet, both are plain from there on, not divided;
+    pairs: a layer that is given divided features may be divided by its inputs, otherwise they are gathered;  dense: samples are
+    divided up to the first fully connected layer, and neurons from there on;  shows: functions that want a branch's values on
+    all ranks."""
     data: str = ""
     gathers: bool = False
     pairs: bool = True

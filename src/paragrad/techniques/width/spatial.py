@@ -17,7 +17,7 @@ from paragrad.techniques.cut import Share
 from paragrad.techniques.width import account
 from paragrad.techniques.width.domain import COLUMNS, ROWS, SAMPLES, Along, Domain, entering, images, samples_first
 from paragrad.techniques.width.held import Split, divide
-from paragrad.techniques.width.pairs import Line, Manner
+from paragrad.techniques.width.pairs import Line
 from paragrad.techniques.width.planning import Plan, planned
 from paragrad.world.world import World
 
@@ -72,7 +72,7 @@ def share(strategy: Spatial | Data, model: nn.Module, example: Any, axis: World,
     """All of the model, but for the neurons of others, which is given pieces of its inputs. Collective over the axis."""
     domain = domain_of(strategy)
     worlds = [axis.along(each.name) for each in axis.axes] if len(domain.dims) > 1 else [axis]
-    lines = {dim: Line(world, Manner(data=each.name, dense=domain.dense))
+    lines = {dim: Line(world, plan.manner._replace(data=each.name, dense=domain.dense))
              for (dim, each), world in zip(domain.dims.items(), worlds, strict=True)}
     held, pieces = divide(model, plan, next(iter(lines.values())), axis.rank == 0)
     # beside replicas, whose buckets are exchanged while backward runs, gradients are summed where a layer makes them
