@@ -239,6 +239,7 @@ CHANGES = {
     "written by data": (lambda model, optimizer: model.middle.weight.data.mul_(0.5), "middle.weight has no values"),
     "read": (lambda model, optimizer: sum(each.norm() for each in model.parameters()), "first.weight has no values"),
     "averaged": (lambda model, optimizer: torch.zeros(6, 6).lerp_(model.middle.weight, 0.1), "middle.weight has no values"),
+    "chosen from": (lambda model, optimizer: model.middle.weight.where(torch.ones(6, 6) > 0, 0), "middle.weight has no values"),
     "copied": (lambda model, optimizer: copy.deepcopy(model), "scale has no values"),
     "clipped": (lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 1.0), "the gradient of first.weight has"),
     "function": (lambda model, optimizer: setattr(model, "end_by", torch.tanh), "the attribute end_by is another object"),
@@ -266,7 +267,7 @@ def changing_loop(world: World, change: str) -> str:
         model.eval()
         trainer.evaluate(VECTORS)
         model.train()
-        assert next(model.parameters()).device == torch.device("cpu")               # to which inputs are brought
+        assert {each.device.type for each in (model.out.weight, model.out.weight.grad)} == {"cpu"}      # where inputs go to
         model.zero_grad()                                   # as loops do that are written for one worker
         model.zero_grad(set_to_none=False)
         trainer.step(*next(batches))

@@ -13,7 +13,7 @@ from paragrad.schedules.two_level import LEVELS, TwoLevel
 from paragrad.strategies.planned import COMPRESSORS
 from paragrad.strategies.serial import Serial
 from paragrad.strategies.shares import Division
-from paragrad.strategies.strategy import ELEMENT, TENSOR, Here, Plan, Promise, Strategy
+from paragrad.strategies.strategy import ELEMENT, Here, Plan, Promise, Strategy
 from paragrad.world.axes import Axis
 
 
@@ -36,6 +36,7 @@ class Data(Strategy):
     compress: Choice | None = option(One(*COMPRESSORS), Word("none"), default=None)
     batch_norm: str = option(Word("whole", "share"), default="whole")
     dense: str = option(Word("same", "tensor"), default="same")
+    together = ELEMENT                      # asked where it divides neurons
 
     def check(self) -> None:
         if self.reduce != "auto" and self.state not in ("replicated", "auto"):
@@ -72,10 +73,6 @@ class Data(Strategy):
     @property
     def inside(self) -> bool:                                                       # type: ignore[override]
         return self.integrated
-
-    @property
-    def together(self) -> str:                                                      # type: ignore[override]
-        return ELEMENT if self.integrated else TENSOR
 
     @property
     def lays_out(self) -> bool:                                                     # type: ignore[override]

@@ -19,16 +19,17 @@ KNOWN = OF_THE_WHOLE | {"requires_grad", "requires_grad_", "is_leaf", "grad_fn",
 
 
 class Vacant(Tensor):
-    """A parameter, a buffer or a gradient: its shape and type. called: what it is;  where: its device;  gradient: then it may
+    """A parameter, a buffer or a gradient: its shape and type. called: what it is;  home: its device;  gradient: then it may
     be set to zero, which the step does."""
     called: str
-    where: torch.device
+    home: torch.device
     gradient: bool
 
     @classmethod
     def of(cls, tensor: Tensor, called: str, gradient: bool = False) -> Self:
+        home = tensor.home if isinstance(tensor, Vacant) else tensor.device
         made = Tensor._make_subclass(cls, tensor.detach().to("meta"), not gradient and tensor.requires_grad)
-        made.__dict__.update(called=called, where=tensor.device, gradient=gradient,
+        made.__dict__.update(called=called, home=home, gradient=gradient,
                              _is_param=isinstance(tensor, nn.Parameter) and not gradient)
         return made
 
@@ -38,7 +39,7 @@ class Vacant(Tensor):
         if name == "grad" and isinstance(first, Vacant):
             return _gradient(first, *args[1:])
         if name in ("device", "is_cpu", "is_cuda") and isinstance(first, Vacant):       # to which inputs are brought
-            return first.where if name == "device" else first.where.type == name.removeprefix("is_")
+            return first.home if name == "device" else first.home.type == name.removeprefix("is_")
         zeroed = name in ("zero_", "detach_") and isinstance(first, Vacant) and first.gradient
         if name in KNOWN or zeroed:
             with torch._C.DisableTorchFunctionSubclass():
