@@ -27,6 +27,7 @@ if typing.TYPE_CHECKING:
     from paragrad.schedules.tree import Tree
     from paragrad.schedules.two_level import TwoLevel
     from paragrad.strategies.data import Data, Native
+    from paragrad.strategies.local import Elastic, Local, Mean, Nesterov
     from paragrad.strategies.pipeline import Pipeline, Place
     from paragrad.strategies.serial import Serial
     from paragrad.strategies.strategy import Promise
@@ -44,11 +45,12 @@ if typing.TYPE_CHECKING:
     from paragrad.version import __version__ as __version__
     from paragrad.world.axes import Axis
 
-__all__ = ["AllReduce", "Axis", "Butterfly", "Certificate", "Data", "Decimal", "Direct", "DoubleTree", "Exchange",
-           "Flag", "Gpipe", "Halving", "Held", "Integer", "Interleaved", "Job", "Native", "OneFOneB", "Passes", "Pipeline",
-           "PipelineSchedule", "Place", "Promise", "RankFailed", "Recv", "Refused", "Ring", "RingAsync", "Run", "Send",
-           "Serial", "Share", "Star", "StepFailed", "Strategy", "Sums", "Table", "Tensor", "Tree", "TwoLevel", "WholeBatch",
-           "Word", "ZeroBubble", "accuracy", "compare", "hook", "job", "option", "parallelize", "strategy", "train", "verify"]
+__all__ = ["AllReduce", "Axis", "Butterfly", "Certificate", "Data", "Decimal", "Direct", "DoubleTree", "Elastic", "Exchange",
+           "Flag", "Gpipe", "Halving", "Held", "Integer", "Interleaved", "Job", "Local", "Mean", "Native", "Nesterov",
+           "OneFOneB", "Passes", "Pipeline", "PipelineSchedule", "Place", "Promise", "RankFailed", "Recv", "Refused", "Ring",
+           "RingAsync", "Run", "Send", "Serial", "Share", "Star", "StepFailed", "Strategy", "Sums", "Table", "Tensor", "Tree",
+           "TwoLevel", "WholeBatch", "Word", "ZeroBubble", "accuracy", "compare", "hook", "job", "option", "parallelize",
+           "strategy", "train", "verify"]
 
 # where each public name is, AllReduce and Strategy where all of ours are defined, so that no other takes a name before them;
 # tests/test_structure.py compares it with what type checkers are told above
@@ -60,7 +62,8 @@ _HOMES = {name: home for home, names in {
     "schedules.butterfly": "Butterfly", "schedules.direct": "Direct", "schedules.double_tree": "DoubleTree",
     "schedules.halving": "Halving", "schedules.pipeline": "Gpipe Interleaved OneFOneB PipelineSchedule ZeroBubble",
     "schedules.ring": "Ring RingAsync", "schedules.star": "Star", "schedules.tree": "Tree",
-    "schedules.two_level": "TwoLevel", "strategies.data": "Data Native", "strategies.pipeline": "Pipeline Place",
+    "schedules.two_level": "TwoLevel", "strategies.data": "Data Native",
+    "strategies.local": "Elastic Local Mean Nesterov", "strategies.pipeline": "Pipeline Place",
     "strategies.serial": "Serial",
     "strategies.strategy": "Promise", "strategies.table": "AllReduce Strategy strategy", "strategies.tensor": "Tensor",
     "techniques.cut": "Share",

@@ -37,7 +37,7 @@ from paragrad.record.record import Record
 from paragrad.report import listing
 from paragrad.strategies.serial import Serial
 from paragrad.strategies.strategy import Strategy
-from paragrad.training import checkpoint, plain, tensor_files
+from paragrad.training import checkpoint, plain, saving, tensor_files
 from paragrad.training.admission import admitted
 from paragrad.training.door import examined
 from paragrad.training.identity import SINCE
@@ -73,7 +73,7 @@ def steps_from(world: World, job: Job, chosen: Strategy, saved: Saved | None, fi
     trainer = Trainer.of_job(world, job, chosen)
     try:
         if saved is not None:
-            trainer.restore(saved)
+            saving.restore(trainer, saved)
         order = job.order(len(job.train))
         places = [(step // order.steps, list(order.batches())[step % order.steps]) for step in range(first, first + count)]
         for fetched in trainer.batches_at(job.train, order, places):

@@ -7,7 +7,7 @@
 |            | machine {cpu, cores, load, torch, python, paragrad},                                                      |
 |            | prediction, reverse, resumed {run, step} or null, settings (those that are not the default)               |
 | step       | epoch, step, start, seconds, loss [sum, weight], order [first, stop], sent {kind: {bytes, computed}}, lr  |
-| epoch      | epoch, test {value, weight} or null, start, seconds                                                       |
+| epoch      | epoch, test {value, weight} or null, start, seconds; sent, where ranks exchange something for a test      |
 | span       | step, name, lane (compute, send, receive, wait, update, data), start, seconds, bytes, peer                |
 | choice     | what, bytes, picked, because                                                                              |
 | memory     | parameters, gradients, optimizer, activations (with messages between parts), exchange, resident (bytes)  |
@@ -44,6 +44,7 @@ import fcntl
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -245,14 +246,18 @@ class Record:
 
     @property
     def sent_per_step(self) -> dict[str, Line]:
-        """Bytes by kind of the rank and step that sent most: {kind: {bytes, computed}}."""
+        """Bytes by kind of the rank and step that sent most: {kind: {bytes, computed}}. What is not sent in every step is
+        spread over all of them."""
         most: dict[str, Line] = {}
-        for lines in self.steps():
+        steps, times = self.steps(), Counter[str]()
+        for lines in steps:
+            times.update({kind for line in lines for kind in line["sent"]})
             for line in lines:
                 for kind, sent in line["sent"].items():
                     if sent["bytes"] >= most.get(kind, sent)["bytes"]:
                         most[kind] = sent
-        return most
+        return {kind: sent if times[kind] == len(steps) else sent | {"bytes": round(sent["bytes"] * times[kind] / len(steps))}
+                for kind, sent in most.items()}
 
     @property
     def cpu(self) -> list[Line]:

@@ -74,21 +74,6 @@ class Asp(Planned):
     """Asynchronous (Dean et al. 2012)."""
 
 
-class Mean(Planned):
-    """The plain mean of the weights."""
-
-
-class Nesterov(Planned):
-    """An outer Nesterov step on the mean difference (DiLoCo, Douillard et al. 2023)."""
-    lr: float = option(Decimal(), default=0.7)
-    momentum: float = option(Decimal(above=-1e-300, most=1.0), default=0.9)
-
-
-class Elastic(Planned):
-    """Weights pulled to a common centre (EASGD, Zhang et al. 2015)."""
-    pull: float | str = option(Decimal(), Word("auto"), default="auto")
-
-
 class Even(Planned):
     """Every client has a random, equal part of the samples."""
 
@@ -99,5 +84,4 @@ class Dirichlet(Planned):
 
 
 SYNC = One(Bsp, Ssp, Asp)
-OUTER = One(Mean, Nesterov, Elastic)
 SPLIT = One(Even, Dirichlet)

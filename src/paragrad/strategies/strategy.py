@@ -24,10 +24,11 @@ from paragrad.world.axes import Axis
 class Promise:
     """What holds of a strategy, whatever the job.
 
-    exact: the same training as serial, which the first step has to show;  buffers_equal: on all replicas, as parameters are;
-    jobs_only: why it is nothing for a loop of the user's own.
+    exact: the same training as serial, which the first step has to show;  replicas_equal: all have the same parameters after
+    every step;  buffers_equal: and the same buffers;  jobs_only: why it is nothing for a loop of the user's own.
     """
     exact: bool = True
+    replicas_equal: bool = True
     buffers_equal: bool = True
     jobs_only: str | None = None
 
@@ -278,7 +279,8 @@ class Product(Strategy, abstract=True):
     @property
     def promise(self) -> Promise:
         every = [factor.promise for factor in self.factors]
-        return Promise(all(each.exact for each in every), all(each.buffers_equal for each in every),
+        return Promise(all(each.exact for each in every), all(each.replicas_equal for each in every),
+                       all(each.buffers_equal for each in every),
                        next((each.jobs_only for each in every if each.jobs_only), None))
 
     @property

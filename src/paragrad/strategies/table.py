@@ -8,13 +8,14 @@ from paragrad.notation.grammar import parse_products
 from paragrad.schedules.all_reduce import AllReduce as AllReduce
 from paragrad.strategies.branch import Branch
 from paragrad.strategies.data import ALGORITHMS, Data, Native
+from paragrad.strategies.local import Local
 from paragrad.strategies.pipeline import Pipeline, Place
 from paragrad.strategies.serial import Serial
 from paragrad.strategies.spatial import Spatial
 from paragrad.strategies.strategy import Here, Plan, Product, factors_of
 from paragrad.strategies.strategy import Strategy as Strategy
 from paragrad.strategies.tensor import Tensor
-from paragrad.strategies.unbuilt import Federated, Local, Server
+from paragrad.strategies.unbuilt import Federated, Server
 
 STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (
     Serial, Data, Tensor, Spatial, Branch, Place, Pipeline, Server, Local, Federated)}         # ours
@@ -29,7 +30,11 @@ ELSEWHERE = {
                     "here it is data(2, state=shared_memory), on one host; over several, data(2, state=fully_sharded)"),
     **dict.fromkeys(("tp", "megatron", "tensor_parallel"), "here it is tensor(2)"),
     **dict.fromkeys(("pp", "gpipe", "pipe"), "here it is pipeline(2)"),
-    **dict.fromkeys(("diloco", "local_sgd", "fedavg"), "here it is local(2) or federated(2), not built yet")}
+    **dict.fromkeys(("diloco",), "here it is local(2, every=500, outer=nesterov)"),
+    **dict.fromkeys(("easgd",), "here it is local(2, outer=elastic)"),
+    **dict.fromkeys(("local_sgd", "localsgd", "post_local_sgd"), "here it is local(2, every=8), for 2 workers"),
+    **dict.fromkeys(("parallel_sgd", "parallelsgd"), "here it is local(2, every=end)"),
+    **dict.fromkeys(("fedavg",), "here it is federated(2), not built yet")}
 
 
 def known() -> dict[str, type[Strategy]]:

@@ -6,7 +6,7 @@ Each moves to a file of its own when it is built.
 from __future__ import annotations
 
 from paragrad.notation.choices import Choice, Decimal, Integer, Word, option
-from paragrad.strategies.planned import OUTER, SPLIT, SYNC, Bsp, Even, Mean, Planned
+from paragrad.strategies.planned import SPLIT, SYNC, Bsp, Even, Planned
 from paragrad.strategies.strategy import Promise, Strategy
 
 
@@ -30,19 +30,6 @@ class Server(Unbuilt):
     @property
     def promise(self) -> Promise:
         return Promise(exact=self.sync == Bsp())
-
-
-class Local(Unbuilt):
-    """Local SGD: weights averaged every so many steps (Stich 2018; at the end: ParallelSGD, Zinkevich et al. 2010)."""
-    workers: int = option(Integer())
-    every: int | str = option(Integer(), Word("end"), default=8)
-    outer: Choice = option(OUTER, default=Mean())
-    after: int = option(Integer(0), default=0)
-    replica = True
-
-    @property
-    def promise(self) -> Promise:
-        return Promise(exact=False)
 
 
 class Federated(Unbuilt):

@@ -23,6 +23,7 @@ from paragrad.techniques.updating import in_eval_mode, set_mode
 
 SHARED = ("the forward changes a parameter, which every rank would do, and here they share it; train with state=replicated, or "
           "change it in the optimizer's step")
+TESTS = "tests"         # by which name bytes count that are sent for a test, or to save
 CARRIED = ("a forward changes it, besides gradients and buffers, and a cut model does not carry that from part to part; train "
            "it with data(n)")
 
@@ -45,7 +46,8 @@ class Replica:
     module: the model, or its part, and the loss, whose forward gives the sum of losses;  clip_norm: as in Job;  some_unused:
     some rank's parameters got no gradient when the model was looked at;  layout: which part of the model this is;  forward: one
     of model and loss on this rank's first micro-batch, which leaves nothing behind (rehearsed=True: without autocast);
-    kept: the whole model is wanted as it is.
+    kept: the whole model is wanted as it is;  steps: that were made before;  restored: what exchanges of the strategy of a
+    checkpoint keep (`kept`).
     """
     module: Summed
     optimizer: torch.optim.Optimizer
@@ -54,6 +56,8 @@ class Replica:
     layout: Layout = field(default_factory=Layout)
     forward: Callable[..., Any] | None = None
     kept: bool = False
+    steps: int = 0
+    restored: State = field(default_factory=dict)
 
 
 class Exchange(ABC):
@@ -62,18 +66,21 @@ class Exchange(ABC):
 
     What differs is replaced, at least `finish` and `counted`. Collective: all ranks make it together. Set in every
     step: `stop`, this rank was asked to stop;  before `finish`, `doubt`: of its weight, what may be that of nothing
-    (`Summed.doubts`). To be read: `sent`, bytes by kind in this step;  `largest`: bytes it keeps in memory;  `sharing`: ranks
-    that hold the parameters together, each all of them.
+    (`Summed.doubts`);  before `average`, `weight`: of what gradients are of, as who has the loss told it. To be read: `sent`,
+    bytes by kind in this step;  `largest`: bytes it keeps in memory;  `sharing`: ranks that hold the parameters together, each
+    all of them.
 
     shards: where replicas hold the parameters together, each some: of what `parts`, this rank's by name, are parts; so are
     gradients and state then, no rank can run the model alone but in `evaluating`, and `hollow` is the model without values.
+    keeps: by what names `kept` tells what a checkpoint is to hold beside the optimizer's state.
     """
     sharing = 1
+    keeps: tuple[str, ...] = ()
     shards: Layout | None = None
     parts: Mapping[str, Tensor]
     hollow: nn.Module
     stop = False
-    doubt = 0.0
+    doubt = weight = 0.0
 
     def __init__(self, replica: Replica) -> None:
         self.summed, self.optimizer, self.clip_norm = replica.module, replica.optimizer, replica.clip_norm
@@ -109,6 +116,10 @@ class Exchange(ABC):
         if gradients := [parameter.grad for parameter in self.every if parameter.grad is not None]:     # of some parts, none
             torch._foreach_div_(gradients, weight)
 
+    def uncounted(self) -> None:
+        """In the place of `average`, where the weight is 0."""
+        raise StepFailed("no sample of this batch counts: its weight is 0")
+
     def averaged(self) -> dict[str, Tensor | None]:
         """The mean gradient of every parameter, between `average` and `update`. Collective."""
         return self.gradients()
@@ -134,6 +145,17 @@ class Exchange(ABC):
     def evaluating(self) -> contextlib.AbstractContextManager[Any]:
         """The model as what the run stands for (before a test, or when it is saved); afterwards as it was. Collective."""
         return in_eval_mode(self.optimizer, self.every)
+
+    def settle(self) -> None:       # noqa: B027         # most replicas are equal
+        """From here on the model is what the run stands for, where replicas differ. Collective."""
+
+    def standing(self) -> contextlib.AbstractContextManager[None]:
+        """The same for a while; afterwards every replica is as it was. Collective."""
+        return contextlib.nullcontext()
+
+    def kept(self) -> State:
+        """What a checkpoint is to hold beside the optimizer's state; as `state`, within `standing`. Collective."""
+        return {}
 
     def gradients(self) -> dict[str, Tensor | None]:
         """The gradient of every parameter as the last update used it (mean, clipped); until any rank begins the next step."""

@@ -165,6 +165,13 @@ class Layout:
             for name, values in state.items() if self.held[name].counts])
         return state_together(each for parts in told for each in parts)
 
+    def parted(self, state: State) -> State:
+        """What of a state in serial shapes belongs to this rank's parts."""
+        if not self.cut:
+            return state
+        return {name: {what: held.of(value) for what, value in state[held.name].items()}
+                for name, held in self.held.items() if held.name in state}
+
     def norms(self, tensors: Mapping[str, Tensor | None]) -> dict[str, float]:
         """The 2-norm of every serial tensor of which these are the local ones. Collective."""
         squares = dict.fromkeys(self.serial, 0.0)

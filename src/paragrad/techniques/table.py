@@ -24,6 +24,7 @@ from paragrad.world.world import World
 TECHNIQUES = {
     "serial": "paragrad.techniques.data_parallel",
     "data": "paragrad.techniques.data_parallel",
+    "local": "paragrad.techniques.data_parallel.averaging",
     "place": "paragrad.techniques.model_parallel.pipeline",
     "pipeline": "paragrad.techniques.model_parallel.pipeline",
     "tensor": "paragrad.techniques.width.tensor",
@@ -97,16 +98,18 @@ def share_of(strategy: Strategy, model: nn.Module, example: Any, world: World, l
 def exchange_of(strategy: Strategy, replica: Replica, world: World, log: Log, how: How) -> Exchange:
     """The exchange of a resolved strategy: of a product, that of the factor that has one, along its axes; one replica has none.
     Collective. One of a user's own has a method: exchange(replica, world, log, how)."""
-    if not (bring := bringing(strategy, "exchange")):           # one at most (admission)
-        return Alone(replica)
-    along = world if strategy in bring else world.along([axis.name for axis in bring[0].axes])
-    found = _part(bring[0], "exchange")(replica, along, log, how)
+    found: Any = Alone(replica)
+    if bring := bringing(strategy, "exchange"):                 # one at most (admission)
+        along = world if strategy in bring else world.along([axis.name for axis in bring[0].axes])
+        found = _part(bring[0], "exchange")(replica, along, log, how)
     if not isinstance(found, Exchange):
         raise StepFailed(f"the exchange of {bring[0].name} is a {type(found).__name__}; return a paragrad.Exchange")
     if strategy.servers and (lacks := [name for name in ("serve", "dismiss")
                                        if getattr(type(found), name) is getattr(Exchange, name)]):
         raise StepFailed(f"{strategy} has servers, and its {type(found).__name__} no {' and no '.join(lacks)}; give it a "
                          f"method {lacks[0]}(self)")
+    if left := {what for values in replica.restored.values() for what in values} - set(found.keeps):
+        log.choice("checkpoint", f"without {', '.join(sorted(left))}", f"{strategy} has no use for it")
     return found
 
 

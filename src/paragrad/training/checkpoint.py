@@ -2,6 +2,7 @@
 
     RUN/checkpoint-00000120/    model.safetensors       parameters and buffers
                                 optimizer.safetensors   the optimizer's tensors, "PARAMETER/what"
+                                strategy.safetensors    what the strategy keeps beside, alike, where it keeps something
                                 state.json              step, job, optimizer's groups, scheduler
                                 SHA256SUMS              of these; `sha256sum -c` reads it too
 
@@ -32,7 +33,19 @@ from paragrad.techniques.layout import State
 from paragrad.training.door import Findings
 from paragrad.training.identity import LOSS_BEFORE, refuse_another
 from paragrad.training.plain import plain
-from paragrad.training.saved import FILES, SCHEMA, SUMS, Saved, damage, digest_of, folders, newest, remove_partial, step_of
+from paragrad.training.saved import (
+    BESIDE,
+    FILES,
+    SCHEMA,
+    SUMS,
+    Saved,
+    damage,
+    digest_of,
+    folders,
+    newest,
+    remove_partial,
+    step_of,
+)
 from paragrad.training.tensor_files import contents, load_tensors, load_weights, save_tensors, save_weights
 from paragrad.world.joining import launched_size
 
@@ -43,8 +56,8 @@ KEPT = 2                # the newest, and the one before it
 class Snapshot:
     """A training as it stands after `step` steps, until the next one is made.
 
-    state: the optimizer's, in serial shapes, whole on rank 0 (empty where a checkpoint is to be loaded into it);  identity:
-    what must be equal where it is loaded again.
+    state: the optimizer's, in serial shapes, whole on rank 0 (empty where a checkpoint is to be loaded into it);  kept: alike,
+    what the strategy keeps beside;  identity: what must be equal where it is loaded again.
     """
     step: int
     strategy: str
@@ -52,6 +65,7 @@ class Snapshot:
     optimizer: torch.optim.Optimizer
     scheduler: Any
     state: State
+    kept: State
     identity: dict[str, Any]
 
     @property
@@ -117,12 +131,15 @@ def _write(snapshot: Snapshot, folder: Path) -> None:
     groups = [{name: value for name, value in group.items() if name != "params"} for group in snapshot.optimizer.param_groups]
     save_weights(snapshot.model, folder / "model.safetensors")
     save_tensors(tensors, folder / "optimizer.safetensors")
+    if snapshot.kept:
+        save_tensors(_divided(snapshot.kept)[0], folder / BESIDE)
+    files = [name for name in (*FILES, BESIDE) if name != "state.json" and (folder / name).exists()]
     state = {"schema": SCHEMA, "step": snapshot.step, "strategy": snapshot.strategy, "identity": snapshot.identity,
-             "tensors": {name: contents(folder / name) for name in FILES if name.endswith(".safetensors")},
+             "tensors": {name: contents(folder / name) for name in files},
              "optimizer": {"class": type(snapshot.optimizer).__name__, "groups": groups, "scalars": scalars},
              "scheduler": snapshot.scheduler.state_dict() if snapshot.scheduler is not None else None}
     (folder / "state.json").write_text(json.dumps(plain(state), indent=1))
-    (folder / SUMS).write_text("".join(f"{digest_of(folder / name)}  {name}\n" for name in FILES))
+    (folder / SUMS).write_text("".join(f"{digest_of(folder / name)}  {name}\n" for name in (*files, "state.json")))
     for path in [*folder.iterdir(), folder]:
         _to_disk(path)
 
@@ -164,7 +181,7 @@ def _try_to_load(saved: Saved, job: Job) -> None:
         model, optimizer, scheduler = copy.deepcopy((model, optimizer, scheduler))      # model() may give one to everybody
     except Exception:                                   # which cannot be copied: the ranks will tell
         return
-    load(saved, Snapshot(0, "", model, optimizer, scheduler, {}, {}))
+    load(saved, Snapshot(0, "", model, optimizer, scheduler, {}, {}, {}))
 
 
 def load(saved: Saved, into: Snapshot, device: str = "cpu", weights: bool = True) -> None:
@@ -183,9 +200,8 @@ def _load(saved: Saved, into: Snapshot, device: str, weights: bool) -> None:
     if weights:
         load_weights(into.model, saved.folder / "model.safetensors", device)
     values: dict[str, dict[str, Any]] = {name: dict(scalars) for name, scalars in kept["scalars"].items()}
-    for key, tensor in load_tensors(saved.folder / "optimizer.safetensors").items():
-        name, _, what = key.rpartition("/")
-        values.setdefault(name, {})[what] = tensor
+    for name, tensors in _by_parameter(saved.folder / "optimizer.safetensors").items():
+        values.setdefault(name, {}).update(tensors)
     order = [name for group in names for name in group]
     places = iter(range(len(order)))
     groups = [{**group, "params": [next(places) for _ in own]} for group, own in zip(kept["groups"], names, strict=True)]
@@ -197,6 +213,21 @@ def _load(saved: Saved, into: Snapshot, device: str, weights: bool) -> None:
         own.update({key: value.to(own[key].device) for key, value in each.items() if isinstance(value, Tensor)})
     if into.scheduler is not None:
         into.scheduler.load_state_dict(copy.deepcopy(saved.state["scheduler"]))     # some take it apart
+
+
+def _by_parameter(path: Path) -> State:
+    """Tensors saved as "parameter/what", by parameter and by what."""
+    found: State = {}
+    for key, tensor in load_tensors(path).items():
+        name, _, what = key.rpartition("/")
+        found.setdefault(name, {})[what] = tensor
+    return found
+
+
+def kept_in(saved: Saved) -> State:
+    """What the strategy that was saved keeps beside the optimizer's state."""
+    path = saved.folder / BESIDE
+    return _by_parameter(path) if path.exists() else {}
 
 
 def _check_fit(saved: Saved, into: Snapshot) -> None:

@@ -14,8 +14,9 @@ from paragrad.jobs.job import opened
 from paragrad.record.cpu import Cpu
 from paragrad.record.record import Recorder
 from paragrad.record.tensorboard import events
+from paragrad.techniques.exchange import TESTS
 from paragrad.techniques.updating import in_eval_mode
-from paragrad.training import checkpoint
+from paragrad.training import checkpoint, saving
 from paragrad.training.admission import Admitted
 from paragrad.training.first_step.start import dismiss, serve
 from paragrad.training.saved import Saved
@@ -125,7 +126,10 @@ class Training:
         """The test after an epoch; True where the goal is reached."""
         job, goal = self.checked.job, self.checked.settings.goal
         test = self.trainer.evaluation(self.test, job.metric, self.checked.settings.loaders) if self.test is not None else None
-        self.record.write("epoch", epoch=epoch, test=test, start=round(begun, 6), seconds=round(self.record.now() - begun, 6))
+        exchange = self.trainer.exchange
+        sent = {kind: number for kind, number in (exchange.sent if exchange else {}).items() if kind == TESTS}
+        self.record.write("epoch", epoch=epoch, test=test, start=round(begun, 6), seconds=round(self.record.now() - begun, 6),
+                          **({"sent": sent} if sent else {}))
         if test is not None:
             self.show(self.trainer.steps, **{f"test {job.metric_name}": test["value"]})
         return bool(goal and test and goal.reached(test["value"]))
@@ -150,7 +154,7 @@ class Training:
         if self.trainer.world.agreed(saved.sums) != saved.sums:
             raise StepFailed(f"this rank found another checkpoint in {saved.folder} than rank 0; put the run where all hosts "
                              "see it")
-        self.trainer.restore(saved)
+        saving.restore(self.trainer, saved)
         self.saved_at = self.trainer.steps
 
     def save(self) -> None:

@@ -20,6 +20,7 @@ from paragrad.world.world import World
 SCHEMA = 1
 NAME = re.compile(r"checkpoint-(\d{8,})")
 FILES, SUMS = ("model.safetensors", "optimizer.safetensors", "state.json"), "SHA256SUMS"
+BESIDE = "strategy.safetensors"                  # there where the strategy keeps something
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,8 @@ def damage(folder: Path) -> str | None:
         sums = {name: digest for digest, name in listed}
     except (OSError, ValueError) as error:
         return f"{SUMS}: {error}"
-    for name in FILES:
-        if digest_of(folder / name) != sums.get(name):
+    for name in (*FILES, BESIDE) if BESIDE in sums else FILES:
+        if not (folder / name).is_file() or digest_of(folder / name) != sums.get(name):
             return f"{name} does not match its sha256"
     try:
         state = _state(folder)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from paragrad.datasets.loading import Collate, Dataset, Samples, refuse_loader, whole_where_needed
 from paragrad.datasets.order import Order
-from paragrad.errors import Refused, StepFailed
+from paragrad.errors import StepFailed
 from paragrad.jobs.described import described
 from paragrad.jobs.job import Job
 from paragrad.jobs.loss import Loss, Summed
@@ -34,21 +34,20 @@ from paragrad.techniques.batch_norm import BatchNorm
 from paragrad.techniques.cut import Around, over
 from paragrad.techniques.draws import Calls, Draws, as_seen, keyed
 from paragrad.techniques.exchange import Exchange, How, counted, unmoved
-from paragrad.techniques.layout import Layout, filled
+from paragrad.techniques.layout import Layout, State, filled
 from paragrad.techniques.passes import COUNTED, Passes, Sums, counting, sums_of
 from paragrad.techniques.probe import Probe, evaluating
 from paragrad.techniques.untouched import Before
 from paragrad.techniques.updating import Alike, in_eval_mode
-from paragrad.training import checkpoint
+from paragrad.training import saving
 from paragrad.training.apart import Given
 from paragrad.training.batches import Batch, batch_of
-from paragrad.training.checkpoint import Snapshot
 from paragrad.training.evaluation import Metric, at_once, evaluated
 from paragrad.training.feed import Feed
 from paragrad.training.first_step.proof import Proof
 from paragrad.training.first_step.start import before, certain, prove
 from paragrad.training.holding import Holding, begun_of, check_given, placed
-from paragrad.training.saved import Saved, newest_of_all
+from paragrad.training.saved import newest_of_all
 from paragrad.training.settings import Settings
 from paragrad.world import generators, heap
 from paragrad.world.waiting import Watch, failure
@@ -107,6 +106,7 @@ class Trainer:
         self.looks, self.around = dict[str, Any](), tuple[Around, ...]()        # where techniques cut; what they want around
         self.feed, self.watch = Feed(self.log, world.device, self.dtype), Watch(self.world)
         self.steps = self.taken = self.batch_size = 0       # taken: by this trainer;  batch_size: once known
+        self.restored: State = {}           # what exchanges of the strategy that was saved keep beside the optimizer's state
         self.activations, self.coarsest = 0, 0.0    # that backward keeps of a micro-batch: bytes; eps of the coarsest numbers
         self.draws, self.alike = Draws(), Alike(seed, world.device)
         self.proof: Proof | None = None             # of the step under way, that it is one worker's; kept: what it began with
@@ -216,16 +216,18 @@ class Trainer:
         own, (weight, loss, stop, doubt) = self.counted(own)
         with self.log.span("update", "update"):
             weight = certain(self, batch, inputs, target, weight, doubt)
-            if weight == 0:
-                raise StepFailed("no sample of this batch counts: its weight is 0")
             rate = float(self.optimizer.param_groups[0]["lr"])
-            self.exchange.average(weight * own.scale)
+            self.exchange.weight = weight
+            if weight:
+                self.exchange.average(weight * own.scale)
+            else:
+                self.exchange.uncounted()
             if self.proof is not None and not self.rehearsing:
                 prove(self, loss / weight, weight)
             self.alike("update", self.steps, self.exchange.update)
             if self.scheduler is not None:
                 self.alike("schedule", self.steps, self.scheduler.step)
-        return own, Result(loss / weight, weight, stop > 0), rate
+        return own, Result(loss / (weight or 1.0), weight, stop > 0), rate
 
     def keyed(self, micro: Micro, first: int = 0, calls: Calls | None = None) -> contextlib.AbstractContextManager[Any]:
         """Around forward and backward: what is drawn is keyed by each sample's place in the global batch; where that depends on
@@ -257,18 +259,15 @@ class Trainer:
         """Parameters in the eval mode of an optimizer that has one (schedule-free); afterwards as they were. Collective."""
         return self.exchange.evaluating() if self.exchange else in_eval_mode(self.optimizer, list(self.parameters.values()))
 
+    def standing(self) -> contextlib.AbstractContextManager[None]:
+        """The model as what the run stands for, where replicas differ; afterwards as it was. Collective."""
+        return self.exchange.standing() if self.exchange else contextlib.nullcontext()
+
     def gradients(self) -> dict[str, Tensor | None]:
         """The gradient of every parameter as the last update used it (mean, clipped); until any rank begins the next step.
         Collective where this rank holds parts, as `state` is."""
         assert self.exchange is not None
         return self.held.whole(self.exchange.gradients())
-
-    def snapshot(self, identity: dict[str, Any] | None = None) -> Snapshot:
-        """This training as it stands, whole on rank 0. Collective. identity: of the Job, where it is one."""
-        shapes = {name: list(tensor.shape) for name, tensor in self.hollow.state_dict().items() if isinstance(tensor, Tensor)}
-        return Snapshot(self.steps, str(self.strategy), self.whole(), self.optimizer, self.scheduler,
-                        self.held.state(self.exchange.state()) if self.exchange else {},
-                        identity or {"seed": self.seed, **self.known_by, **checkpoint.shapes_of(shapes)})
 
     def whole(self) -> nn.Module:
         """The model, put together on rank 0 where ranks hold parts. Collective."""
@@ -283,29 +282,18 @@ class Trainer:
         return {**{name: parameter.detach() for name, parameter in self.parameters.items()}, **buffers}
 
     def state(self) -> dict[str, Tensor]:
-        """The same of the whole model."""
-        return {name: tensor for name, tensor in self.held.whole(self.local()).items() if tensor is not None}
+        """The same of the whole model, as what the run stands for."""
+        with self.standing():
+            return {name: tensor for name, tensor in self.held.whole(self.local()).items() if tensor is not None}
 
     def save(self, folder: str | Path, identity: dict[str, Any] | None = None) -> None:
         """Write a checkpoint of this step below a folder, and keep the one before it. Collective."""
-        snapshot = self.snapshot(identity)
-        self.world.barrier()                    # of a step that every rank's record holds
-        if self.world.rank == 0:
-            checkpoint.save(snapshot, Path(folder))
-        self.world.barrier()
+        saving.save(self, Path(folder), identity)
 
     def load(self, folder: str | Path) -> None:
         """Go on from the newest whole checkpoint below a folder, saved under any strategy: `trainer.steps` steps were made.
         Collective: rank 0 chooses, and every rank reads that one. Raises Refused."""
-        self.restore(newest_of_all(self.world, Path(folder)))
-
-    def restore(self, saved: Saved) -> None:
-        """Go on from a checkpoint, before the first step. Raises Refused."""
-        if self.exchange is not None:
-            raise Refused(f"{saved.folder} is loaded before the first step; this training has made {self.taken}")
-        one_copy.loaded(self.world, self.hosts, self.model, lambda weights: checkpoint.load(
-            saved, self.snapshot(), str(self.world.device), weights))
-        self.steps = saved.step
+        saving.restore(self, newest_of_all(self.world, Path(folder)))
 
     def failed(self, error: Exception) -> StepFailed:
         self.log.failed(self.steps)

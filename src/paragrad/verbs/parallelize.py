@@ -63,6 +63,8 @@ def parallelize(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, 
                           autocast=autocast, collate=collate, unchecked=unchecked, begun=begun)
         try:
             yield trainer
+            if trainer.exchange is not None:
+                trainer.exchange.settle()
             if trainer.layout.cut:
                 _whole_again(trainer, model, optimizer)
         finally:

@@ -74,7 +74,9 @@ class Queued(Exchange):
     """Gradients are summed over all ranks in buckets, by a thread of their own; every rank updates all parameters.
 
     log is told of every bucket's exchange, and of its parts. Without how.overlap the exchange begins when backward has ended.
+    kind: of the bytes that travel.
     """
+    kind = "gradients"
 
     def __init__(self, replica: Replica, world: World, log: Log, how: How, algorithm: Any) -> None:
         super().__init__(replica)
@@ -83,7 +85,7 @@ class Queued(Exchange):
 
     def _played(self, bucket: Bucket, start: float, traffic: Traffic) -> None:
         name = f"reduce {bucket.number}"
-        self.count("gradients", traffic.bytes, computed=traffic.computed)
+        self.count(self.kind, traffic.bytes, computed=traffic.computed)
         self.log.add_span(name, "send", start, bytes=traffic.bytes)
         if not traffic.computed:                        # of the same time: one after the other, whatever turns they took
             for lane, seconds in (("wait", traffic.waiting), ("receive", traffic.transfer), ("compute", traffic.own)):

@@ -9,7 +9,7 @@ parameters have a gradient at all, travel in a message of their own: a part of a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -33,7 +33,8 @@ class OwnBuckets(Queued):
         log.choice("overlap", "on" if how.overlap else "off", "of gradients that the passes say are final before their end"
                    if how.overlap else "asked for: exchange after backward")
         self.trained = [parameter for parameter in self.every if parameter.requires_grad]
-        self.buckets = list(_buckets(self.trained[::-1]))
+        self.device = self.trained[0].device if self.trained else None
+        self.buckets = buckets_of(self.trained[::-1])
         self.bucket_of = {parameter: number for number, bucket in enumerate(self.buckets) for parameter in bucket}
         self.final: set[nn.Parameter] = set()           # whose gradient is, in this step
         self.sending: list[Bucket] = []
@@ -55,8 +56,7 @@ class OwnBuckets(Queued):
         for bucket in self.buckets[len(self.sending):]:
             self._send(self._flat(bucket))
         there = [float(parameter.grad is not None) for parameter in self.trained]
-        device = self.trained[0].device if self.trained else None
-        self._send(torch.tensor([weight, loss, float(self.stop), self.doubt, *there], dtype=torch.float64, device=device))
+        self._send(torch.tensor([weight, loss, float(self.stop), self.doubt, *there], dtype=torch.float64, device=self.device))
         with self.log.detail("buckets", "wait"):
             *vectors, told = [bucket.future.wait() for bucket in self.sending]
         self.told, there = told[:4].tolist(), told[4:].tolist()
@@ -82,16 +82,18 @@ class OwnBuckets(Queued):
         self.queue.put(bucket)
 
 
-def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def buckets_of(tensors: Iterable[Tensor]) -> list[list[Any]]:
     """Neighbours of one type, up to so many bytes."""
-    for _, alike in itertools.groupby(parameters, key=lambda each: (each.dtype, each.device)):
-        bucket: list[nn.Parameter] = []
-        for parameter in alike:
-            if bucket and sum(each.nbytes for each in bucket) + parameter.nbytes > BYTES:
-                yield bucket
-                bucket = []
-            bucket.append(parameter)
-        yield bucket
+    found: list[list[Any]] = []
+    for _, alike in itertools.groupby(tensors, key=lambda each: (each.dtype, each.device)):
+        bytes_ = BYTES
+        for each in alike:
+            bytes_ += each.nbytes
+            if bytes_ > BYTES:
+                found.append([])
+                bytes_ = each.nbytes
+            found[-1].append(each)
+    return found
 
 
 class OwnBucketsDividedTwice(DividedTwice, OwnBuckets):

@@ -1,0 +1,80 @@
+"""local: every worker steps by its own gradients, and weights are averaged every so many steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Self
+
+from paragrad.errors import Refused
+from paragrad.notation.choices import Choice, Decimal, Integer, One, Word, option
+from paragrad.schedules.all_reduce import AllReduce
+from paragrad.strategies.data import Native
+from paragrad.strategies.strategy import Here, Plan, Promise, Strategy
+
+
+class Mean(Choice):
+    """All replicas go on from the mean of their weights (McDonald et al. 2010; Stich 2018)."""
+
+
+class Nesterov(Choice):
+    """What the mean moved by is the gradient of an outer step with Nesterov's momentum (DiLoCo, Douillard et al. 2023)."""
+    lr: float = option(Decimal(), default=0.7)
+    momentum: float = option(Decimal(above=-1e-300, most=1.0), default=0.9)
+
+    def check(self) -> None:
+        if self.momentum == 1:
+            raise Refused("nesterov(momentum=1) never slows down; give it a momentum below 1")
+
+
+class Elastic(Choice):
+    """Replicas and a common centre are pulled to each other (EASGD, Zhang et al. 2015)."""
+    pull: float | str = option(Decimal(most=1.0), Word("auto"), default="auto")
+
+
+class Local(Strategy):
+    """Local SGD: weights averaged every so many steps (Stich 2018). every=end is ParallelSGD (Zinkevich et al. 2010), after=100
+    makes so many synchronous steps first (post-local SGD, Lin et al. 2018)."""
+    workers: int | str = option(Integer(), Word("auto"))
+    every: int | str = option(Integer(), Word("end"), default=8)
+    outer: Choice = option(One(Mean, Nesterov, Elastic), default=Mean())
+    after: int = option(Integer(0), default=0)
+    reduce: Choice = option(One(Native, AllReduce), default=Native())
+    replica = True
+    batch_norm = "share"                            # there is nobody to ask in a step
+
+    @property
+    def promise(self) -> Promise:
+        return Promise(exact=False, replicas_equal=False, buffers_equal=False)
+
+    def meets(self, step: int) -> bool:
+        """Do replicas meet after that step, counted from 0? After the last synchronous one too."""
+        alone = step + 1 - self.after
+        return alone == 0 if self.every == "end" else alone >= 0 and alone % int(self.every) == 0
+
+    @property
+    def pull(self) -> float:
+        """EASGD's, of a resolved strategy."""
+        assert isinstance(self.outer, Elastic)
+        return float(self.outer.pull)
+
+    def plans(self) -> tuple[Plan, ...]:
+        assert isinstance(self.workers, int)
+        return (Plan("all-reduce", self.reduce, self.workers),) if isinstance(self.reduce, AllReduce) else ()
+
+    def unplanned(self) -> str:
+        return "name an all-reduce for its averages, such as local(4, reduce=ring)"
+
+    def resolved(self, here: Here) -> Self:
+        found = super().resolved(here)
+        assert isinstance(found.workers, int)
+        outer, reduce = found.outer, found.reduce
+        if isinstance(outer, Elastic) and outer.pull == "auto":
+            outer = Elastic(0.9 / found.workers)                        # as published
+        if isinstance(reduce, AllReduce):
+            reduce = reduce.resolved(found.workers, here.group or found.workers)
+        return replace(found, outer=outer, reduce=reduce)
+
+    def picked(self, resolved: Self, here: Here) -> Iterator[tuple[str, str, str]]:
+        if self.outer != resolved.outer:
+            yield "outer", str(resolved.outer), "a pull of 0.9 over the number of workers, as published"

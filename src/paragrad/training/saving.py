@@ -1,0 +1,46 @@
+"""A training into a checkpoint, and back: what of a trainer is saved, and put into one before its first step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from paragrad.errors import Refused
+from paragrad.techniques import one_copy
+from paragrad.training import checkpoint
+from paragrad.training.checkpoint import Snapshot
+from paragrad.training.saved import Saved
+
+if TYPE_CHECKING:
+    from paragrad.training.trainer import Trainer
+
+
+def snapshot(trainer: Trainer, identity: dict[str, Any] | None = None) -> Snapshot:
+    """A training as it stands, whole on rank 0. Collective. identity: of the Job, where it is one."""
+    shapes = {name: list(tensor.shape) for name, tensor in trainer.hollow.state_dict().items() if isinstance(tensor, Tensor)}
+    exchange, held = trainer.exchange, trainer.held
+    return Snapshot(trainer.steps, str(trainer.strategy), trainer.whole(), trainer.optimizer, trainer.scheduler,
+                    held.state(exchange.state()) if exchange else {},
+                    held.state(exchange.kept()) if exchange else trainer.restored,
+                    identity or {"seed": trainer.seed, **trainer.known_by, **checkpoint.shapes_of(shapes)})
+
+
+def save(trainer: Trainer, folder: Path, identity: dict[str, Any] | None = None) -> None:
+    """Write a checkpoint of this step below a folder, of what the run stands for, and keep the one before it. Collective."""
+    with trainer.standing():
+        found = snapshot(trainer, identity)
+        trainer.world.barrier()                 # of a step that every rank's record holds
+        if trainer.world.rank == 0:
+            checkpoint.save(found, folder)
+        trainer.world.barrier()
+
+
+def restore(trainer: Trainer, saved: Saved) -> None:
+    """Go on from a checkpoint, before the first step. Raises Refused."""
+    if trainer.exchange is not None:
+        raise Refused(f"{saved.folder} is loaded before the first step; this training has made {trainer.taken}")
+    one_copy.loaded(trainer.world, trainer.hosts, trainer.model, lambda weights: checkpoint.load(
+        saved, snapshot(trainer), str(trainer.world.device), weights))
+    trainer.steps, trainer.restored = saved.step, checkpoint.kept_in(saved)
