@@ -313,6 +313,10 @@ SERIAL = {"serial": "serial", "serial, micro-batches": "serial(micro=3)", "seria
 WORKERS = (1, 2, 3, 4)
 BRIEF = 9               # steps of a covering sample, three epochs of most jobs; the whole tables take 20
 
+# strategies that are another training, and say so (test_local)
+LOOSER = ("local(2, every=3)", "local(3, every=end)", "local(2, every=2, after=3)", "local(2, outer=nesterov)",
+          "local(4, every=2, outer=elastic)", "local(2, every=2, reduce=ring) * place(2)")
+
 NOT_EXACT: dict[tuple[str, str], str] = {
     ("own batch norm", column): "statistics of a share are not those of the batch" for column in JOBS
     if "batch norm" in column}

@@ -14,7 +14,7 @@ from paragrad.notation.choices import Choice, Decimal, Flag, Integer, Integers, 
 from paragrad.schedules.pipeline import PipelineSchedule
 from paragrad.schedules.ring import Ring, RingAsync
 from paragrad.schedules.two_level import TwoLevel
-from paragrad.strategies import planned
+from paragrad.strategies import local, planned
 from paragrad.strategies.data import Data, Native
 from paragrad.strategies.pipeline import Pipeline
 from paragrad.strategies.serial import Serial
@@ -72,7 +72,7 @@ def test_round_trip(chosen: Strategy) -> None:
 def test_the_python_form_makes_the_same_value(chosen: Strategy) -> None:
     names: dict[str, Any] = {cls.__name__: cls for cls in (
         *known().values(), *algorithms().values(), *PipelineSchedule.members.values())}
-    names |= {cls.__name__: cls for cls in vars(planned).values() if isinstance(cls, type)}
+    names |= {cls.__name__: cls for module in (planned, local) for cls in vars(module).values() if isinstance(cls, type)}
     assert eval(repr(chosen), names) == chosen
 
 
@@ -151,7 +151,7 @@ def test_refused_with_the_repair(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", [
-    "server(2)", "local(2)", "federated(2)",
+    "server(2)", "federated(2)",
     "server(2) * tensor(2)", "data(2, compress=top_k(0.01))", "data(2, shares=auto)"])
 def test_known_by_name_and_refused_as_not_built(text: str) -> None:
     with pytest.raises(Refused, match="known and not built yet"):

@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from paragrad.errors import Refused
+from paragrad.strategies.strategy import Strategy
 from paragrad.techniques import one_copy
+from paragrad.techniques.exchange import Exchange
+from paragrad.techniques.layout import Layout, State
 from paragrad.training import checkpoint
 from paragrad.training.checkpoint import Snapshot
 from paragrad.training.saved import Saved
-
-if TYPE_CHECKING:
-    from paragrad.training.trainer import Trainer
+from paragrad.world.world import World
 
 
-def snapshot(trainer: Trainer, identity: dict[str, Any] | None = None) -> Snapshot:
+class Training(Protocol):
+    """What of a trainer is saved and restored, by the names that it has there."""
+    world: World
+    strategy: Strategy
+    model: nn.Module
+    hollow: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    exchange: Exchange | None
+    held: Layout
+    hosts: one_copy.Hosts | None
+    seed: int
+    known_by: dict[str, Any]
+    restored: State
+    steps: int
+    taken: int
+
+    def whole(self) -> nn.Module: ...
+
+    def standing(self) -> AbstractContextManager[None]: ...
+
+
+def snapshot(trainer: Training, identity: dict[str, Any] | None = None) -> Snapshot:
     """A training as it stands, whole on rank 0. Collective. identity: of the Job, where it is one."""
     shapes = {name: list(tensor.shape) for name, tensor in trainer.hollow.state_dict().items() if isinstance(tensor, Tensor)}
     exchange, held = trainer.exchange, trainer.held
@@ -27,7 +52,7 @@ def snapshot(trainer: Trainer, identity: dict[str, Any] | None = None) -> Snapsh
                     identity or {"seed": trainer.seed, **trainer.known_by, **checkpoint.shapes_of(shapes)})
 
 
-def save(trainer: Trainer, folder: Path, identity: dict[str, Any] | None = None) -> None:
+def save(trainer: Training, folder: Path, identity: dict[str, Any] | None = None) -> None:
     """Write a checkpoint of this step below a folder, of what the run stands for, and keep the one before it. Collective."""
     with trainer.standing():
         found = snapshot(trainer, identity)
@@ -37,7 +62,7 @@ def save(trainer: Trainer, folder: Path, identity: dict[str, Any] | None = None)
         trainer.world.barrier()
 
 
-def restore(trainer: Trainer, saved: Saved) -> None:
+def restore(trainer: Training, saved: Saved) -> None:
     """Go on from a checkpoint, before the first step. Raises Refused."""
     if trainer.exchange is not None:
         raise Refused(f"{saved.folder} is loaded before the first step; this training has made {trainer.taken}")
