@@ -152,7 +152,7 @@ def test_refused_with_the_repair(text: str) -> None:
 
 @pytest.mark.parametrize("text", [
     "server(2)", "federated(2)",
-    "server(2) * tensor(2)", "data(2, compress=top_k(0.01))", "data(2, shares=auto)"])
+    "server(2) * tensor(2)", "data(2, compress=top_k(0.01))"])
 def test_known_by_name_and_refused_as_not_built(text: str) -> None:
     with pytest.raises(Refused, match="known and not built yet"):
         refuse_unbuilt(strategy(text))

@@ -103,8 +103,8 @@ def read_bytes(text: str) -> int:
 
 
 def read_slow(text: str) -> tuple[int, float]:
-    """A slow rank such as 7=3: rank 7 is three times slower. Raises Refused."""
-    match = re.fullmatch(r"(\d+)=(\d+(?:\.\d+)?)", text.strip())
+    """A slow rank such as 7=3 or 7=3x: rank 7 is three times slower. Raises Refused."""
+    match = re.fullmatch(r"(\d+)=(\d+(?:\.\d+)?)x?", text.strip())
     if not match:
-        raise Refused(f"--slow {text}: write RANK=FACTOR, such as --slow 7=3")
+        raise Refused(f"--slow {text}: write RANK=FACTOR, such as --slow 7=3x")
     return int(match[1]), float(match[2])

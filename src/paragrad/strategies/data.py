@@ -31,7 +31,7 @@ class Data(Strategy):
     workers: int | str = option(Integer(), Word("auto"))
     reduce: Choice | str = option(One(Native, AllReduce), Word("auto"), default="auto")
     state: str = option(Word("replicated", "shared_memory", "fully_sharded", "auto"), default="auto")
-    shares: Sequence[int] | str = option(Integers(0), Word("equal", "auto"), default="equal", later=("auto",))
+    shares: Sequence[int] | str = option(Integers(0), Word("equal", "auto"), default="equal")
     micro: int = option(Integer(), default=1)
     compress: Choice | None = option(One(*COMPRESSORS), Word("none"), default=None)
     batch_norm: str = option(Word("whole", "share"), default="whole")
@@ -84,6 +84,10 @@ class Data(Strategy):
         return Promise(exact=self.compress is None and whole, buffers_equal=whole, jobs_only=(
             f"in a loop of your own every rank holds the parameters and their mean gradients; leave out state={self.state}, or "
             "make it a Job") if self.shared or self.sharded else None)
+
+    @property
+    def follows(self) -> bool:                                                      # type: ignore[override]
+        return self.shares == "auto"
 
     @property
     def shared(self) -> bool:
@@ -154,7 +158,7 @@ class Data(Strategy):
 
     def alternatives(self, here: Here) -> tuple[Strategy, ...]:
         # not what was asked to take statistics of shares, or of other micro-batches, or not to have all of the state
-        same = self.batch_norm == "whole" and self.micro == 1 and not self.sharded and not self.integrated
+        same = self.batch_norm == "whole" and self.micro == 1 and not self.follows and not self.sharded and not self.integrated
         return (Serial(threads=here.cores),) if self.workers == "auto" and same else ()
 
     def refuse_beside(self, factors: tuple[Strategy, ...]) -> None:
@@ -164,6 +168,9 @@ class Data(Strategy):
         if self.sharded and len(factors) > 1:
             raise Refused("data(state=fully_sharded) gathers the parameters of a module when all of it is called, and beside "
                           "it the model is cut into parts, which call some of it; leave out the state")
+        if self.follows and len(factors) > 1:
+            raise Refused("data(shares=auto) measures forwards of whole models, and beside it the model is cut; say the "
+                          "shares, such as shares=[3, 1]")
         if self.micro != 1 and any(each.cuts_micro for each in factors):
             raise Refused("data(micro=...) does not fit beside pipeline, which cuts micro-batches itself; "
                           "give pipeline(micro=...)")

@@ -103,6 +103,7 @@ class Strategy(Family, abstract=True):
     reference = False                               # it is what others are compared with
     cuts_micro = False                              # it cuts micro-batches itself
     lays_out = True                                 # a rank runs other calls, or sees other samples, than one worker
+    follows = False                                 # its shares are by what each rank takes, from the second epoch on
     skips = False                                   # a rank does not run all calls that one worker runs
     inside = False                                  # it splits the layers of whatever other cuts leave of the model
     together = TENSOR                               # what an optimizer may want together, where it is inside

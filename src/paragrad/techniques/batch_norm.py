@@ -10,6 +10,7 @@ weight 0) counts nothing, and nothing flows back through that sample.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -58,6 +59,7 @@ class BatchNorm:
         self.world, self.model, self.count = world, model, count
         self.samples = samples              # of the present micro-batch on this rank; 0: one runs, and counts for nothing
         self.own, self.alone = own, own or world.size == 1
+        self.waited = 0.0                   # seconds for what others tell
         self.looks = False
         self.computed = False
         self.compiled = False                       # by torch.compile, whose graphs do not come here again
@@ -170,12 +172,14 @@ class BatchNorm:
 
     def gathered(self, tensor: Tensor, worlds: tuple[World, ...] = ()) -> list[Tensor]:
         """What all ranks have, along each of the worlds and then over all replicas."""
+        begun = time.perf_counter()
         for world in worlds:
             self.count(tensor.nbytes, world.size)
             tensor = torch.stack(world.gathered(tensor))
         if not self.alone:
             self.count(tensor.nbytes, self.ranks.size)
             tensor = torch.stack(self.ranks.gathered(tensor))
+        self.waited += time.perf_counter() - begun
         return list(tensor.reshape(-1, tensor.shape[-1])) if worlds or not self.alone else [tensor]
 
 

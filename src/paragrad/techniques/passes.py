@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -54,10 +55,12 @@ class Within(Protocol):
 class Passes(ABC):
     """From a batch to gradients: all forwards and backwards of a step, between `begin` and `finish` of the exchange.
 
-    alive: counts what is kept for backwards, in the steps in which that is counted;  most: bytes at once, in those so far.
+    alive: counts what is kept for backwards, in the steps in which that is counted;  most: bytes at once, in those so far;
+    forward, on_core: seconds in whole forwards, by the clock without waits for others, and by the core; in all.
     """
     alive: Alive | None = None
     most = 0
+    forward = on_core = 0.0
 
     def __init__(self, within: Within, exchange: Exchange) -> None:
         self.within, self.exchange = within, exchange
@@ -134,9 +137,12 @@ class OneByOne(Passes):
         samples = within.batch_norm.samples = len(micro.positions)
         last = number == count - 1
         with exchange.micro_batch(last), within.keyed(micro), within.batch_norm:
+            begun, on_core, waited = time.perf_counter(), time.thread_time(), within.batch_norm.waited
             with within.log.span(f"F{number}", "compute"), within.casting(), self.noted(inputs, target):
                 total, weight = exchange.module(inputs, target, samples)
             value = float(total.detach())
+            self.forward += time.perf_counter() - begun - (within.batch_norm.waited - waited)
+            self.on_core += time.thread_time() - on_core
             if not math.isfinite(value):
                 with within.batch_norm.looking():
                     raise StepFailed("the loss is not finite", tensor="loss" if exchange.shards is not None else

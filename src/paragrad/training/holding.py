@@ -24,6 +24,7 @@ from paragrad.techniques.table import bringing, cuts, ours, share_of
 from paragrad.techniques.updating import hooked, updates_by
 from paragrad.techniques.values import same
 from paragrad.training.apart import refuse_views
+from paragrad.training.pace import Pace
 from paragrad.training.settings import Settings
 from paragrad.world.world import World
 
@@ -69,7 +70,7 @@ def begun_of(world: World, job: Job, strategy: Strategy, settings: Settings) -> 
             "examined": True, "scheduler": job.scheduler(optimizer) if job.scheduler else None, "clip_norm": job.clip_norm,
             "autocast": job.autocast, "collate": job.collate, "dtype": job.parameter_dtype, "begun": begun,
             "how": settings.how, "reverse": settings.reverse, "unchecked": settings.unchecked,
-            "tests": job.test is not None}
+            "tests": job.test is not None, "pace": Pace(settings.slowed, job.seed, world.rank)}
 
 
 def divided(strategy: Strategy, module: Summed, optimizer: torch.optim.Optimizer, draws: Draws, world: World, example: Any,

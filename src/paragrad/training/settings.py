@@ -19,6 +19,7 @@ from paragrad.players.machine import Machine, machine_of, read_machine
 from paragrad.record import tensorboard, trace
 from paragrad.schedules.sabotage import SABOTAGES
 from paragrad.techniques.exchange import How
+from paragrad.training.pace import Slowed, read_slowed
 from paragrad.world.launched import cores
 from paragrad.world.world import TIMEOUT
 
@@ -51,7 +52,8 @@ class Settings:
     unproved: do not prove the schedule at the door;
     unchecked: do not compare the first step with one worker's, and go on with what is known to be another training;
     timeout: seconds that a rank waits for another;
-    reverse: every batch back to front (the rounding twin of serial);  limit: stop after so many steps.
+    slow: ranks that wait on purpose, "1=3x" or "random:0.2=3x";  pace: seconds that a step of an equal share takes at least
+    (`training.pace`);  reverse: every batch back to front (the rounding twin of serial);  limit: stop after so many steps.
     """
     data: str | Path | None = None
     device: str = "cpu"
@@ -69,6 +71,8 @@ class Settings:
     unproved: bool = False
     unchecked: bool = False
     timeout: float = TIMEOUT
+    slow: str | None = None
+    pace: float | None = None
     reverse: bool = False
     limit: int | None = None
 
@@ -102,6 +106,11 @@ class Settings:
         return read_machine(Path(self.machine), cores())[0] if self.machine else None
 
     @property
+    def slowed(self) -> Slowed:
+        """`slow` and `pace`, read. Raises Refused."""
+        return read_slowed(self.slow, self.pace)
+
+    @property
     def how(self) -> How:
         """What of it an exchange is told."""
         return How(self.overlap, self.known_machine, self.sabotage)
@@ -125,6 +134,7 @@ class Settings:
             raise Refused("device cuda: torch sees no CUDA device here; leave out --device, or run where a GPU is")
         if self.backend == "nccl" and self.device != "cuda":
             raise Refused("backend nccl moves tensors between GPUs; add --device cuda, or leave out --backend")
+        assert self.slowed is not None                  # it refuses
         if self.tensorboard:
             tensorboard.check()
         if self.trace is not None:

@@ -47,6 +47,7 @@ from paragrad.training.feed import Feed
 from paragrad.training.first_step.proof import Proof
 from paragrad.training.first_step.start import before, certain, prove
 from paragrad.training.holding import Holding, begun_of, check_given, placed
+from paragrad.training.pace import Pace, Slowed
 from paragrad.training.saved import newest_of_all
 from paragrad.training.settings import Settings
 from paragrad.world import generators, heap
@@ -72,7 +73,8 @@ class Trainer:
     micro-batch by micro-batch);  reverse: each micro-batch in reverse order (the rounding twin);  examined: the loss was
     looked at, at the door;  otherwise it is before the first step;  unchecked: do not compare the first step with one
     worker's, and go on where draws depend on the layout;  seen: what a look at the model showed at the door;  begun: how the
-    model came here, where it is cut;  tests: before the first step of one that is cut a test is compared.
+    model came here, where it is cut;  tests: before the first step of one that is cut a test is compared;  pace: whether this
+    rank is slowed on purpose.
     """
 
     def __init__(self, world: World, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, strategy: Strategy, *,
@@ -80,7 +82,7 @@ class Trainer:
                  collate: Collate | None = None, dtype: torch.dtype | None = None, record: Recorder | None = None,
                  how: How | None = None, like: Strategy | None = None, reverse: bool = False, examined: bool = False,
                  unchecked: bool = False, seen: Probe | None = None, begun: one_copy.Start | None = None,
-                 tests: bool = True) -> None:
+                 tests: bool = True, pace: Pace | None = None) -> None:
         self.everyone, self.world, self.serves = world, placed(strategy, world), strategy.serves(world.rank)    # without steps
         self.model, self.optimizer, self.strategy = model, optimizer, strategy
         self.seed, self.scheduler, self.clip_norm, self.autocast, self.collate = seed, scheduler, clip_norm, autocast, collate
@@ -104,6 +106,7 @@ class Trainer:
         self.exchange: Exchange | None = None
         self.passes: Passes | None = None
         self.looks, self.around = dict[str, Any](), tuple[Around, ...]()        # where techniques cut; what they want around
+        self.pace = pace or Pace(Slowed(), seed, world.rank)
         self.feed, self.watch = Feed(self.log, world.device, self.dtype), Watch(self.world)
         self.steps = self.taken = self.batch_size = 0       # taken: by this trainer;  batch_size: once known
         self.restored: State = {}           # what exchanges of the strategy that was saved keep beside the optimizer's state
@@ -141,6 +144,8 @@ class Trainer:
         refuse_loader(dataset, "the dataset")
         order, self.batch_size = Order(len(dataset), batch, self.seed), min(batch, len(dataset))
         self.strategy.refuse_few(min(batch, order.samples), self.strategy)
+        if self.strategy.follows:
+            self.division = self.pace.followed(self.replicated, self.batch_size, self.division, self.log, epoch)
         return self.batches_at(dataset, order, ((epoch, whole) for whole in order.batches(start)), loaders)
 
     def batches_at(self, dataset: Dataset, order: Order, places: Iterable[tuple[int, range]],
@@ -189,7 +194,9 @@ class Trainer:
         looked = None if self.rehearsing or self.taken >= COUNTED or self.exchange.shards or not self.coarsest else self.model
         still = unmoved(self.exchange, self.parameters, self.layout, self.replicated.size)
         late = as_seen(self.draws, self.layout.cut and self.splits and (self.taken + 1).bit_count() == 1)
-        with counting(self.passes, looked), still, late, over(self.around, self.exchange.count):
+        samples, share = sum(len(each.positions) for each in batch.micros), self.batch_size / len(self.division.shares)
+        paced = self.pace.over(self.steps, samples, share or 1.0, self.passes)
+        with counting(self.passes, looked), still, late, paced, over(self.around, self.exchange.count):
             own = sums_of(self.passes, batch.parts(inputs, target), len(batch.micros))
         if self.autocast is not None and not self.rehearsing and not self.cast:
             raise StepFailed(f"the passes of {self.strategy} leave autocast out; make every forward within.casting()")

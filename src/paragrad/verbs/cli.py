@@ -7,32 +7,47 @@ from __future__ import annotations
 
 import atexit
 import codecs
-import errno
 import gc
 import io
-import os
 import shlex
 import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from paragrad.errors import Interrupted, RankFailed, Refused, no_room
+from paragrad.errors import Interrupted, Refused
 from paragrad.planner.simulation import read_bytes, read_slow
 from paragrad.planner.simulation import simulate as simulated
 from paragrad.players.machine import machine_of
 from paragrad.report import simulation
 from paragrad.report.progress import Shown
-from paragrad.schedules.sabotage import SABOTAGES
 from paragrad.strategies.table import strategy as read_strategy
+from paragrad.verbs.answering import answering, spelled
+from paragrad.verbs.options import (
+    Backend,
+    Batch,
+    Data,
+    Device,
+    Epochs,
+    JobName,
+    Json,
+    Loaders,
+    Machine,
+    Pace,
+    Runs,
+    Sabotage,
+    Seed,
+    Set,
+    Slow,
+    Strategy,
+    Unchecked,
+    Unproved,
+    Until,
+)
 from paragrad.version import __version__
-from paragrad.world.launched import cores, launched
-from paragrad.world.signals import ending_as_interrupted
+from paragrad.world.launched import cores
 
 if TYPE_CHECKING:
     from paragrad.jobs.job import Job
@@ -42,24 +57,6 @@ DIGITS = "serial; data(2); data(2, reduce=native); data(2, reduce=ring); data(2,
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False,
                   context_settings={"help_option_names": ["-h", "--help"]})
-
-JobName = Annotated[str, typer.Argument(metavar="JOB", help="a built-in job, path/file.py[:name], or module:name")]
-Strategy = Annotated[str, typer.Option(help="such as 'data(2, reduce=ring)'")]
-Runs = Annotated[Path, typer.Option(help="folder for the record of runs: some 250 bytes a step and rank")]
-Data = Annotated[Path | None, typer.Option(envvar="PARAGRAD_DATA", help="folder of data, for jobs that read files")]
-Device = Annotated[str, typer.Option(help="cpu or cuda")]
-Backend = Annotated[str, typer.Option(help="auto, shm, gloo or nccl")]
-Loaders = Annotated[int, typer.Option(help="processes per rank that load samples ahead")]
-Until = Annotated[str | None, typer.Option(metavar="METRIC=VALUE", help="stop after the epoch that reaches it: accuracy=97.5")]
-Batch = Annotated[int | None, typer.Option(help="global batch size, instead of the job's")]
-Epochs = Annotated[int | None, typer.Option(help="epochs, instead of the job's")]
-Seed = Annotated[int | None, typer.Option(help="seed, instead of the job's")]
-Machine = Annotated[Path | None, typer.Option(metavar="FILE", help="what `paragrad measure` wrote of a machine")]
-Set = Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="an argument of a built-in job")]
-Sabotage = Annotated[str | None, typer.Option(help=f"plant a bug in the exchange: {', '.join(SABOTAGES)}")]
-Unchecked = Annotated[bool, typer.Option("--unchecked", help="do not compare the first step with one worker's")]
-Unproved = Annotated[bool, typer.Option("--unproved", help="do not prove the schedule before the ranks start")]
-Json = Annotated[bool, typer.Option("--json", help="print JSON instead of text")]
 
 
 def _version(asked: bool) -> None:
@@ -86,7 +83,7 @@ def train(job: JobName, strategy: Strategy = "serial",
           tensorboard: Annotated[bool, typer.Option("--tensorboard", help="write event files into the run's folder")] = False,
           trace: Annotated[Path | None, typer.Option(metavar="FILE", help="what every rank did when, for Perfetto")] = None,
           until: Until = None, runs: Runs = Path("runs"), data: Data = None, device: Device = "cpu", backend: Backend = "auto",
-          machine: Machine = None, loaders: Loaders = 0,
+          machine: Machine = None, loaders: Loaders = 0, slow: Slow = None, pace: Pace = None,
           batch: Annotated[str | None, typer.Option(help="global batch size, instead of the job's; fit: by --memory")] = None,
           memory: Annotated[str | None, typer.Option(metavar="BYTES", help="that a rank may hold, with --batch fit")] = None,
           epochs: Epochs = None, seed: Seed = None, set_: Set = None, sabotage: Sabotage = None, unproved: Unproved = False,
@@ -103,6 +100,7 @@ def train(job: JobName, strategy: Strategy = "serial",
             "data": data, "device": device, "backend": backend, "overlap": overlap, "loaders": loaders, "save": save,
             "resume": resume, "until": until, "tensorboard": tensorboard, "trace": trace, "sabotage": sabotage,
             "unproved": unproved, "unchecked": unchecked, "machine": machine, "memory": memory,
+            "slow": ",".join(slow) if slow else None, "pace": pace,
             **({} if timeout is None else {"timeout": timeout})}
         if dry_run:
             listing.dry_run(admitted(chosen, strategy, Settings(**settings)), as_json)
@@ -122,7 +120,8 @@ def compare(job: JobName, strategies: Annotated[str, typer.Option(help="separate
             seeds: Annotated[int, typer.Option(metavar="COUNT", help="trainings of each strategy, for mean and spread")] = 1,
             twin: Annotated[bool, typer.Option("--twin", help="also train serial with every batch back to front")] = False,
             until: Until = None, runs: Runs = Path("runs"), data: Data = None, device: Device = "cpu",
-            backend: Backend = "auto", machine: Machine = None, loaders: Loaders = 0, batch: Batch = None,
+            backend: Backend = "auto", machine: Machine = None, loaders: Loaders = 0, slow: Slow = None, pace: Pace = None,
+            batch: Batch = None,
             epochs: Epochs = None, seed: Seed = None, set_: Set = None, sabotage: Sabotage = None, unproved: Unproved = False,
             unchecked: Unchecked = False,
             resume: Annotated[Path | None, typer.Option(metavar="FOLDER", help="finish a comparison that ended early")] = None,
@@ -138,7 +137,8 @@ def compare(job: JobName, strategies: Annotated[str, typer.Option(help="separate
             try:
                 result = compared(chosen, strategies, runs=runs, seeds=seeds, twin=twin, until=until, data=data, device=device,
                                   backend=backend, machine=machine, loaders=loaders, sabotage=sabotage,
-                                  unproved=unproved, unchecked=unchecked, resume=resume,
+                                  unproved=unproved, unchecked=unchecked, resume=resume, pace=pace,
+                                  slow=",".join(slow) if slow else None,
                                   progress=shown.run, command=shlex.join(["paragrad", *sys.argv[1:]]))
             except Interrupted as error:
                 interrupted, result = error, Table(error.folder)
@@ -257,57 +257,6 @@ def strategies(job: OwnJob = None, as_json: Json = False) -> None:
 def _job(name: str, settings: list[str] | None, batch: int | str | None, epochs: int | None, seed: int | None) -> Job:
     from paragrad.jobs.finding import as_typed
     return as_typed(name, settings or [], batch=batch, epochs=epochs, seed=seed)
-
-
-@contextmanager
-def answering() -> Iterator[None]:
-    """Exit codes: 0 done (or stopped by SIGTERM, and saved), 1 a run failed, 2 refused, 130 stopped; the message last."""
-    warnings.showwarning = lambda message, *_, **__: print(f"paragrad: {message}", file=sys.stderr)
-    try:
-        # a rank that was launched ends at once by SIGTERM: it may wait in C++ for others, where no handler is called
-        with ending_as_interrupted() if launched() is None else nullcontext():
-            yield
-            sys.stdout.flush()                  # a full disk is told of here, not as the interpreter ends
-    except Refused as error:
-        print(f"paragrad: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
-    except RankFailed as error:
-        print(f"{error.traceback}\nparagrad: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        print("paragrad: stopped", file=sys.stderr)
-        raise typer.Exit(130) from None
-    except BrokenPipeError:                     # the reader of a pipe has left, as `| head` does
-        _to_nobody(sys.stdout)
-    except OSError as error:                    # a full disk, a folder that is gone
-        told = _taken(sys.stderr, f"paragrad: {no_room(error, error.filename or 'what it prints')}\n")
-        _taken(sys.stdout)
-        closed = not told and error.errno == errno.EIO and error.filename is None       # the terminal: no failure of ours
-        raise typer.Exit(0 if closed else 1) from None
-
-
-def _taken(stream: TextIO, text: str = "") -> bool:
-    """Write, with what was written before. Where nobody takes it Python would try again at its end, and say so in its words."""
-    try:
-        stream.write(text)
-        stream.flush()
-        return True
-    except OSError:
-        _to_nobody(stream)
-        return False
-
-
-def _to_nobody(stream: TextIO) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-SPELLED = {"\N{PLUS-MINUS SIGN}": "+-", "\N{MULTIPLICATION SIGN}": "x", "\N{HORIZONTAL ELLIPSIS}": "..."}
-
-
-def spelled(error: UnicodeError) -> tuple[str, int]:
-    """What stands for a sign that a terminal or a file cannot show."""
-    assert isinstance(error, UnicodeEncodeError)
-    return SPELLED.get(error.object[error.start], "?"), error.start + 1
 
 
 def main() -> None:

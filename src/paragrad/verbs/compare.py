@@ -25,6 +25,7 @@ from paragrad.training.checkpoint import identity_of
 from paragrad.training.door import Findings, examined
 from paragrad.training.identity import refuse_another
 from paragrad.training.loop import Progress
+from paragrad.training.pace import refuse_strange
 from paragrad.training.settings import Settings
 from paragrad.verbs.lockstep import distances
 from paragrad.verbs.train import check_same, folder_name, run
@@ -40,7 +41,8 @@ DISTANCE_STEPS = 100            # over which the page draws the distance from se
 def compare(job: Job, chosen: str | Iterable[str | Strategy], *, runs: str | Path = "runs", seeds: int = 1,
             twin: bool = False, data: str | Path | None = None, device: str = "cpu", backend: str = "auto",
             overlap: bool = True, loaders: int = 0, until: str | None = None, sabotage: str | None = None,
-            unproved: bool = False, unchecked: bool = False, machine: str | Path | None = None,
+            unproved: bool = False, unchecked: bool = False, machine: str | Path | None = None, slow: str | None = None,
+            pace: float | None = None,
             resume: str | Path | None = None, command: str | None = None,
             progress: Callable[[str], Progress | None] | None = None) -> Table:
     """Train a job under every strategy, check each against serial in float64 over 20 steps; one table, and one page.html.
@@ -59,12 +61,13 @@ def compare(job: Job, chosen: str | Iterable[str | Strategy], *, runs: str | Pat
     if not isinstance(seeds, int) or seeds < 1:
         raise Refused(f"seeds must be a whole number from 1, got {seeds!r}")
     how = Settings(data=data, device=device, backend=backend, overlap=overlap, loaders=loaders, until=until, sabotage=sabotage,
-                   unproved=unproved, unchecked=unchecked, machine=machine)
+                   unproved=unproved, unchecked=unchecked, machine=machine, slow=slow, pace=pace)
     listed = strategies(chosen) if isinstance(chosen, str) else list(chosen)
     if not listed:
         raise Refused("compare needs at least one strategy")
     facts = examined(job, how.folder)
     rows, baselines = rows_of(job, listed, how, twin, facts)
+    refuse_strange(how.slowed, max(each.size for each in rows))         # it is in some rows alone
     names = [[f"{place:02}-{folder_name(row.asked)}" + ("-twin" if row.settings.reverse else "")
               + (f"-seed-{job.seed + more}" if seeds > 1 else "") for more in range(seeds)]
              for place, row in enumerate(rows, start=1)]

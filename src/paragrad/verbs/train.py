@@ -25,6 +25,7 @@ from paragrad.report.run import Run
 from paragrad.strategies.strategy import Strategy
 from paragrad.training.admission import Admitted, admitted, asking
 from paragrad.training.loop import Progress, train_rank
+from paragrad.training.pace import refuse_strange
 from paragrad.training.saved import remove_partial
 from paragrad.training.settings import Settings, settings_of
 from paragrad.verbs.fit import fitted
@@ -45,11 +46,12 @@ def train(job: Job, strategy: str | Strategy = "serial", *, runs: str | Path = "
 
     runs: the folder in which the run's own folder is made;  check: afterwards compare 20 steps with serial in float64
     (`run.difference`);  settings: data, device, backend, overlap, loaders, save, resume, until, tensorboard, trace, memory,
-    machine, sabotage, unproved, unchecked, timeout, limit, as in `paragrad.training.settings.Settings`. On SIGTERM the run
-    saves a checkpoint and ends (`run.stopped`). Raises Refused (at the door), RankFailed, or Interrupted on Ctrl-C.
+    machine, sabotage, unproved, unchecked, timeout, slow, pace, limit, as in `paragrad.training.settings.Settings`. On SIGTERM
+    the run saves a checkpoint and ends (`run.stopped`). Raises Refused (at the door), RankFailed, or Interrupted on Ctrl-C.
     """
     job, how, fits = fitted(job, strategy, settings_of(settings))
     checked = replace(admitted(job, strategy, how), fitted=fits)
+    refuse_strange(how.slowed, checked.size)
     if checked.settings.machine and not (checked.resolved.picks_all_reduce() or whole_step(checked.resolved, checked.size)):
         warnings.warn(f"nobody reads the machine file {checked.settings.machine}: {checked.resolved} has no all-reduce to pick"
                       "; leave out --machine, or give data(n, state=replicated) over gloo", stacklevel=2)

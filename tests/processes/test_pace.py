@@ -1,0 +1,137 @@
+"""Ranks that are slowed on purpose, and shares that follow what ranks take."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from equality import IMAGES, VECTORS, job, mlp, normed_cnn
+
+import paragrad as pg
+from paragrad.record.log import Log
+from paragrad.record.record import Record
+from paragrad.strategies.shares import Division, divide
+from paragrad.strategies.table import strategy
+from paragrad.training.pace import Pace, Slowed, read_slowed
+
+pytestmark = pytest.mark.usefixtures("warm")
+
+
+def vectors(**changes: Any) -> pg.Job:
+    return job("vectors", mlp, VECTORS).replace(**{"epochs": 3, "dtype": torch.float64, **changes})
+
+
+# ---- slowed on purpose ---------------------------------------------------------------------------------------------------
+def test_slow_is_read() -> None:
+    assert read_slowed("1=3x", None) == Slowed(((1, 3.0),))
+    assert read_slowed("1=3, 2=1.5x,random:0.2=3x", 0.05) == Slowed(((1, 3.0), (2, 1.5)), (0.2, 3.0), 0.05)
+    assert read_slowed(None, None) == Slowed()
+
+
+@pytest.mark.parametrize(("slow", "pace", "says"), [
+    ("1", None, "write RANK=FACTOR"), ("one=3x", None, "write RANK=FACTOR"), ("1=0.5x", None, "give at least 1"),
+    ("random:0.2", None, "write random:SHARE=FACTOR"), ("random:2=3x", None, "give a number above 0, at most 1"),
+    ("random:0=3x", None, "give a number above 0, at most 1"), ("random:0.1=0x", None, "give at least 1"),
+    (3, None, "slow must be a text"), (None, 0, "pace must be seconds above 0"), (None, "fast", "pace must be seconds above 0"),
+    ("2=3x", None, "there are 2 rank(s); give one from 0 to 1")])
+def test_what_cannot_be_is_refused(slow: Any, pace: Any, says: str) -> None:
+    with pytest.raises(pg.Refused) as caught:
+        pg.train(vectors(), "data(2)", slow=slow, pace=pace)
+    assert says in str(caught.value)
+
+
+def test_a_random_share_of_steps_is_slow_the_same_in_every_process() -> None:
+    slowed = read_slowed("random:0.2=3x,0=2x", None)
+    factors = [[slowed.factor(5, rank, step) for step in range(1000)] for rank in range(2)]
+    assert set(factors[0]) == {2.0, 6.0}
+    assert set(factors[1]) == {1.0, 3.0}
+    assert all(150 < sum(each > 2.5 for each in row) < 250 for row in factors)
+    assert factors[0] != [2 * each for each in factors[1]]
+
+
+def waits(monkeypatch: pytest.MonkeyPatch, slowed: Slowed, took: list[float], samples: int = 16) -> tuple[Pace, list[float]]:
+    """What rank 1 waits in steps whose passes take so many seconds of the core, and its pace. A share is 16 samples."""
+    pace, waited, clock, passes = Pace(slowed, 0, 1), [], [0.0], SimpleNamespace(forward=0.0, on_core=0.0)
+    monkeypatch.setattr(time, "thread_time", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", waited.append)
+    for step, seconds in enumerate(took):
+        with pace.over(step, samples, 16.0, passes):        # type: ignore[arg-type]
+            clock[0] += seconds
+            passes.on_core += seconds / 3                   # the core is shared: on the clock all takes twice as long
+            passes.forward += 2 * seconds / 3
+    return pace, waited
+
+
+def test_a_slow_rank_waits_for_what_it_would_take_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert waits(monkeypatch, Slowed(), [0.5, 0.25])[1] == [0.0, 0.0]
+    pace, waited = waits(monkeypatch, Slowed(((1, 3.0),)), [0.5, 0.25])
+    assert waited == [2.0, 1.0]                             # of one second, and of half of one
+    assert (pace.samples, pace.seconds) == (32, 4.5)
+    assert waits(monkeypatch, Slowed(((0, 3.0),)), [0.5])[1] == [0.0]
+    assert waits(monkeypatch, Slowed((), None, 4.0), [0.5], samples=8)[1] == [1.0]      # half a share: two seconds
+    assert waits(monkeypatch, Slowed(((1, 3.0),), None, 4.0), [0.5])[1] == [11.0]
+
+
+@pytest.mark.parametrize("text", ["data(2)", "data(2, reduce=ring)", "local(2)", "pipeline(2)", "serial"])
+def test_it_is_the_same_training(tmp_path: Path, text: str) -> None:
+    slow, quick = (pg.train(vectors(epochs=1), text, runs=tmp_path, **more)
+                   for more in ({"slow": "0=2x,random:0.5=3x", "pace": 0.01}, {}))
+    assert slow.losses == quick.losses
+    assert slow.header["settings"]["slow"] == "0=2x,random:0.5=3x"
+
+
+# ---- shares that follow ----------------------------------------------------------------------------------------------------
+def followed(told: list[tuple[float, float]], before: tuple[int, ...], full: int = 64) -> tuple[int, ...]:
+    """Shares by the samples and seconds that ranks tell."""
+    world: Any = SimpleNamespace(gathered=lambda own: [torch.tensor(each, dtype=torch.float64) for each in told])
+    return Pace(Slowed(), 0, 0).followed(world, full, Division(before), Log(None), 1).shares
+
+
+def test_shares_are_in_proportion_to_what_ranks_take() -> None:
+    assert divide(64, followed([(160, 1.0), (160, 3.0)], (1, 1))) == [48, 16]
+    assert divide(64, followed([(160, 1.0), (160, 1.0), (320, 1.0), (160, 1e9)], (1, 1, 1, 1))) == [16, 16, 31, 1]
+    assert divide(4000, followed([(1999, 1.0), (1, 1.0)], (1, 1), 4000)) == [3998, 2]
+
+
+def test_shares_stay_where_others_are_hardly_worth_it_or_nothing_is_known() -> None:
+    assert followed([(160, 1.0), (160, 1.01)], (1, 1)) == (1, 1)
+    assert followed([(160, 1.0), (0, 0.0)], (3, 1)) == (3, 1)
+
+
+@pytest.mark.parametrize("text", ["data(2, shares=auto)", "data(2, shares=auto, reduce=ring)", "data(3, shares=auto)"])
+def test_a_slow_rank_gets_fewer_samples_and_the_training_is_serials(tmp_path: Path, text: str) -> None:
+    run = pg.train(vectors(), text, runs=tmp_path, slow="1=5x", pace=0.05)
+    serial = pg.train(vectors(), "serial", runs=tmp_path)
+    assert run.losses == pytest.approx(serial.losses, rel=1e-10)
+    assert (run.audit.twice, run.audit.missed) == (0, 0)
+    record = Record(run.folder)
+    orders = [[line["order"] for line in record.of("step", rank)] for rank in range(2)]
+    first, second = ([stop - start for start, stop in each] for each in orders)
+    assert first[0] == second[0]
+    assert first[3] > 2 * second[3] > 0
+    assert [line["what"] for line in record.of("choice", 0)].count("shares") >= 1
+
+
+def test_shares_change_between_epochs_alone(tmp_path: Path) -> None:
+    run = pg.train(vectors(epochs=2), "data(2, shares=auto)", runs=tmp_path, slow="0=5x", pace=0.05)
+    counts = [stop - start for start, stop in (line["order"] for line in Record(run.folder).of("step", 0))]
+    assert counts[:3] == [6, 6, 3]
+    assert counts[3] == counts[4] < 6
+
+
+def test_batch_norm_does_not_hide_who_is_slow(tmp_path: Path) -> None:
+    """A forward waits for the other ranks' statistics, so all took equally long, and shares stayed as they were."""
+    made = job("normed", normed_cnn, IMAGES, dtype=torch.float64, epochs=2)
+    run = pg.train(made, "data(2, shares=auto)", runs=tmp_path, slow="1=5x", pace=0.05)
+    serial = pg.train(made, "serial", runs=tmp_path)
+    assert run.losses == pytest.approx(serial.losses, rel=1e-8)
+    assert any(line["what"] == "shares" for line in run.of("choice"))
+
+
+def test_they_are_not_measured_beside_a_cut() -> None:
+    with pytest.raises(pg.Refused, match=r"say the shares, such as shares=\[3, 1\]"):
+        strategy("data(2, shares=auto) * pipeline(2)")
