@@ -42,8 +42,7 @@ def compare(job: Job, chosen: str | Iterable[str | Strategy], *, runs: str | Pat
             twin: bool = False, data: str | Path | None = None, device: str = "cpu", backend: str = "auto",
             overlap: bool = True, loaders: int = 0, until: str | None = None, sabotage: str | None = None,
             unproved: bool = False, unchecked: bool = False, machine: str | Path | None = None, slow: str | None = None,
-            pace: float | None = None,
-            resume: str | Path | None = None, command: str | None = None,
+            pace: float | None = None, resume: str | Path | None = None, command: str | None = None,
             progress: Callable[[str], Progress | None] | None = None) -> Table:
     """Train a job under every strategy, check each against serial in float64 over 20 steps; one table, and one page.html.
 
