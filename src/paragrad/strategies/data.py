@@ -13,7 +13,7 @@ from paragrad.schedules.two_level import LEVELS, TwoLevel
 from paragrad.strategies.planned import COMPRESSORS
 from paragrad.strategies.serial import Serial
 from paragrad.strategies.shares import Division
-from paragrad.strategies.strategy import ELEMENT, Here, Plan, Promise, Strategy
+from paragrad.strategies.strategy import ELEMENT, Facts, Here, Plan, Promise, Strategy
 from paragrad.world.axes import Axis
 
 
@@ -160,6 +160,12 @@ class Data(Strategy):
         # not what was asked to take statistics of shares, or of other micro-batches, or not to have all of the state
         same = self.batch_norm == "whole" and self.micro == 1 and not self.follows and not self.sharded and not self.integrated
         return (Serial(threads=here.cores),) if self.workers == "auto" and same else ()
+
+    def refuse(self, facts: Facts, asked: Strategy, unchecked: bool = False) -> None:
+        super().refuse(facts, asked, unchecked)
+        if self.follows and facts.alone and (self.micro > 1 or self.batch_norm == "share"):
+            raise Refused(f"{asked}: shares that change may come to micro-batches of one sample, of which batch norm takes no "
+                          f"variance; leave out {'micro' if self.micro > 1 else 'batch_norm=share'}, or say the shares")
 
     def refuse_beside(self, factors: tuple[Strategy, ...]) -> None:
         if self.integrated and len(factors) > 1:
