@@ -17,7 +17,9 @@ import paragrad as pg
 from paragrad.datasets.loading import parted
 from paragrad.record.record import Record
 from paragrad.strategies.strategy import Strategy
-from paragrad.strategies.table import strategy
+from paragrad.techniques.data_parallel import averaging
+from paragrad.training.admission import admitted
+from paragrad.training.loop import train_rank
 from paragrad.training.settings import Settings
 from paragrad.training.trainer import Trainer
 from paragrad.verbs.lockstep import distances
@@ -241,6 +243,150 @@ def stands_for(world: World, made: pg.Job, chosen: Strategy) -> list[State]:
         trainer.close()
 
 
+class Momentous(nn.Module):
+    """What else a model may keep: a frozen copy that follows the weights, and a buffer that is made anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Linear(10, 4)
+        self.teacher = nn.Linear(10, 4).requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                for mine, own in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                    mine.lerp_(own, 0.1)
+            self.seen = 0.9 * self.seen + 0.1 * x.mean(0)
+        return self.student(x) + self.teacher(x) + self.seen.sum()      # type: ignore[no-any-return]
+
+
+def test_what_follows_the_weights_and_what_is_made_anew_become_their_means_too(pool: Ranks) -> None:
+    """They stayed each rank's own, and what was saved was the first one's."""
+    ranks = steps_on(pool, vectors(model=Momentous), "local(3, every=3)", 6)
+    for step in (3, 6):
+        assert all(close(rank[step][1], ranks[0][step][1], 0.0) for rank in ranks)
+    assert all(close(rank[5][0], ranks[0][5][0], 0.0) for rank in ranks)
+    for name in ("teacher.weight", "seen"):
+        owns = [rank[2][1][name] for rank in ranks]
+        assert not torch.equal(owns[0], owns[1])
+        assert torch.allclose(ranks[1][2][0][name], sum(owns) / 3)      # type: ignore[arg-type]
+
+
+class Replacing(torch.optim.SGD):
+    """Puts new tensors into the parameters, as sharpness-aware ones do."""
+
+    def step(self, closure: Any = None) -> None:                # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data = parameter.data - 0.1 * parameter.grad
+
+
+def test_an_optimizer_may_put_other_tensors_into_the_parameters(pool: Ranks) -> None:
+    """What was averaged was the memory that they had had."""
+    made = vectors(optimizer=functools.partial(Replacing, lr=0.1))
+    assert max(pool.run(distances, made, resolved("local(2, every=1)"), Settings(), STEPS, size=2)[0]) < 1e-10
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.complex128])
+def test_weights_of_any_real_or_complex_type(pool: Ranks, dtype: torch.dtype) -> None:
+    if dtype.is_complex:
+        data = torch.utils.data.TensorDataset(VECTORS.tensors[0].to(dtype), VECTORS.tensors[0].to(dtype))
+        made = vectors(model=lambda: nn.Linear(10, 10, dtype=dtype), loss=squares, train=data)
+    else:
+        made = vectors(dtype=dtype)
+    ranks = steps_on(pool, made, "local(2, every=2, outer=nesterov)", 4)
+    assert all(close(rank[4][1], ranks[0][4][1], 0.0) for rank in ranks)
+    assert not close(ranks[0][3][1], ranks[1][3][1], 0.0)
+
+
+def squares(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).abs().square().mean()
+
+
+def test_elastic_replicas_agree_where_they_stand_though_nothing_counted(pool: Ranks) -> None:
+    """Each took its own weights for the mean, and had a centre of its own from then on."""
+    targets = TEXT.tensors[1][:24].clone()
+    targets[torch.tensor(vectors().order(24).indices(0, range(12)))] = -100         # of the first batch none counts
+    data = torch.utils.data.TensorDataset(TEXT.tensors[0][:24], targets)
+    ranks = steps_on(pool, job("nothing", TiedLstm, data, dtype=torch.float64), "local(2, every=1, outer=elastic)", 4)
+    for step in range(1, 5):
+        assert close(ranks[0][step][0], ranks[1][step][0], 0.0)
+
+
+def test_three_meetings_of_elastic_as_published(pool: Ranks) -> None:
+    """c += a sum (x_i - c), though replicas have 4, 4 and 4, and then 2, 2 and 1 samples to step by."""
+    a, ranks = 0.9 / 3, steps_on(pool, vectors(), "local(3, every=1, outer=elastic)", 4)
+    begun = ranks[0][0][1]
+    centre, owns = begun, [begun] * 3
+    for step in range(1, 5):
+        freed = pool.run(one_step_from, vectors(), owns, step - 1, size=3)
+        mean = {name: sum(each[name] for each in freed) / 3 for name in begun}
+        owns = [{name: each - a * (each - centre[name]) for name, each in free.items()} for free in freed]
+        centre = {name: each + a * 3 * (mean[name] - each) for name, each in centre.items()}
+        assert all(close(rank[step][1], own) for rank, own in zip(ranks, owns, strict=True))
+        assert all(close(rank[step][0], centre) for rank in ranks)
+
+
+def one_step_from(world: World, made: pg.Job, begun: list[State], step: int) -> State:
+    """A replica's own weights after that step, from some."""
+    trainer = Trainer.of_job(world, made, resolved("local(3, every=end)"))
+    trainer.model.load_state_dict(begun[world.rank])
+    try:
+        order = made.order(len(made.train))
+        place = (step // order.steps, list(order.batches())[step % order.steps])
+        for fetched in trainer.batches_at(made.train, order, [place]):
+            trainer.step(*parted(fetched))
+        return {name: each.detach().clone() for name, each in trainer.model.state_dict().items()}
+    finally:
+        trainer.close()
+
+
+def unequal_copies(world: World, made: pg.Job, chosen: Strategy) -> list[Any]:
+    trainer, found = Trainer.of_job(world, made, chosen), []
+    try:
+        for epoch in range(3):
+            for fetched in trainer.batches(made.train, made.batch, epoch):
+                trainer.step(*parted(fetched))
+                found.append(trainer.layout.unequal(trainer.parameters))
+        return found
+    finally:
+        trainer.close()
+
+
+def odd() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 15), nn.LayerNorm(15), nn.Tanh(), nn.Linear(15, 9), nn.LayerNorm(9), nn.Linear(9, 4))
+
+
+@pytest.mark.parametrize("reduce", ["native", "ring"])
+def test_copies_inside_of_a_replica_stay_equal_to_the_bit(pool: Ranks, reduce: str) -> None:
+    """They lie at other places of buckets on each rank, and sums of three in another order differed in the last bit."""
+    with Ranks(6) as six:
+        chosen = resolved(f"local(3, every=1, reduce={reduce}) * tensor(2)")
+        assert six.run(unequal_copies, vectors(model=odd), chosen, size=6, timeout=60) == [[None] * 9] * 6
+
+
+def scheduled_free(world: World, every: int) -> tuple[State, State]:
+    """What tests see, on each rank: right after a meeting or not."""
+    schedulefree = pytest.importorskip("schedulefree")
+    made = vectors(optimizer=functools.partial(schedulefree.SGDScheduleFree, lr=0.1))
+    trainer = Trainer.of_job(world, made, resolved(f"local(2, every={every})"))
+    try:
+        for fetched in trainer.batches(made.train, made.batch, 0):
+            trainer.step(*parted(fetched))
+        with trainer.for_evaluation():
+            return {name: each.detach().clone() for name, each in trainer.model.named_parameters()}, trainer.state()
+    finally:
+        trainer.close()
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_an_optimizer_with_modes_is_tested_as_one_model(pool: Ranks, every: int) -> None:
+    """Of equal weights each rank's own state made another model, and a test added up what was of two."""
+    pytest.importorskip("schedulefree")
+    tested = [each[0] for each in pool.run(scheduled_free, every, size=2)]
+    assert close(tested[0], tested[1], 0.0)
+
+
 # ---- a run -----------------------------------------------------------------------------------------------------------------
 def images(**changes: Any) -> pg.Job:
     tested = {"epochs": 4, "test": VECTORS, "metric": pg.accuracy, "optimizer": plain}
@@ -253,10 +399,11 @@ def test_weights_travel_when_replicas_meet_and_what_a_test_sends_is_told_apart(t
     sent = [line["sent"] for line in record.of("step", 0)]
     assert [bool(each) for each in sent] == [False, False, False, True] * 3
     epochs = record.of("epoch", 0)
-    assert ["sent" in line for line in epochs] == [True, True, True, False]         # they have just met
+    assert [set(line["sent"]) for line in epochs] == [{"tests"}] * 4
+    assert epochs[3]["sent"]["tests"]["bytes"] < 200            # they have just met, and say so
     whole = sent[3]["weights"]["bytes"]
     assert whole == epochs[0]["sent"]["tests"]["bytes"]
-    assert 1.5 * 4 * parameters <= whole <= 1.5 * 4 * parameters + 64
+    assert 1.5 * 4 * parameters < whole <= 1.5 * 4 * parameters + 200
     assert run.sent_per_step["weights"]["bytes"] == round(whole / 4)
 
 
@@ -281,6 +428,25 @@ def test_the_saved_model_is_the_mean_at_the_end(tmp_path: Path, pool: Ranks) -> 
     assert close(run.model().state_dict(), mean)        # type: ignore[arg-type]
 
 
+def test_optimizers_states_become_their_mean() -> None:
+    """By what each has seen; what counts steps stays a number."""
+    told = [(1.0, {"a": {"m": torch.tensor([1.0, 0.0]), "z": torch.tensor([2j]), "step": 3}}),
+            (3.0, {"a": {"m": torch.tensor([5.0, 4.0]), "z": torch.tensor([6j]), "step": 3}, "b": {"m": torch.ones(1)}})]
+    found = averaging._mean_state(told)
+    assert found["a"]["m"].tolist() == [4.0, 3.0]
+    assert found["a"]["z"].tolist() == [5j]
+    assert found["a"]["step"] == 3
+    assert found["b"]["m"].tolist() == [1.0]
+    assert averaging._mean_state([(0.0, each) for _, each in told])["a"]["m"].tolist() == [3.0, 2.0]
+
+
+def test_a_planted_division_shows(tmp_path: Path) -> None:
+    """The weight is divided twice as well, which hid it."""
+    whole, planted = (pg.train(vectors(), "local(2, every=1, reduce=ring)", runs=tmp_path, **more)
+                      for more in ({}, {"sabotage": "mean_twice", "unproved": True}))
+    assert whole.losses != planted.losses
+
+
 @pytest.mark.parametrize("outer", ["mean", "nesterov", "elastic"])
 def test_what_is_saved_goes_on_under_other_strategies(tmp_path: Path, outer: str) -> None:
     """Under serial names, with the mean of the optimizers' states; what the strategy alone keeps is named and left out."""
@@ -292,11 +458,11 @@ def test_what_is_saved_goes_on_under_other_strategies(tmp_path: Path, outer: str
     assert set(saved) == {f"{name}/{what}" for name in ("0.weight", "0.bias", "2.weight", "2.bias")
                           for what in ("step", "exp_avg", "exp_avg_sq")}
     assert (folder / "strategy.safetensors").exists() == (outer == "nesterov")
-    for other in ("data(2)", "serial", text, "local(2, every=3, outer=nesterov(lr=0.5))"):
+    for other in ("data(2)", "serial", text, "local(2, every=3, outer=nesterov(lr=0.5))", "local(2)"):
         run = pg.train(made, other, runs=tmp_path, resume=first.folder)
         assert len(run.losses) == 6
         left = [line for line in run.of("choice") if line["what"] == "checkpoint" and line["picked"].startswith("without")]
-        assert bool(left) == (outer == "nesterov" and not other.startswith("local"))
+        assert bool(left) == (outer == "nesterov" and "nesterov" not in other)
         assert all(line["picked"] == "without outer momentum" for line in left)
 
 
@@ -343,6 +509,75 @@ def test_at_its_end_the_model_is_what_the_run_stands_for(pool: Ranks) -> None:
         assert close(model, found[0][2], 0.0)
 
 
+def early_end(world: World) -> None:
+    """A loop that ends by the loss of a step, which is each rank's own."""
+    model = mlp()
+    with pg.parallelize(model, nn.functional.cross_entropy, plain(model.parameters()), "local(2, every=3)") as trainer:
+        for epoch in range(3):
+            for inputs, target in trainer.batches(VECTORS, 12, epoch):
+                trainer.step(inputs, target)
+                if trainer.steps == 4 and not world.rank:
+                    return
+
+
+def test_ranks_that_end_at_other_steps_say_so(pool: Ranks) -> None:
+    """The end of one met the meeting of another, and both went on with the mean of two different steps."""
+    says = r"rank 0 tests, saves or ends in step 4, and rank 1 averages in step 5.*A loop ends on all ranks by what all know"
+    with Ranks(2) as two, pytest.raises(pg.RankFailed, match=says):
+        two.run(early_end, size=2, timeout=20)
+
+
+def frozen_late(world: World, freeze: bool) -> None:
+    model = mlp()
+    model[0].requires_grad_(freeze)
+    with pg.parallelize(model, nn.functional.cross_entropy, plain(model.parameters()), "local(2, every=3)") as trainer:
+        for inputs, target in trainer.batches(VECTORS, 12, 0):
+            trainer.step(inputs, target)
+            model[0].requires_grad_(not freeze)
+
+
+@pytest.mark.parametrize("freeze", [True, False])
+def test_what_is_frozen_or_unfrozen_late_is_named(freeze: bool) -> None:
+    """Frozen, it moved the mean of every weight into the place of the one before; unfrozen, it was never averaged."""
+    with Ranks(2) as two, pytest.raises(pg.RankFailed, match="frozen or unfrozen after step 0") as caught:
+        two.run(frozen_late, freeze, size=2)
+    assert caught.value.tensor == "0.weight, 0.bias"
+
+
+def states_at_the_end(world: World, text: str) -> dict[str, State]:
+    model = mlp()
+    optimizer = heavy(model.parameters())
+    with pg.parallelize(model, nn.functional.cross_entropy, optimizer, text) as trainer:
+        for inputs, target in trainer.batches(VECTORS, 12, 0):
+            trainer.step(inputs, target)
+    return {name: optimizer.state[each] for name, each in model.named_parameters()}
+
+
+@pytest.mark.parametrize("text", ["local(2, every=2)", "local(2, every=2) * tensor(2)", "local(2, every=2) * place(2)"])
+def test_at_its_end_every_rank_has_the_mean_of_the_optimizers_states(pool: Ranks, text: str) -> None:
+    """Replicas other than the first were left with none, where the model is cut."""
+    found = pool.run(states_at_the_end, text, size=resolved(text).size)
+    assert set(found[0]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    for rank in found:
+        for name, state in found[0].items():
+            assert torch.equal(rank[name]["momentum_buffer"], state["momentum_buffer"])
+
+
+def stopped_at_an_epochs_end(world: World, checked: Any, folder: Path, origin: float) -> str:
+    world.stop.set()
+    try:
+        return train_rank(world, checked, folder, origin)
+    finally:
+        world.stop.clear()
+
+
+def test_the_wish_to_stop_is_heard_after_an_epoch_though_nobody_meets(pool: Ranks, tmp_path: Path) -> None:
+    """Without a test, under every=end, all epochs were trained first."""
+    checked = admitted(vectors(), "local(2, every=end)")
+    assert checked.on(pool, stopped_at_an_epochs_end, checked, tmp_path, 0.0) == ["stopped"] * 2
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-00000003"]
+
+
 # ---- refused ---------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("text", "says"), [
     ("local(2, every=0)", "a whole number from 1"),
@@ -351,18 +586,17 @@ def test_at_its_end_the_model_is_what_the_run_stands_for(pool: Ranks) -> None:
     ("local(2, outer=nesterov(momentum=1))", "give it a momentum below 1"),
     ("local(2, outer=nesterov(lr=0))", "a number above 0"),
     ("local(2, outer=elastic(pull=2))", "at most 1"),
+    ("local(4, outer=elastic(pull=0.4))", "leave it out, which is 0.9 over their number"),
     ("local(2) * local(2)", "leftmost"),
     ("local(2, reduce=rong)", "did you mean ring?"),
     ("diloco(4)", "local(2, every=500, outer=nesterov)"),
 ])
 def test_bad_input_is_refused_with_the_repair(text: str, says: str) -> None:
     with pytest.raises(pg.Refused) as caught:
-        strategy(text)
+        resolved(text)
     assert says in str(caught.value)
 
 
 def test_more_workers_than_samples_are_refused() -> None:
     with pytest.raises(pg.Refused, match="give a batch of at least 13"):
         pg.train(vectors(), "local(13)")
-
-

@@ -17,6 +17,8 @@ from paragrad.record.record import Record
 from paragrad.strategies.shares import Division, divide
 from paragrad.strategies.table import strategy
 from paragrad.training.pace import Pace, Slowed, read_slowed
+from paragrad.training.trainer import Trainer
+from paragrad.world.world import World
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -94,6 +96,8 @@ def followed(told: list[tuple[float, float]], before: tuple[int, ...], full: int
 def test_shares_are_in_proportion_to_what_ranks_take() -> None:
     assert divide(64, followed([(160, 1.0), (160, 3.0)], (1, 1))) == [48, 16]
     assert divide(64, followed([(160, 1.0), (160, 1.0), (320, 1.0), (160, 1e9)], (1, 1, 1, 1))) == [16, 16, 31, 1]
+    assert followed([(160, 1.0), (20, 1.0), (20, 1.0), (10, 1.0)], (1, 1, 1, 1), 4) == (1, 1, 1, 1)    # a sample for each
+    assert min(followed([(160, 1.0), (1, 1.0), (1, 1.0)], (1, 1, 1), 7)) == 1
     assert divide(4000, followed([(1999, 1.0), (1, 1.0)], (1, 1), 4000)) == [3998, 2]
 
 
@@ -132,6 +136,33 @@ def test_batch_norm_does_not_hide_who_is_slow(tmp_path: Path) -> None:
     assert any(line["what"] == "shares" for line in run.of("choice"))
 
 
-def test_they_are_not_measured_beside_a_cut() -> None:
+@pytest.mark.parametrize("text", ["data(2, shares=auto) * pipeline(2)", "data(2, shares=auto, state=fully_sharded)"])
+def test_they_are_not_measured_where_forwards_wait_for_others(text: str) -> None:
     with pytest.raises(pg.Refused, match=r"say the shares, such as shares=\[3, 1\]"):
-        strategy("data(2, shares=auto) * pipeline(2)")
+        strategy(text)
+
+
+@pytest.mark.parametrize("more", ["micro=2", "batch_norm=share"])
+def test_they_are_refused_where_batch_norm_might_meet_one_sample(more: str) -> None:
+    made = job("normed", normed_cnn, IMAGES)
+    with pytest.raises(pg.Refused, match=f"leave out {more.partition('=')[0]}"):
+        pg.train(made, f"data(2, shares=auto, {more})")
+
+
+def test_verify_takes_uneven_shares(tmp_path: Path) -> None:
+    """Equal ones, with which a run begins, say nothing of those to come."""
+    assert strategy("data(3, shares=auto)").verified.division == Division((3, 2, 1))
+    assert strategy("data(2)").verified == strategy("data(2)")
+    assert pg.verify(vectors(), "data(3, shares=auto)", runs=tmp_path).same
+
+
+def test_two_ways_through_data_keep_the_shares_that_they_began_with(tmp_path: Path) -> None:
+    """Another `batches` changed what was left of the one under way."""
+    trainer = Trainer.of_job(World(), vectors(), strategy("data(1)"))
+    first = trainer.batches(VECTORS, 12, 0)
+    next(first)
+    trainer.division = Division((1,), 3)
+    next(first)
+    assert trainer.feed.batch is not None
+    assert len(trainer.feed.batch.micros) == 1
+    trainer.close()

@@ -50,6 +50,9 @@ class Data(Strategy):
                 raise Refused(f"data: every worker needs a share of at least 1, got {list(self.shares)}; "
                               "use fewer workers instead")
 
+        if self.follows and self.sharded:
+            raise Refused("data(shares=auto) measures forwards, and with state=fully_sharded these wait for other ranks; say "
+                          "the shares, such as shares=[3, 1]")
         unfit = [each.name for each in fields(self) if each.name not in ("workers", "batch_norm", "dense")
                  and getattr(self, each.name) != each.default]
         if self.integrated and unfit:
@@ -88,6 +91,12 @@ class Data(Strategy):
     @property
     def follows(self) -> bool:                                                      # type: ignore[override]
         return self.shares == "auto"
+
+    @property
+    def verified(self) -> Self:
+        """Shares that follow may come to be any: with uneven ones."""
+        count = self.division.shares
+        return replace(self, shares=tuple(range(len(count), 0, -1))) if self.follows else self
 
     @property
     def shared(self) -> bool:

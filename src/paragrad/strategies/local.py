@@ -52,12 +52,6 @@ class Local(Strategy):
         alone = step + 1 - self.after
         return alone == 0 if self.every == "end" else alone >= 0 and alone % int(self.every) == 0
 
-    @property
-    def pull(self) -> float:
-        """EASGD's, of a resolved strategy."""
-        assert isinstance(self.outer, Elastic)
-        return float(self.outer.pull)
-
     def plans(self) -> tuple[Plan, ...]:
         assert isinstance(self.workers, int)
         return (Plan("all-reduce", self.reduce, self.workers),) if isinstance(self.reduce, AllReduce) else ()
@@ -71,6 +65,9 @@ class Local(Strategy):
         outer, reduce = found.outer, found.reduce
         if isinstance(outer, Elastic) and outer.pull == "auto":
             outer = Elastic(0.9 / found.workers)                        # as published
+        if isinstance(outer, Elastic) and float(outer.pull) >= (most := 2 / (found.workers + 1)):
+            raise Refused(f"{self}: with {found.workers} worker(s) a pull of {most:.3g} or more drives centre and replicas "
+                          "apart for ever; leave it out, which is 0.9 over their number, or give less")
         if isinstance(reduce, AllReduce):
             reduce = reduce.resolved(found.workers, here.group or found.workers)
         return replace(found, outer=outer, reduce=reduce)

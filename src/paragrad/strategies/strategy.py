@@ -24,8 +24,8 @@ from paragrad.world.axes import Axis
 class Promise:
     """What holds of a strategy, whatever the job.
 
-    exact: the same training as serial, which the first step has to show;  replicas_equal: all have the same parameters after
-    every step;  buffers_equal: and the same buffers;  jobs_only: why it is nothing for a loop of the user's own.
+    exact: the same training as serial, which the first step has to show;  replicas_equal, buffers_equal: all have the same
+    parameters, buffers, after a step;  jobs_only: why it is nothing for a loop of the user's own.
     """
     exact: bool = True
     replicas_equal: bool = True
@@ -153,6 +153,11 @@ class Strategy(Family, abstract=True):
         """Ranks of a resolved strategy."""
         return prod(axis.size for axis in self.axes) + self.servers
 
+    @property
+    def verified(self) -> Self:
+        """What is compared with serial, of one that changes as it goes."""
+        return self
+
     def serves(self, rank: int) -> bool:
         """Is a rank of a resolved strategy a server? They are the last ones."""
         return rank >= self.size - self.servers
@@ -167,7 +172,7 @@ class Strategy(Family, abstract=True):
         return ()
 
     def picks_all_reduce(self) -> bool:
-        """Is an all-reduce still to be picked, by what is known or measured of the machine?"""
+        """Is an all-reduce to be picked by what is known or measured of the machine?"""
         return False
 
     def unplanned(self) -> str:
@@ -177,9 +182,8 @@ class Strategy(Family, abstract=True):
     # ---- where and what it is for ------------------------------------------------------------------------------------------
     def resolved(self, here: Here) -> Self:
         """The same with every `auto` replaced. Raises Refused where it cannot be here."""
-        if self.workers == "auto":
-            return replace(cast(Any, self), workers=here.ranks or here.cores)  # type: ignore[no-any-return]
-        return self
+        count = here.ranks or here.cores if self.workers == "auto" else self.workers
+        return replace(cast(Any, self), workers=count)      # type: ignore[no-any-return]
 
     def picked(self, resolved: Self, here: Here) -> Iterator[tuple[str, str, str]]:
         """What its `auto`s became, and why: (what, picked, because)."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, tensor
 
 from paragrad.datasets.loading import Dataset, parted
 from paragrad.errors import StepFailed
@@ -130,6 +130,11 @@ class Training:
         sent = {kind: number for kind, number in (exchange.sent if exchange else {}).items() if kind == TESTS}
         self.record.write("epoch", epoch=epoch, test=test, start=round(begun, 6), seconds=round(self.record.now() - begun, 6),
                           **({"sent": sent} if sent else {}))
+        world = self.trainer.world
+        if not self.trainer.strategy.promise.replicas_equal and world.all_reduced(tensor(float(world.stop.is_set()))) > 0:
+            self.status = "stopped"             # they might not meet before the end
+            self.save()
+            return True
         if test is not None:
             self.show(self.trainer.steps, **{f"test {job.metric_name}": test["value"]})
         return bool(goal and test and goal.reached(test["value"]))

@@ -27,7 +27,7 @@ from paragrad.strategies.shares import Division, divide
 from paragrad.techniques.passes import Passes
 from paragrad.world.world import World
 
-FINE = 1000             # the shares of all ranks are in so many parts, or in samples of a full batch where there are more
+FINE = 1000             # speeds are rounded to so many parts of a sample
 WORTH = 0.95            # of the time of a step: shares that save less than a twentieth stay as they are
 
 
@@ -95,7 +95,8 @@ class Pace:
             seconds *= (passes.forward - forward) / core
         wanted = max(seconds, self.slowed.pace * samples / share) * self.slowed.factor(self.seed, self.rank, step)
         time.sleep(wanted - seconds)
-        self.samples, self.seconds = self.samples + samples, self.seconds + wanted
+        if samples:                                         # not of one that stands in
+            self.samples, self.seconds = self.samples + samples, self.seconds + wanted
 
     def followed(self, world: World, full: int, before: Division, log: Log, epoch: int) -> Division:
         """A division of full batches in proportion to what all ranks measured, a sample at least for each; that of before where
@@ -105,12 +106,12 @@ class Pace:
         if not all(samples and seconds for samples, seconds in told):
             return before
         speeds = [samples / seconds for samples, seconds in told]
-        fine = max(FINE, full)
-        found = tuple(max(-(-fine // full), round(fine * speed / sum(speeds))) for speed in speeds)
+        rest = divide(full - len(speeds), [round(FINE * full * speed / sum(speeds)) for speed in speeds])
+        found = tuple(1 + more for more in rest)            # who has none would never be measured again
         times = [max(samples / speed for samples, speed in zip(divide(full, shares), speeds, strict=True))
                  for shares in (before.shares, found)]
         if times[1] >= WORTH * times[0]:
             return before
-        log.choice("shares", str(divide(full, found)), f"samples of a full batch from epoch {epoch} on; before it ranks took " +
+        log.choice("shares", str(list(found)), f"samples of a full batch from epoch {epoch} on; before it ranks took " +
                    ", ".join(f"{speed:.0f}" for speed in speeds) + " samples a second")
         return replace(before, shares=found)

@@ -20,7 +20,7 @@ from paragrad.training.saved import Saved
 from paragrad.world.world import World
 
 
-class Training(Protocol):
+class Trained(Protocol):
     """What of a trainer is saved and restored, by the names that it has there."""
     world: World
     strategy: Strategy
@@ -42,7 +42,7 @@ class Training(Protocol):
     def standing(self) -> AbstractContextManager[None]: ...
 
 
-def snapshot(trainer: Training, identity: dict[str, Any] | None = None) -> Snapshot:
+def snapshot(trainer: Trained, identity: dict[str, Any] | None = None) -> Snapshot:
     """A training as it stands, whole on rank 0. Collective. identity: of the Job, where it is one."""
     shapes = {name: list(tensor.shape) for name, tensor in trainer.hollow.state_dict().items() if isinstance(tensor, Tensor)}
     exchange, held = trainer.exchange, trainer.held
@@ -52,7 +52,7 @@ def snapshot(trainer: Training, identity: dict[str, Any] | None = None) -> Snaps
                     identity or {"seed": trainer.seed, **trainer.known_by, **checkpoint.shapes_of(shapes)})
 
 
-def save(trainer: Training, folder: Path, identity: dict[str, Any] | None = None) -> None:
+def save(trainer: Trained, folder: Path, identity: dict[str, Any] | None = None) -> None:
     """Write a checkpoint of this step below a folder, of what the run stands for, and keep the one before it. Collective."""
     with trainer.standing():
         found = snapshot(trainer, identity)
@@ -62,7 +62,7 @@ def save(trainer: Training, folder: Path, identity: dict[str, Any] | None = None
         trainer.world.barrier()
 
 
-def restore(trainer: Training, saved: Saved) -> None:
+def restore(trainer: Trained, saved: Saved) -> None:
     """Go on from a checkpoint, before the first step. Raises Refused."""
     if trainer.exchange is not None:
         raise Refused(f"{saved.folder} is loaded before the first step; this training has made {trainer.taken}")

@@ -134,7 +134,7 @@ class Settings:
             raise Refused("device cuda: torch sees no CUDA device here; leave out --device, or run where a GPU is")
         if self.backend == "nccl" and self.device != "cuda":
             raise Refused("backend nccl moves tensors between GPUs; add --device cuda, or leave out --backend")
-        assert self.slowed is not None                  # it refuses
+        read_slowed(self.slow, self.pace)
         if self.tensorboard:
             tensorboard.check()
         if self.trace is not None:

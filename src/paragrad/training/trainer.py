@@ -27,7 +27,7 @@ from paragrad.jobs.precision import shared_type
 from paragrad.planner.price import computed_bytes
 from paragrad.record.log import Log
 from paragrad.record.record import Recorder
-from paragrad.strategies.shares import Micro
+from paragrad.strategies.shares import Division, Micro
 from paragrad.strategies.strategy import Strategy
 from paragrad.techniques import one_copy
 from paragrad.techniques.batch_norm import BatchNorm
@@ -57,8 +57,8 @@ from paragrad.world.world import World
 
 @dataclass(frozen=True)
 class Result:
-    """A step's outcome, the same on every rank: the mean loss of the global batch, and its weight (samples or tokens).
-    stop: some rank was asked to stop."""
+    """A step's outcome, the same on every rank: the mean loss of the global batch, and its weight (samples or tokens); of
+    replicas that step alone, each one's own. stop: some rank was asked to stop."""
     loss: float
     weight: float
     stop: bool = False
@@ -139,22 +139,24 @@ class Trainer:
         """This rank's part of every global batch of an epoch, in the exact order: a function of (seed, epoch, index).
 
         batch: the global size;  start: begin with that batch of the epoch;  loaders: processes that load ahead. Gives
-        (inputs, target), or the dict where samples are dicts, for `step`, which must take it before the next one.
+        (inputs, target), or the dict where samples are dicts, for `step`, which must take it before the next one. Collective
+        where shares follow what ranks take.
         """
         refuse_loader(dataset, "the dataset")
         order, self.batch_size = Order(len(dataset), batch, self.seed), min(batch, len(dataset))
         self.strategy.refuse_few(min(batch, order.samples), self.strategy)
         if self.strategy.follows:
             self.division = self.pace.followed(self.replicated, self.batch_size, self.division, self.log, epoch)
-        return self.batches_at(dataset, order, ((epoch, whole) for whole in order.batches(start)), loaders)
+        return self.batches_at(dataset, order, ((epoch, whole) for whole in order.batches(start)), loaders, self.division)
 
-    def batches_at(self, dataset: Dataset, order: Order, places: Iterable[tuple[int, range]],
-                   loaders: int = 0) -> Iterator[Any]:
+    def batches_at(self, dataset: Dataset, order: Order, places: Iterable[tuple[int, range]], loaders: int = 0,
+                   division: Division | None = None) -> Iterator[Any]:
         """The same for chosen (epoch, positions of a global batch); places of one epoch follow each other."""
+        division = division or self.division
         samples = Samples(dataset, self.seed, self.collate, self.world.timeout)
         samples = samples if self.examined or not self.splits else whole_where_needed(samples, order.batch)
         for epoch, group in groupby(places, key=lambda place: place[0]):
-            yield from self.feed.give(samples, (batch_of(order, epoch, whole, self.division, self.replicas, self.reverse)
+            yield from self.feed.give(samples, (batch_of(order, epoch, whole, division, self.replicas, self.reverse)
                                                 for _, whole in group), loaders)
 
     # ---- the step ------------------------------------------------------------------------------------------------------
@@ -195,7 +197,7 @@ class Trainer:
         still = unmoved(self.exchange, self.parameters, self.layout, self.replicated.size)
         late = as_seen(self.draws, self.layout.cut and self.splits and (self.taken + 1).bit_count() == 1)
         samples, share = sum(len(each.positions) for each in batch.micros), self.batch_size / len(self.division.shares)
-        paced = self.pace.over(self.steps, samples, share or 1.0, self.passes)
+        paced = contextlib.nullcontext() if self.rehearsing else self.pace.over(self.steps, samples, share or 1.0, self.passes)
         with counting(self.passes, looked), still, late, paced, over(self.around, self.exchange.count):
             own = sums_of(self.passes, batch.parts(inputs, target), len(batch.micros))
         if self.autocast is not None and not self.rehearsing and not self.cast:
@@ -291,7 +293,9 @@ class Trainer:
     def state(self) -> dict[str, Tensor]:
         """The same of the whole model, as what the run stands for."""
         with self.standing():
-            return {name: tensor for name, tensor in self.held.whole(self.local()).items() if tensor is not None}
+            buffers = {} if self.strategy.promise.replicas_equal else dict(self.model.named_buffers())      # the run's, in here
+            found = self.held.whole({**self.local(), **{name: each.detach() for name, each in buffers.items()}})
+            return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def save(self, folder: str | Path, identity: dict[str, Any] | None = None) -> None:
         """Write a checkpoint of this step below a folder, and keep the one before it. Collective."""

@@ -48,6 +48,8 @@ def fitted(job: Job, asked: str | Strategy, settings: Settings) -> tuple[Job, Se
     chosen, plain = strategy(asked), replace(settings, memory=None)
     refuse_unbuilt(chosen)
     resolved = ready(chosen, here_for(plain))
+    if resolved.follows:
+        raise Refused(f"{chosen}: batch='fit' fits the largest share, and these change; say the shares, such as shares=[3, 1]")
     left = memory_left() if settings.device == "cpu" else None
     if left is not None and settings.budget * resolved.size > left:
         raise Refused(f"job {job.name}: memory {sized(settings.budget)} for each of {resolved.size} rank(s) is more than the "

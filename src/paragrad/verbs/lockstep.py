@@ -45,7 +45,7 @@ def difference(world: World, job: Job, strategy: Strategy, settings: Settings | 
 
     report: told {"step", "steps", "difference"} after every step, on rank 0.
     """
-    settings = settings or Settings()
+    settings, strategy = settings or Settings(), strategy.verified
     train = opened(job.train, settings.folder)
     order = job.order(len(train))
     known = None

@@ -39,8 +39,9 @@ def parallelize(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, 
     `trainer.batches(dataset, batch, epoch)` (the global batch size) and hands them to `trainer.step`; loss: the mean over
     samples, or f(output, target) -> (sum, weight);  scheduler, which counts steps, and clip_norm are the trainer's to apply;
     autocast: torch.bfloat16, or None;  timeout: seconds to wait for another rank. After `trainer.world.stop.set()` on any rank
-    (in a signal handler, say) `result.stop` is true on all ranks at the same step. unchecked: do not compare the first step
-    with one worker's. A strategy that cuts the model takes it: from the first step to the end of the context the user's own has
+    (in a signal handler, say) `result.stop` is true on all ranks at the same step (of replicas that step alone, once they met).
+    At the end of the context the model is what the run stands for. unchecked: do not compare the first step with one worker's.
+    A strategy that cuts the model takes it: from the first step to the end of the context the user's own has
     no values, `trainer.state()` has; then it is whole again, on every rank, with parameters that are new objects, and so is the
     optimizer, which holds them. Raises Refused before the first step.
     """
@@ -64,7 +65,8 @@ def parallelize(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, 
         try:
             yield trainer
             if trainer.exchange is not None:
-                trainer.exchange.settle()
+                with trainer.watch.over(trainer.steps):
+                    trainer.exchange.settle()
             if trainer.layout.cut:
                 _whole_again(trainer, model, optimizer)
         finally:

@@ -1,10 +1,11 @@
 """Weights are exchanged in place of gradients, and not in every step (`local`).
 
 Every replica steps by the gradients of its own share, with an optimizer of its own, whose state it keeps. Every so many steps
-the replicas meet: the mean of their weights, each counted by its samples since they met last, travels along an all-reduce, and
-`outer.py` says what they go on from. Real buffers that forwards changed (running statistics) become their mean. Before a test,
-in a checkpoint and at the end the model is what the run stands for, as if the replicas met then; training goes on from what
-each has. Of a replica without a sample that counts in a step nothing is updated in it.
+the replicas meet: they tell each other where they are and what they have seen, and the mean of their weights, each counted by
+its samples since they met last, travels along an all-reduce; `outer.py` says what they go on from. What else forwards changed
+on any of them (running statistics, frozen parameters that follow others) becomes its mean. Before a test, in a checkpoint and
+at the end the model is what the run stands for, as if the replicas met then; training goes on from what each has. Of a replica
+without a sample that counts in a step nothing is updated in it.
 
 Nothing at all is sent between meetings: the loss of a step is this rank's, and that somebody was asked to stop all hear when
 they meet, or test.
@@ -13,19 +14,29 @@ they meet, or test.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from paragrad.errors import StepFailed
+from paragrad.planner.price import computed_bytes
 from paragrad.record.log import Log
 from paragrad.strategies.local import Local
-from paragrad.techniques.data_parallel.outer import MOMENTUM, outer_of
+from paragrad.techniques.copies import Copies
+from paragrad.techniques.data_parallel.outer import Outer, outer_of
 from paragrad.techniques.data_parallel.own_buckets import OwnBuckets, buckets_of
 from paragrad.techniques.exchange import TESTS, Exchange, How, Replica
 from paragrad.techniques.layout import State
+from paragrad.techniques.updating import has_modes
 from paragrad.world.world import World
+
+MOMENTUM = "outer momentum"             # by which name a checkpoint holds it
+WEIGHTS = "weights"                     # bytes of meetings; those for tests and checkpoints are TESTS
+PLACE = 2                               # numbers of what a rank tells by which it must be where the others are
+ENDED = ("rank {} {}, and rank {} {}: replicas make the same steps, tests and checkpoints. A loop ends on all ranks by what "
+         "all know (trainer.evaluate, result.stop), not by the loss of a step, which is each rank's own")
 
 
 def exchange(strategy: Local, replica: Replica, world: World, log: Log, how: How) -> Exchange:
@@ -35,26 +46,54 @@ def exchange(strategy: Local, replica: Replica, world: World, log: Log, how: How
 
 class Averaging(OwnBuckets):
     """In the first `after` steps gradients are summed, as under `data`; from then on weights are averaged."""
-    keeps = (MOMENTUM,)
 
     def __init__(self, strategy: Local, replica: Replica, world: World, log: Log, how: How) -> None:
         super().__init__(replica, world, log, how, strategy.reduce)
         self.strategy, self.world, self.step = strategy, world, replica.steps
-        names = [name for name, each in self.summed.model.named_parameters() if each.requires_grad]
-        self.names, self.weights = names, [each.detach() for each in self.every if each.requires_grad]
-        momentum = [replica.restored[name][MOMENTUM] for name in names if MOMENTUM in replica.restored.get(name, {})]
-        self.outer = outer_of(strategy, self.weights, momentum if len(momentum) == len(names) else ())
-        self.buffers = [each for each in self.summed.model.buffers() if each.is_floating_point() or each.is_complex()]
-        self.before = [each.clone() for each in self.buffers]           # as they were when the replicas met
-        self.alone, self.since, self.samples = 0, 0, 0.0        # steps alone, steps since replicas met; the weight of these
+        self.copies = Copies(self.layout)
+        self.twice = world.size if how.sabotage == "mean_twice" else 1          # planted
+        self.names = [name for name, each in self.summed.model.named_parameters() if each.requires_grad]
+        self.outer: Outer = outer_of(strategy, self._weights(), self._restored(replica.restored))
+        self.keeps = (MOMENTUM,) if self.outer.momentum else ()
+        if has_modes(self.optimizer) and self.outer.centre:
+            raise StepFailed(f"{type(self.optimizer).__name__} has weights for training and others for tests, and "
+                             f"{strategy.outer.name} a centre, which would be of one kind; train it with outer=mean")
+        self._met()
         self.asked = 0.0                            # ranks that were asked to stop, as far as this one has heard
-        self.settled: Sequence[Tensor] = ()         # the outer momentum that goes with what the run stands for
+        self.then: Any = ()                         # the outer momentum that goes with what the run stands for
+        self.over = False                           # all replicas are what it stands for, for good
         log.choice("weights", str(strategy.outer), f"averaged {self._when()}; tests and checkpoints hold what replicas would "
                    "go on from if they met then")
 
     def _when(self) -> str:
         after = f", after {self.strategy.after} synchronous steps" if self.strategy.after else ""
         return ("at the end" if self.strategy.every == "end" else f"every {self.strategy.every} steps") + after
+
+    def _restored(self, restored: State) -> list[Tensor]:
+        """The outer momentum of a checkpoint, of all weights or of none."""
+        found = [restored[name][MOMENTUM] for name in self.names if MOMENTUM in restored.get(name, {})]
+        if found and len(found) != len(self.names):
+            raise StepFailed(f"the checkpoint has an outer momentum of {len(found)} of {len(self.names)} parameters; train "
+                             "what was trained, or go on under another outer")
+        return found
+
+    def _weights(self) -> list[Tensor]:
+        """What is trained, as it is now: an optimizer may have put other tensors into the parameters."""
+        named = dict(self.summed.model.named_parameters())
+        return [named[name].detach() for name in self.names]
+
+    def _others(self) -> dict[str, Tensor]:
+        """Real values that are not trained: buffers, which forwards may also make anew, and frozen parameters."""
+        model, trained = self.summed.model, set(self.names)
+        frozen = {name: each for name, each in model.named_parameters() if name not in trained}
+        every = {**frozen, **dict(model.named_buffers())}
+        return {name: each for name, each in every.items() if each.is_floating_point() or each.is_complex()}
+
+    def _met(self) -> None:
+        """Replicas are together now."""
+        self.before = {name: each.detach().clone() for name, each in self._others().items()}
+        self.alone, self.since, self.samples = 0, 0, 0.0        # steps alone, steps since they met; the weight of these
+        self.beside = sum(each.nbytes for each in (*self.before.values(), *self.outer.centre, *self.outer.momentum))
 
     # ---- in a step -----------------------------------------------------------------------------------------------------
     @property
@@ -65,6 +104,10 @@ class Averaging(OwnBuckets):
     def begin(self) -> None:
         super().begin()
         self.kind = "gradients"
+        if changed := [name for name, each in self.summed.model.named_parameters()
+                       if each.requires_grad != (name in self.names)]:
+            raise StepFailed("it was frozen or unfrozen after step 0, and replicas average what was trained then; parallelize "
+                             "the model anew when what is trained changes", tensor=", ".join(changed[:3]))
 
     def ready(self, parameter: torch.nn.Parameter) -> None:
         if self.synchronous:
@@ -93,55 +136,75 @@ class Averaging(OwnBuckets):
 
     def _meet(self) -> None:
         with self.log.detail("meeting", "wait"):
-            means, buffers = self._means("weights")
-        if self.alone:
-            self.outer.met(self.weights, means)
-        else:
-            self.outer.begun(self.weights)
-        for number, mean in buffers.items():
-            self.buffers[number].copy_(mean)
-        self.before, self.alone, self.since, self.samples = [each.clone() for each in self.buffers], 0, 0, 0.0
+            weights, others = self._means(WEIGHTS)
+        if weights:
+            self.outer.met(self._weights(), [*weights.values()])
+            self.copies.alike(dict(zip(self.names, self._weights(), strict=True)))
+        elif not self.alone:
+            self.outer.begun(self._weights())
+        now = self._others()
+        for name, mean in others.items():
+            now[name].detach().copy_(mean)
+        self._met()
 
-    def _means(self, kind: str) -> tuple[list[Tensor], dict[int, Tensor]]:
-        """The means over replicas, by their samples since they met, of all weights, where these may differ, and of the buffers
-        that a replica changed, by number. Collective."""
+    def _means(self, kind: str, anyway: bool = False) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The means over replicas, by their samples since they met, of all weights (none, where these are still equal, unless
+        anyway), and of other values that any of them changed. Collective."""
         self.kind, self.sending = kind, []
-        weights = self.weights if self.alone else []
-        tensors = [*weights, *(each.detach() for each in self.buffers if self.since)]
-        if not tensors:
-            return [], {}
-        cut = buckets_of(tensors)
+        others = self._others()
+        moved = [float(name not in self.before or not torch.equal(each, self.before[name])) for name, each in others.items()]
+        own = torch.tensor([self.step, kind == TESTS, self.samples, float(self.stop), *moved], dtype=torch.float64)
+        self.count(kind, computed_bytes("all_gather", own.nbytes, self.world.size), computed=True)
+        told = [each.tolist() for each in self.world.gathered(own)]
+        self._refuse_apart(told)
+        self.asked = sum(each[PLACE + 1] for each in told)
+        samples = sum(each[PLACE] for each in told)
+        by_samples = samples > 0 and not self.outer.even
+        share, total = (self.samples, samples) if by_samples else (1.0, float(self.world.size))
+        there = [any(flags) for flags in zip(*(each[PLACE + 2:] for each in told), strict=True)]
+        weights = dict(zip(self.names, self._weights(), strict=True)) if anyway or (self.alone and samples) else {}
+        tensors = {**weights, **{name: each.detach() for (name, each), any_ in zip(others.items(), there, strict=True) if any_}}
+        means = self._summed(tensors, share, total)
+        return {name: means[name] for name in weights}, {name: means[name] for name in tensors if name not in weights}
+
+    def _refuse_apart(self, told: list[list[float]]) -> None:
+        """Replicas that meet are at the same place. Raises StepFailed, on all of them."""
+        for rank, each in enumerate(told):
+            if each[:PLACE] != told[0][:PLACE]:
+                raise StepFailed(ENDED.format(*(part for number in (0, rank) for part in (self.world.launched[number], (
+                    "tests, saves or ends" if told[number][1] else "averages") + f" in step {int(told[number][0])}"))))
+
+    def _summed(self, tensors: Mapping[str, Tensor], share: float, total: float) -> dict[str, Tensor]:
+        """The mean of each over replicas, of which this one's counts `share` of `total`. Collective."""
+        cut = buckets_of(tensors.values())
         for bucket in cut:
             wide = torch.promote_types(bucket[0].dtype, torch.float32)          # in less, a mean would be a coarser number
-            self._send(torch.cat([each.reshape(-1).to(wide) for each in bucket]).mul_(self.samples))
-        moved = [float(not torch.equal(*pair)) for pair in zip(self.buffers, self.before, strict=True)]
-        self._send(torch.tensor([self.samples, float(self.stop), *moved], dtype=torch.float64, device=self.device))
-        *vectors, told = [bucket.future.wait() for bucket in self.sending]
-        total, self.asked, *changed = told.tolist()
-        if not total:                                       # nobody has had a sample that counts
-            return [each.clone() for each in weights], {}
-        means = [place.view_as(each) for bucket, vector in zip(cut, vectors, strict=True)
-                 for each, place in zip(bucket, vector.div_(total).split([each.numel() for each in bucket]), strict=True)]
-        return means[:len(weights)], {number: mean for number, mean in enumerate(means[len(weights):]) if changed[number]}
+            self._send(torch.cat([each.reshape(-1).to(wide) for each in bucket]).mul_(share))
+        self.largest = max(self.largest, self.beside + max((bucket.vector.nbytes for bucket in self.sending), default=0))
+        vectors = [bucket.future.wait().div_(total * self.twice) for bucket in self.sending]
+        places = [place.view_as(each) for bucket, vector in zip(cut, vectors, strict=True)
+                  for each, place in zip(bucket, vector.split([each.numel() for each in bucket]), strict=True)]
+        return dict(zip(tensors, places, strict=True))
 
     # ---- what others look at -------------------------------------------------------------------------------------------
-    def _standing(self) -> dict[Tensor, Tensor]:
-        """What the run stands for, of every tensor that replicas may have otherwise. Collective."""
+    def _standing(self, anyway: bool = False) -> dict[Tensor, Tensor]:
+        """What the run stands for, of every tensor that this replica has otherwise. Collective."""
         self.sent = {}
-        means, buffers = self._means(TESTS)
-        self.settled = self.outer.kept(means) if self.alone else self.outer.momentum
-        found = self.outer.stands(means) if self.alone else () if self.synchronous else self.outer.stood()
-        trained = [each for each in self.every if each.requires_grad]
-        return {**dict(zip(trained, found, strict=False)),              # none, where they are what they have
-                **{self.buffers[number]: mean for number, mean in buffers.items()}}
-
-    def settle(self) -> None:
-        for tensor, value in self._standing().items():
-            tensor.detach().copy_(value)
+        weights, others = self._means(TESTS, anyway)
+        values, self.then = weights, self.outer.momentum
+        if weights:
+            stands, self.then = self.outer.stands([*weights.values()])
+            values = dict(zip(weights, stands, strict=True))
+        elif self.outer.even and not self.synchronous:
+            values = dict(zip(self.names, self.outer.centre, strict=True))      # which nobody became
+        self.copies.alike(values)
+        model = self.summed.model
+        now = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        return {now[name]: value for name, value in {**values, **others}.items()}
 
     @contextlib.contextmanager
-    def standing(self) -> Iterator[None]:
-        found = self._standing()
+    def standing(self, anyway: bool = False) -> Iterator[None]:
+        found = {} if self.over else self._standing(anyway)
         before = {tensor: tensor.data for tensor in found}
         for tensor, value in found.items():
             tensor.data = value.to(tensor.dtype, copy=True)             # of a bucket, which nobody could save
@@ -153,28 +216,41 @@ class Averaging(OwnBuckets):
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        with super().evaluating(), self.standing():
+        """An optimizer with modes makes of equal weights others on each replica, by its own state."""
+        with super().evaluating(), self.standing(anyway=has_modes(self.optimizer)):
             yield
+
+    def settle(self) -> None:
+        for tensor, value in self._standing().items():
+            tensor.detach().copy_(value)
+        named = dict(self.summed.model.named_parameters())
+        for name, values in self.world.agreed(self.state()).items():
+            self.optimizer.state[named[name]].update({
+                what: value.to(named[name].device) if isinstance(value, Tensor) and value.dim() else value
+                for what, value in values.items()})
+        self.over = True
 
     def state(self) -> State:
         """The mean over the replicas that have some."""
-        told: list[tuple[float, State]] = self.world.collected((self.samples if self.since else 1.0, super().state()))
-        return _mean_state(told)
+        if self.over:
+            return super().state()
+        return _mean_state(self.world.collected((self.samples, super().state())))
 
     def kept(self) -> State:
-        return {name: {MOMENTUM: each} for name, each in zip(self.names, self.settled, strict=False)}       # there may be none
+        return {name: {MOMENTUM: each} for name, each in zip(self.names, self.then, strict=True)} if self.then else {}
 
 
 def _mean_state(told: list[tuple[float, State]]) -> State:
-    """Optimizers' states, by parameter and by what: the mean of what is real, weighted; otherwise the first one's."""
+    """Optimizers' states, by parameter and by what: the weighted mean of tensors of real or complex numbers; of anything else
+    the first one."""
     found: State = {}
     for name, what in dict.fromkeys((name, what) for _, state in told for name, values in state.items() for what in values):
         there = [(weight, state[name][what]) for weight, state in told if what in state.get(name, {})]
         values: list[Any] = [value for _, value in there]
+        there = there if any(weight for weight, _ in there) else [(1.0, value) for _, value in there]      # they have just met
         total = sum(weight for weight, _ in there)
-        if total and all(isinstance(each, Tensor) and each.is_floating_point() and each.dim() for each in values):
+        if all(isinstance(each, Tensor) and (each.is_floating_point() or each.is_complex()) and each.dim() for each in values):
             wide = torch.promote_types(values[0].dtype, torch.float32)
-            mean = sum(value.to(wide) * (weight / total) for weight, value in there)
-            values = [mean.to(values[0].dtype)]             # type: ignore[union-attr]
+            values = [sum(value.to(wide) * (weight / total) for weight, value in there).to(values[0].dtype)]  # type: ignore[union-attr]
         found.setdefault(name, {})[what] = values[0]
     return found

@@ -130,9 +130,9 @@ def _in_double(trainer: Trainer, module: Summed, kept: Before, batch: Batch, giv
                 trainer.world, model, loss_in(module.loss, trainer.world.device, torch.float64),
                 torch.optim.SGD(model.parameters(), lr=0.0), trainer.strategy, seed=trainer.seed, collate=trainer.collate,
                 dtype=torch.float64, how=trainer.how, examined=True, tests=trainer.tests)
-            twin.steps, twin.feed.samples, twin.looks = trainer.steps, trainer.feed.samples, trainer.looks      # cut alike
+            twin.steps, twin.looks, twin.division = trainer.steps, trainer.looks, trainer.division      # cut alike
             pair = brought(given, trainer.world.device, torch.float64)
-            twin.feed.fetched = pair if loaded else None
+            twin.feed.samples, twin.feed.fetched = trainer.feed.samples, pair if loaded else None
             before(twin, batch, *pair)
             return compared(twin, *_averaged(twin, batch, *pair)) if twin.proof else None
     except Exception:
