@@ -50,10 +50,8 @@ class Here:
 
 @dataclass(frozen=True)
 class Plan:
-    """A schedule that a strategy will play over `size` ranks: proved at the door, drawn, simulated, sabotaged.
-
-    what: its goal, by its name in `players.proof.GOALS`.
-    """
+    """A schedule that a strategy will play over `size` ranks: proved at the door, drawn, simulated, sabotaged. what: its goal,
+    by its name in `players.proof.GOALS`."""
     what: str
     schedule: Schedule
     size: int
@@ -182,8 +180,9 @@ class Strategy(Family, abstract=True):
     # ---- where and what it is for ------------------------------------------------------------------------------------------
     def resolved(self, here: Here) -> Self:
         """The same with every `auto` replaced. Raises Refused where it cannot be here."""
-        count = here.ranks or here.cores if self.workers == "auto" else self.workers
-        return replace(cast(Any, self), workers=count)      # type: ignore[no-any-return]
+        if self.workers == "auto":
+            return replace(cast(Any, self), workers=here.ranks or here.cores)  # type: ignore[no-any-return]
+        return self
 
     def picked(self, resolved: Self, here: Here) -> Iterator[tuple[str, str, str]]:
         """What its `auto`s became, and why: (what, picked, because)."""

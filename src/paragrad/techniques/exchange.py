@@ -21,9 +21,9 @@ from paragrad.players.machine import Machine
 from paragrad.techniques.layout import Layout, State
 from paragrad.techniques.updating import in_eval_mode, set_mode
 
+TESTS = "tests"         # by which name bytes count that are sent for a test, or to save
 SHARED = ("the forward changes a parameter, which every rank would do, and here they share it; train with state=replicated, or "
           "change it in the optimizer's step")
-TESTS = "tests"         # by which name bytes count that are sent for a test, or to save
 CARRIED = ("a forward changes it, besides gradients and buffers, and a cut model does not carry that from part to part; train "
            "it with data(n)")
 
