@@ -45,7 +45,8 @@ class Decimal:
         return isinstance(value, int | float) and not isinstance(value, bool) and self.above < value <= self.most
 
     def __str__(self) -> str:
-        return f"a number above {self.above:g}" + (f", at most {self.most:g}" if self.most < float("inf") else "")
+        least = f"above {self.above:g}" if self.above >= 0 else "from 0"
+        return f"a number {least}" + (f", at most {self.most:g}" if self.most < float("inf") else "")
 
 
 @dataclass(frozen=True)

@@ -106,5 +106,5 @@ def read_slow(text: str) -> tuple[int, float]:
     """A slow rank such as 7=3 or 7=3x: rank 7 is three times slower. Raises Refused."""
     match = re.fullmatch(r"(\d+)=(\d+(?:\.\d+)?)x?", text.strip())
     if not match:
-        raise Refused(f"--slow {text}: write RANK=FACTOR, such as --slow 7=3x")
+        raise Refused(f"--slow {text}: write RANK=FACTOR, such as --slow 1=3x")
     return int(match[1]), float(match[2])

@@ -3,7 +3,7 @@
 | kind       | fields                                                                                                   |
 |------------|----------------------------------------------------------------------------------------------------------|
 | run        | schema, id, date, job {name, arguments, batch, epochs, metric, unit, samples, parameters, dtype},         |
-|            | strategy, resolved, seed, workers, servers, backend, device, threads,                                     |
+|            | strategy, resolved, exact, seed, workers, servers, backend, device, threads,                              |
 |            | machine {cpu, cores, load, torch, python, paragrad},                                                      |
 |            | prediction, reverse, resumed {run, step} or null, settings (those that are not the default)               |
 | step       | epoch, step, start, seconds, loss [sum, weight], order [first, stop], sent {kind: {bytes, computed}}, lr  |

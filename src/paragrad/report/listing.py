@@ -110,7 +110,7 @@ def certificate(found: Certificate, as_json: bool) -> None:
         facts["largest difference"] = f"{found.difference:.1e}" + (f" at {found.tensor}" if found.tensor else "")
         facts["of the rounding twin"] = f"{found.twin:.1e}"
     facts["chaotic"] = found.chaotic and f"from step {found.chaotic} on rounding decides, and nothing is compared"
-    facts["not in float64"], facts["likely cause"] = found.why, found.cause
+    facts["not in float64"], facts["cause"] = found.why, found.cause
     excused = found.same and found.difference is not None and found.difference > found.bound
     by = f"beyond {found.bound:.0e}, by no more than rounding does" if excused else f"bound {found.bound:.0e}"
     facts[f"same training as {found.reference}"] = f"{'yes' if found.same else 'NO'} ({by}, {found.dtype})"

@@ -47,6 +47,7 @@ class Row:
     runs: tuple[str, ...] = ()                      # folders, by seed
     failure: str | None = None
     reference: bool = False                         # serial itself, which the others are compared with
+    exact: bool = True                              # it is to be the same training
 
     @property
     def seconds_per_step(self) -> float | None:
@@ -159,6 +160,7 @@ def _row(results: Results, strategy: str, names: list[str]) -> Row:
         return Row(strategy, "", failure="not run", runs=tuple(names))
     header = records[0].header
     named: dict[str, Any] = {"strategy": TWIN if header["reverse"] else header["strategy"], "resolved": header["resolved"],
+                             "exact": header.get("exact", True),
                              "seeds": len(names), "runs": tuple(names),
                              "reference": not header["reverse"]
                              and header["resolved"] == str(Serial(threads=header["threads"]))}

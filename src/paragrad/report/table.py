@@ -209,8 +209,12 @@ def notes(table: Results) -> list[str]:
                      "parameters: one digest per seed")
     if any(number["computed"] for row in table.rows for number in row.sent.values()):
         lines.append(f"*: {COMPUTED}; the rest was counted on the wire")
+    looser = [row.strategy for row in table.rows if not row.exact]
+    if looser:
+        lines.append(f"{'; '.join(looser)}: another training than serial's, by design; tests judge it, not the difference")
     serial = next((row.seconds_per_step for row in table.rows if row.reference), None)
     if serial is not None and serial < TOO_SHORT:
         lines.append(f"No speed-up is promised on {table.job}: a serial step takes {1e3 * serial:.2f} ms, "
-                     "too short for an exchange to pay; it shows that the training is the same")
+                     "too short for an exchange to pay; it shows that the training is the same" + (
+                         " under the others" if looser else ""))
     return lines

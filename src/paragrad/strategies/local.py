@@ -33,8 +33,10 @@ class Elastic(Choice):
 
 
 class Local(Strategy):
-    """Local SGD: weights averaged every so many steps (Stich 2018). every=end is ParallelSGD (Zinkevich et al. 2010), after=100
-    makes so many synchronous steps first (post-local SGD, Lin et al. 2018)."""
+    """Local SGD: weights averaged every so many steps (Stich 2018), or at the end (ParallelSGD, Zinkevich et al. 2010).
+
+    after: so many synchronous steps come first (post-local SGD, Lin et al. 2018).
+    """
     workers: int | str = option(Integer(), Word("auto"))
     every: int | str = option(Integer(), Word("end"), default=8)
     outer: Choice = option(One(Mean, Nesterov, Elastic), default=Mean())
@@ -73,5 +75,8 @@ class Local(Strategy):
         return replace(found, outer=outer, reduce=reduce)
 
     def picked(self, resolved: Self, here: Here) -> Iterator[tuple[str, str, str]]:
+        after = f", after {self.after} synchronous steps" if self.after else ""
+        yield "weights", "averaged " + ("at the end" if self.every == "end" else f"every {self.every} steps") + after, (
+            "tests, checkpoints and the model are of what workers would go on from if they met then")
         if self.outer != resolved.outer:
             yield "outer", str(resolved.outer), "a pull of 0.9 over the number of workers, as published"

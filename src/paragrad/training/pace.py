@@ -49,7 +49,7 @@ class Slowed:
 def read_slowed(slow: str | None, pace: float | None) -> Slowed:
     """Settings `slow` and `pace`. Raises Refused."""
     if pace is not None and (isinstance(pace, bool) or not isinstance(pace, int | float) or not 0 < pace < inf):
-        raise Refused(f"pace must be seconds above 0, such as 0.05, got {pace!r}")
+        raise Refused(f"pace must be seconds above 0, such as --pace 0.05, got {pace!r}")
     if slow is not None and not isinstance(slow, str):
         raise Refused(f"slow must be a text such as '1=3x' or 'random:0.2=3x', got {slow!r}")
     ranks, some = [], None

@@ -165,7 +165,7 @@ def _write_header(record: Recorder, checked: Admitted, folder: Path) -> None:
     job, facts, settings = checked.job, checked.facts, checked.settings
     record.write(
         "run", schema=SCHEMA, id=folder.name, date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        strategy=str(checked.asked), resolved=str(checked.resolved), seed=job.seed,
+        strategy=str(checked.asked), resolved=str(checked.resolved), exact=checked.resolved.exact, seed=job.seed,
         job={"name": job.name, "arguments": {name: _as_json(value) for name, value in job.arguments},
              "batch": job.batch, "epochs": job.epochs,
              "metric": job.metric_name, "unit": "%" if job.metric is accuracy else "",
@@ -193,6 +193,9 @@ def _choices(checked: Admitted) -> Iterator[tuple[str, str, str]]:
     settings = checked.settings
     if checked.saved is not None:
         yield "checkpoint", checked.saved.folder.name, checked.saved.because
+    if not checked.resolved.exact:
+        yield "training", "another than serial's", ("by its design: judge it by its tests, and see how far it is by `paragrad "
+                                                    "compare`")
     if checked.fitted:
         yield "batch", str(checked.job.batch), checked.fitted
     if settings.sabotage:

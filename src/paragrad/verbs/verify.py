@@ -17,7 +17,7 @@ from paragrad.report.certificate import Certificate, Difference
 from paragrad.report.notebook import below_the_cell
 from paragrad.strategies.strategy import Strategy
 from paragrad.training.admission import Admitted, admitted
-from paragrad.training.first_step.causes import of_difference
+from paragrad.training.first_step.causes import BY_DESIGN, of_difference
 from paragrad.training.loop import Progress
 from paragrad.training.settings import Settings
 from paragrad.verbs.lockstep import STEPS, difference
@@ -56,7 +56,8 @@ def verify(job: Job, strategy: str | Strategy, *, runs: str | Path = "runs", dat
                     f"{error.message}{ended} (the run failed, so whether it is the same training is not known)") from error
             failure = str(error)
     tensor = found.first[0] if found.first else None
-    cause = None if tensor is None else of_difference(tensor, tensor in checked.facts.shapes and (
+    exact = checked.resolved.exact
+    cause = None if tensor is None else BY_DESIGN if not exact else of_difference(tensor, tensor in checked.facts.shapes and (
         f"gradient of {tensor}" not in found.tensors), sabotage)
     folder = new_folder(Path(runs), f"{job.name}-verify-{folder_name(checked.asked)}")
     certificate = Certificate(

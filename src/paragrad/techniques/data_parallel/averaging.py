@@ -62,12 +62,6 @@ class Averaging(OwnBuckets):
         self.asked = 0.0                            # ranks that were asked to stop, as far as this one has heard
         self.then: Any = ()                         # the outer momentum that goes with what the run stands for
         self.over = False                           # all replicas are what it stands for, for good
-        log.choice("weights", str(strategy.outer), f"averaged {self._when()}; tests and checkpoints hold what replicas would "
-                   "go on from if they met then")
-
-    def _when(self) -> str:
-        after = f", after {self.strategy.after} synchronous steps" if self.strategy.after else ""
-        return ("at the end" if self.strategy.every == "end" else f"every {self.strategy.every} steps") + after
 
     def _restored(self, restored: State) -> list[Tensor]:
         """The outer momentum of a checkpoint, of all weights or of none."""

@@ -84,6 +84,7 @@ def of_difference(tensor: str, is_buffer: bool, sabotage: str | None) -> str:
     return BUFFER if is_buffer else MIXES + "; or the loss weighs targets in a way that cannot be seen: return (sum, weight)"
 
 
+BY_DESIGN = "none is looked for: this strategy is another training than serial's by its design"
 OWN = "Likely cause: the {} of {}, which is none of paragrad's; let it promise exact=False, if it is meant so"
 WEIGHT = ("Likely cause: the loss divides by something that does not add up over shares (padding that differs by share, a "
           "constant); return the pair (sum, weight) from it, or collate whole batches: collate=paragrad.WholeBatch(collate)")
