@@ -218,6 +218,13 @@ def test_no_replica_updates_where_no_target_counts(pool: Ranks) -> None:
     assert all(close(rank[step][1], rank[0][1], 0.0) for rank in ranks for step in range(5))
 
 
+def test_a_run_with_a_batch_of_which_nothing_counts_has_its_losses(tmp_path: Path) -> None:
+    """Reading them divided by its weight, which is 0."""
+    data = torch.utils.data.TensorDataset(TEXT.tensors[0][:24], TEXT.tensors[1][:24].clone().fill_(-100))
+    run = pg.train(job("nothing", TiedLstm, data), "local(2, every=2)", runs=tmp_path, unchecked=True)
+    assert run.losses == [0.0] * 4
+
+
 @pytest.mark.parametrize("text", ["local(2, every=2) * tensor(2)", "local(2, every=2, outer=nesterov) * pipeline(2)",
                                   "local(2, every=2, outer=elastic) * place(2)"])
 def test_a_model_that_is_cut_is_averaged_part_by_part(pool: Ranks, text: str) -> None:

@@ -217,8 +217,8 @@ class Record:
 
     @property
     def losses(self) -> list[float]:
-        """The mean loss of every global batch: sums over ranks, divided once."""
-        return [sum(line["loss"][0] for line in lines) / sum(line["loss"][1] for line in lines)
+        """The mean loss of every global batch: sums over ranks, divided once; 0 where nothing of one counted."""
+        return [sum(line["loss"][0] for line in lines) / (sum(line["loss"][1] for line in lines) or 1.0)
                 for lines in self.steps()]
 
     @property
