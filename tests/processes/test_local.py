@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +39,38 @@ def vectors(**changes: Any) -> pg.Job:
     return job("vectors", mlp, VECTORS).replace(**{"epochs": 4, "dtype": torch.float64, "optimizer": plain, **changes})
 
 
-def steps_of(world: World, made: pg.Job, chosen: Strategy, steps: int) -> list[tuple[State, State]]:
-    """(what the run stands for, what this rank has), before the first step of all and after each."""
+def seen(world: World, made: pg.Job, chosen: Strategy, steps: int, look: Callable[[Trainer], Any]) -> list[Any]:
+    """What is seen of a trainer after each of so many steps."""
     trainer, found = Trainer.of_job(world, made, chosen), []
-    own = lambda: {name: each.detach().clone() for name, each in trainer.model.state_dict().items()}      # noqa: E731
-    begun = own()
     try:
         for epoch in range(made.epochs):
             for fetched in trainer.batches(made.train, made.batch, epoch):
                 trainer.step(*parted(fetched))
-                found.append(({name: each.clone() for name, each in trainer.state().items()}, own()))
+                found.append(look(trainer))
                 if len(found) == steps:
-                    return [(begun, begun), *found]
+                    return found
     finally:
         trainer.close()
     raise AssertionError
+
+
+def copied(tensors: Mapping[str, Tensor]) -> State:
+    return {name: each.detach().clone() for name, each in tensors.items()}
+
+
+def both(trainer: Trainer) -> tuple[State, State]:
+    """(what the run stands for, what this rank has)."""
+    return copied(trainer.state()), copied(trainer.model.state_dict())
+
+
+def stands(trainer: Trainer) -> State:
+    return copied(trainer.state())
+
+
+def steps_of(world: World, made: pg.Job, chosen: Strategy, steps: int) -> list[tuple[State, State]]:
+    """Both, before the first step of all and after each."""
+    begun = copied(made.model_to_train().state_dict())
+    return [(begun, begun), *seen(world, made, chosen, steps, both)]
 
 
 def steps_on(pool: Ranks, made: pg.Job, text: str, steps: int = STEPS) -> list[list[tuple[State, State]]]:
@@ -226,28 +244,16 @@ def test_a_run_with_a_batch_of_which_nothing_counts_has_its_losses(tmp_path: Pat
 
 
 @pytest.mark.parametrize("text", ["local(2, every=2) * tensor(2)", "local(2, every=2, outer=nesterov) * pipeline(2)",
-                                  "local(2, every=2, outer=elastic) * place(2)"])
+                                  "local(2, every=2, outer=elastic) * place(2)",
+                                  "local(2, every=2) * place(2, cut=[3, 1])",
+                                  "local(2, every=2, outer=nesterov) * place(2, cut=[3, 1])"])
 def test_a_model_that_is_cut_is_averaged_part_by_part(pool: Ranks, text: str) -> None:
-    """As the same replicas on one rank each."""
-    cut, whole = steps_cut(pool, text), steps_cut(pool, text.partition(" *")[0])
+    """As the same replicas on one rank each. The last of four modules has no parameters, and a part of its own: there its rank
+    left the others alone when they made their copies equal."""
+    made = vectors(optimizer=heavy, model=lambda: nn.Sequential(*mlp(), nn.Tanh()))
+    cut, whole = (pool.run(seen, made, chosen, 6, stands, size=chosen.size)[0]
+                  for chosen in map(resolved, (text, text.partition(" *")[0])))
     assert all(close(one, other) for one, other in zip(cut, whole, strict=True))
-
-
-def steps_cut(pool: Ranks, text: str) -> list[State]:
-    chosen = resolved(text)
-    return pool.run(stands_for, vectors(optimizer=heavy), chosen, size=chosen.size)[0]      # type: ignore[no-any-return]
-
-
-def stands_for(world: World, made: pg.Job, chosen: Strategy) -> list[State]:
-    trainer, found = Trainer.of_job(world, made, chosen), []
-    try:
-        for epoch in range(2):
-            for fetched in trainer.batches(made.train, made.batch, epoch):
-                trainer.step(*parted(fetched))
-                found.append({name: each.clone() for name, each in trainer.state().items()})
-        return found
-    finally:
-        trainer.close()
 
 
 class Momentous(nn.Module):
@@ -278,6 +284,26 @@ def test_what_follows_the_weights_and_what_is_made_anew_become_their_means_too(p
         owns = [rank[2][1][name] for rank in ranks]
         assert not torch.equal(owns[0], owns[1])
         assert torch.allclose(ranks[1][2][0][name], sum(owns) / 3)      # type: ignore[arg-type]
+
+
+class Following(nn.Module):
+    """A buffer whose shape follows the share of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(10, 4)
+        self.register_buffer("last", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x[:, 0].detach().clone()
+        return self.out(x)              # type: ignore[no-any-return]
+
+
+def test_a_buffer_of_another_shape_on_each_rank_is_named(pool: Ranks) -> None:
+    """The transport said that messages did not match."""
+    with Ranks(2) as two, pytest.raises(pg.RankFailed, match="it has 3 numbers on rank 0 and 2 on rank 1") as caught:
+        two.run(steps_of, vectors(model=Following, batch=5), resolved("local(2, every=1)"), 1, size=2)
+    assert caught.value.tensor == "last"
 
 
 class Replacing(torch.optim.SGD):
@@ -343,21 +369,14 @@ def one_step_from(world: World, made: pg.Job, begun: list[State], step: int) -> 
         place = (step // order.steps, list(order.batches())[step % order.steps])
         for fetched in trainer.batches_at(made.train, order, [place]):
             trainer.step(*parted(fetched))
-        return {name: each.detach().clone() for name, each in trainer.model.state_dict().items()}
+        return copied(trainer.model.state_dict())
     finally:
         trainer.close()
 
 
-def unequal_copies(world: World, made: pg.Job, chosen: Strategy) -> list[Any]:
-    trainer, found = Trainer.of_job(world, made, chosen), []
-    try:
-        for epoch in range(3):
-            for fetched in trainer.batches(made.train, made.batch, epoch):
-                trainer.step(*parted(fetched))
-                found.append(trainer.layout.unequal(trainer.parameters))
-        return found
-    finally:
-        trainer.close()
+def unequal(trainer: Trainer) -> Any:
+    """Copies of what ranks of a replica hold that differ."""
+    return trainer.layout.unequal({**trainer.parameters, **dict(trainer.model.named_buffers())})
 
 
 def odd() -> nn.Module:
@@ -369,10 +388,10 @@ def test_copies_inside_of_a_replica_stay_equal_to_the_bit(pool: Ranks, reduce: s
     """They lie at other places of buckets on each rank, and sums of three in another order differed in the last bit."""
     with Ranks(6) as six:
         chosen = resolved(f"local(3, every=1, reduce={reduce}) * tensor(2)")
-        assert six.run(unequal_copies, vectors(model=odd), chosen, size=6, timeout=60) == [[None] * 9] * 6
+        assert six.run(seen, vectors(model=odd), chosen, 9, unequal, size=6, timeout=60) == [[None] * 9] * 6
 
 
-def scheduled_free(world: World, every: int) -> tuple[State, State]:
+def scheduled_free(world: World, every: int) -> State:
     """What tests see, on each rank: right after a meeting or not."""
     schedulefree = pytest.importorskip("schedulefree")
     made = vectors(optimizer=functools.partial(schedulefree.SGDScheduleFree, lr=0.1))
@@ -381,7 +400,7 @@ def scheduled_free(world: World, every: int) -> tuple[State, State]:
         for fetched in trainer.batches(made.train, made.batch, 0):
             trainer.step(*parted(fetched))
         with trainer.for_evaluation():
-            return {name: each.detach().clone() for name, each in trainer.model.named_parameters()}, trainer.state()
+            return copied(dict(trainer.model.named_parameters()))
     finally:
         trainer.close()
 
@@ -390,7 +409,7 @@ def scheduled_free(world: World, every: int) -> tuple[State, State]:
 def test_an_optimizer_with_modes_is_tested_as_one_model(pool: Ranks, every: int) -> None:
     """Of equal weights each rank's own state made another model, and a test added up what was of two."""
     pytest.importorskip("schedulefree")
-    tested = [each[0] for each in pool.run(scheduled_free, every, size=2)]
+    tested = pool.run(scheduled_free, every, size=2)
     assert close(tested[0], tested[1], 0.0)
 
 
@@ -592,6 +611,7 @@ def test_the_wish_to_stop_is_heard_after_an_epoch_though_nobody_meets(pool: Rank
     ("local(2, after=-1)", "a whole number from 0"),
     ("local(2, outer=nesterov(momentum=1))", "give it a momentum below 1"),
     ("local(2, outer=nesterov(lr=0))", "a number above 0"),
+    ("local(2, outer=nesterov(lr=1e400))", "a number above 0"),
     ("local(2, outer=elastic(pull=2))", "at most 1"),
     ("local(4, outer=elastic(pull=0.4))", "leave it out, which is 0.9 over their number"),
     ("local(2) * local(2)", "leftmost"),

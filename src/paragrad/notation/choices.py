@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
+from math import isfinite
 from typing import Any, ClassVar, dataclass_transform
 
 from paragrad.errors import Refused
@@ -42,7 +43,8 @@ class Decimal:
     most: float = float("inf")
 
     def __contains__(self, value: object) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool) and self.above < value <= self.most
+        return isinstance(value, int | float) and not isinstance(value, bool) and (
+            isfinite(value) and self.above < value <= self.most)
 
     def __str__(self) -> str:
         least = f"above {self.above:g}" if self.above >= 0 else "from 0"

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paragrad.planner.price import computed_bytes
 from paragrad.techniques.layout import Layout
@@ -15,34 +15,46 @@ Key = tuple[str, str]                   # a serial name, and which part of it
 
 
 class Copies:
-    """Of a layout: found when they are first asked for."""
+    """Of a layout and this rank's part of the model: which there are is found when they are first asked for."""
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-        self.shapes: dict[Key, tuple[tuple[int, ...], torch.dtype]] | None = None
+    def __init__(self, layout: Layout, part: nn.Module) -> None:
+        self.layout, self.part = layout, part
+        self.shared: dict[Key, tuple[tuple[int, ...], torch.dtype]] | None = None       # shape, and type on the way
+
+    def alike(self, tensors: Mapping[str, Tensor]) -> None:
+        """Every copy becomes, in place, the one that counts. tensors: some, by local name, and all copies of each. Collective
+        of the ranks of a replica."""
+        layout = self.layout
+        if not layout.cut:
+            return
+        mine = {self._key(name): name for name in tensors}
+        if self.shared is None:
+            self.shared = self._found()
+        there = torch.tensor([float(key in mine) for key in self.shared])
+        for (key, (shape, dtype)), asked in zip(self.shared.items(), self._sum(there).tolist(), strict=True):
+            if not asked:
+                continue
+            name = mine.get(key)
+            one = torch.zeros(shape, dtype=dtype, device=layout.world.device)
+            if name is not None and layout.held[name].counts:
+                one.copy_(tensors[name].detach())
+            one = self._sum(one)                        # of it and zeros
+            if name is not None:
+                tensors[name].detach().copy_(one)
+
+    def _found(self) -> dict[Key, tuple[tuple[int, ...], torch.dtype]]:
+        """What more than one rank holds, in one order on all."""
+        named = {**dict(self.part.named_parameters()), **dict(self.part.named_buffers())}
+        own = {self._key(name): (tuple(each.shape), torch.promote_types(each.dtype, torch.float32))
+               for name, each in named.items() if name in self.layout.held}
+        told = self.layout.world.agreed(self.layout.world.collected(own))
+        holders = Counter(key for each in told for key in each)
+        return {key: kind for each in told for key, kind in each.items() if holders[key] > 1}
 
     def _key(self, name: str) -> Key:
         held = self.layout.held[name]
         return held.name, str((held.where, held.dim))
 
-    def alike(self, tensors: Mapping[str, Tensor]) -> None:
-        """Every copy becomes, in place, the one that counts. tensors: by local name, of the same parts in every call.
-        Collective of the ranks of a replica."""
-        layout = self.layout
-        if not layout.cut or not layout.world.agreed(any(layout.world.collected(bool(tensors)))):
-            return
-        mine = {self._key(name): name for name in tensors}
-        if self.shapes is None:
-            told = layout.world.agreed(layout.world.collected(
-                {key: (tuple(tensors[name].shape), tensors[name].dtype) for key, name in mine.items()}))
-            holders = Counter(key for each in told for key in each)
-            self.shapes = {key: shape for each in told for key, shape in each.items() if holders[key] > 1}
-        for key, (shape, dtype) in self.shapes.items():         # the one that counts, and zeros
-            name = mine.get(key)
-            counts = name is not None and layout.held[name].counts
-            one = tensors[name].detach().clone() if name is not None and counts else torch.zeros(
-                shape, dtype=dtype, device=layout.world.device)
-            layout.sent += computed_bytes("all_reduce", one.nbytes, layout.world.size)
-            one = layout.world.all_reduced(one)
-            if name is not None:
-                tensors[name].detach().copy_(one)
+    def _sum(self, tensor: Tensor) -> Tensor:
+        self.layout.sent += computed_bytes("all_reduce", tensor.nbytes, self.layout.world.size)
+        return self.layout.world.all_reduced(tensor)

@@ -87,6 +87,7 @@ class Exchange(ABC):
         self.layout = replica.layout
         self.module: nn.Module = replica.module            # what forward and backward run: an exchange may wrap it
         self.every = list(replica.module.model.parameters())
+        self.trains: list[tuple[str, Tensor, bool]] = []        # what is trained, from the first step on
         self.sent: dict[str, dict[str, Any]] = {}
         self.largest = 0
 
@@ -95,6 +96,14 @@ class Exchange(ABC):
         """A step begins: nothing was sent in it yet."""
         self.sent = {}
         set_mode(self.optimizer, "train")
+
+    def refuse_refrozen(self) -> None:
+        """For `begin` of those who exchange what was trained when they were made. Raises StepFailed."""
+        self.trains = self.trains or [(name.removeprefix("model."), each, each.requires_grad)
+                                      for name, each in self.summed.named_parameters()]
+        if changed := [name for name, each, trained in self.trains if each.requires_grad != trained]:
+            raise StepFailed("it was frozen or unfrozen after step 0, and ranks exchange what was trained then; train with "
+                             "that from the beginning, or parallelize the model anew", tensor=", ".join(changed))
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Around the forward and backward of one micro-batch."""

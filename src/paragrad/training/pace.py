@@ -52,12 +52,14 @@ def read_slowed(slow: str | None, pace: float | None) -> Slowed:
         raise Refused(f"pace must be seconds above 0, such as --pace 0.05, got {pace!r}")
     if slow is not None and not isinstance(slow, str):
         raise Refused(f"slow must be a text such as '1=3x' or 'random:0.2=3x', got {slow!r}")
-    ranks, some = [], None
+    ranks, some = dict[int, float](), None
     for each in slow.split(",") if slow is not None else ():
         kind, _, rest = each.strip().partition(":")
         if kind != "random":
             rank, factor = read_slow(each)
-            ranks.append((rank, factor))
+            if rank in ranks:
+                raise Refused(f"--slow {slow}: rank {rank} is there twice; give it one factor")
+            ranks[rank] = factor
         else:
             share, _, times = rest.partition("=")
             try:
@@ -69,7 +71,7 @@ def read_slowed(slow: str | None, pace: float | None) -> Slowed:
             factor = some[1]
         if not 1 <= factor < inf:
             raise Refused(f"--slow {each}: a rank is slowed by a factor; give at least 1")
-    return Slowed(tuple(ranks), some, float(pace or 0.0))
+    return Slowed(tuple(ranks.items()), some, float(pace or 0.0))
 
 
 def refuse_strange(slowed: Slowed, ranks: int) -> None:
@@ -94,7 +96,7 @@ class Pace:
         if (core := passes.on_core - on_core) > 0:
             seconds *= (passes.forward - forward) / core
         wanted = max(seconds, self.slowed.pace * samples / share) * self.slowed.factor(self.seed, self.rank, step)
-        time.sleep(wanted - seconds)
+        time.sleep(wanted - seconds)                        # which is what is asked for: nobody is waited for
         if samples:                                         # not of one that stands in
             self.samples, self.seconds = self.samples + samples, self.seconds + wanted
 

@@ -117,7 +117,6 @@ class AllReduceExchange(Queued):
             **KEEP_BUFFERS)
         self.module.register_comm_hook(self, _hook)
         self.parameters = len(list(self.counting.parameters()))
-        self.trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
         self.waiting: list[Bucket] = []
         self.complete = False
 
@@ -126,11 +125,7 @@ class AllReduceExchange(Queued):
         super().begin()
         self.complete = False
         self.counting.counter.grad = None
-        changed = [name.removeprefix("model.") for name, parameter in self.summed.named_parameters()
-                   if parameter.requires_grad != (name in self.trained)]
-        if changed:
-            raise StepFailed("it was frozen or unfrozen after step 0, and would not be exchanged; parallelize the model anew "
-                             "when what is trained changes", tensor=", ".join(changed))
+        self.refuse_refrozen()
 
     def micro_batch(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Around the forward and backward of one micro-batch: only the last one is exchanged."""

@@ -37,6 +37,8 @@ WEIGHTS = "weights"                     # bytes of meetings; those for tests and
 PLACE = 2                               # numbers of what a rank tells by which it must be where the others are
 ENDED = ("rank {} {}, and rank {} {}: replicas make the same steps, tests and checkpoints. A loop ends on all ranks by what "
          "all know (trainer.evaluate, result.stop), not by the loss of a step, which is each rank's own")
+UNLIKE = ("it has {} numbers on rank {} and {} on rank {}, and replicas average what forwards change; give it one shape, "
+          "whatever the share of a batch, or keep it in an attribute that is no buffer")
 
 
 def exchange(strategy: Local, replica: Replica, world: World, log: Log, how: How) -> Exchange:
@@ -50,7 +52,7 @@ class Averaging(OwnBuckets):
     def __init__(self, strategy: Local, replica: Replica, world: World, log: Log, how: How) -> None:
         super().__init__(replica, world, log, how, strategy.reduce)
         self.strategy, self.world, self.step = strategy, world, replica.steps
-        self.copies = Copies(self.layout)
+        self.copies = Copies(self.layout, self.summed.model)
         self.twice = world.size if how.sabotage == "mean_twice" else 1          # planted
         self.names = [name for name, each in self.summed.model.named_parameters() if each.requires_grad]
         self.outer: Outer = outer_of(strategy, self._weights(), self._restored(replica.restored))
@@ -86,7 +88,7 @@ class Averaging(OwnBuckets):
     def _met(self) -> None:
         """Replicas are together now."""
         self.before = {name: each.detach().clone() for name, each in self._others().items()}
-        self.alone, self.since, self.samples = 0, 0, 0.0        # steps alone, steps since they met; the weight of these
+        self.alone, self.samples = 0, 0.0           # steps alone since then; the weight of all steps since
         self.beside = sum(each.nbytes for each in (*self.before.values(), *self.outer.centre, *self.outer.momentum))
 
     # ---- in a step -----------------------------------------------------------------------------------------------------
@@ -98,10 +100,7 @@ class Averaging(OwnBuckets):
     def begin(self) -> None:
         super().begin()
         self.kind = "gradients"
-        if changed := [name for name, each in self.summed.model.named_parameters()
-                       if each.requires_grad != (name in self.names)]:
-            raise StepFailed("it was frozen or unfrozen after step 0, and replicas average what was trained then; parallelize "
-                             "the model anew when what is trained changes", tensor=", ".join(changed[:3]))
+        self.refuse_refrozen()
 
     def ready(self, parameter: torch.nn.Parameter) -> None:
         if self.synchronous:
@@ -122,8 +121,7 @@ class Averaging(OwnBuckets):
             super().update()
         else:
             self.optimizer._opt_called = True               # type: ignore[attr-defined]    # schedulers want to know
-        self.alone, self.since = self.alone + (not self.synchronous), self.since + 1
-        self.samples += self.weight
+        self.alone, self.samples = self.alone + (not self.synchronous), self.samples + self.weight
         if self.strategy.meets(self.step):
             self._meet()
         self.step += 1
@@ -131,42 +129,48 @@ class Averaging(OwnBuckets):
     def _meet(self) -> None:
         with self.log.detail("meeting", "wait"):
             weights, others = self._means(WEIGHTS)
-        if weights:
+        if weights is not None:
             self.outer.met(self._weights(), [*weights.values()])
-            self.copies.alike(dict(zip(self.names, self._weights(), strict=True)))
         elif not self.alone:
             self.outer.begun(self._weights())
         now = self._others()
         for name, mean in others.items():
             now[name].detach().copy_(mean)
+        self.copies.alike({**dict(zip(self.names, self._weights(), strict=True)), **{name: now[name] for name in others}})
         self._met()
 
-    def _means(self, kind: str, anyway: bool = False) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The means over replicas, by their samples since they met, of all weights (none, where these are still equal, unless
+    def _means(self, kind: str, anyway: bool = False) -> tuple[dict[str, Tensor] | None, dict[str, Tensor]]:
+        """The means over replicas, by their samples since they met, of all weights (None where these are still equal, unless
         anyway), and of other values that any of them changed. Collective."""
         self.kind, self.sending = kind, []
         others = self._others()
-        moved = [float(name not in self.before or not torch.equal(each, self.before[name])) for name, each in others.items()]
-        own = torch.tensor([self.step, kind == TESTS, self.samples, float(self.stop), *moved], dtype=torch.float64)
+        moved = [name not in self.before or not torch.equal(each, self.before[name]) for name, each in others.items()]
+        sizes = [(each.numel() + 1) * (1 if flag else -1) for each, flag in zip(others.values(), moved, strict=True)]
+        own = torch.tensor([self.step, kind == TESTS, self.samples, float(self.stop), *sizes], dtype=torch.float64)
         self.count(kind, computed_bytes("all_gather", own.nbytes, self.world.size), computed=True)
         told = [each.tolist() for each in self.world.gathered(own)]
-        self._refuse_apart(told)
+        self._refuse_apart(told, [*others])
         self.asked = sum(each[PLACE + 1] for each in told)
         samples = sum(each[PLACE] for each in told)
         by_samples = samples > 0 and not self.outer.even
         share, total = (self.samples, samples) if by_samples else (1.0, float(self.world.size))
-        there = [any(flags) for flags in zip(*(each[PLACE + 2:] for each in told), strict=True)]
-        weights = dict(zip(self.names, self._weights(), strict=True)) if anyway or (self.alone and samples) else {}
-        tensors = {**weights, **{name: each.detach() for (name, each), any_ in zip(others.items(), there, strict=True) if any_}}
-        means = self._summed(tensors, share, total)
-        return {name: means[name] for name in weights}, {name: means[name] for name in tensors if name not in weights}
+        there = [max(each) > 0 for each in zip(*(each[PLACE + 2:] for each in told), strict=True)]
+        averaged = anyway or bool(self.alone and samples)
+        weights = dict(zip(self.names, self._weights(), strict=True)) if averaged else {}       # a part may have none at all
+        changed = {name: each.detach() for (name, each), any_ in zip(others.items(), there, strict=True) if any_}
+        means = self._summed({**weights, **changed}, share, total)
+        return {name: means[name] for name in weights} if averaged else None, {name: means[name] for name in changed}
 
-    def _refuse_apart(self, told: list[list[float]]) -> None:
-        """Replicas that meet are at the same place. Raises StepFailed, on all of them."""
+    def _refuse_apart(self, told: list[list[float]], others: list[str]) -> None:
+        """Replicas that meet are at the same place, and have values of the same sizes. Raises StepFailed, on all of them."""
         for rank, each in enumerate(told):
             if each[:PLACE] != told[0][:PLACE]:
                 raise StepFailed(ENDED.format(*(part for number in (0, rank) for part in (self.world.launched[number], (
                     "tests, saves or ends" if told[number][1] else "averages") + f" in step {int(told[number][0])}"))))
+            for name, mine, first in zip(others, each[PLACE + 2:], told[0][PLACE + 2:], strict=True):
+                if abs(mine) != abs(first):
+                    raise StepFailed(UNLIKE.format(abs(int(first)) - 1, self.world.launched[0], abs(int(mine)) - 1,
+                                                   self.world.launched[rank]), tensor=name)
 
     def _summed(self, tensors: Mapping[str, Tensor], share: float, total: float) -> dict[str, Tensor]:
         """The mean of each over replicas, of which this one's counts `share` of `total`. Collective."""
@@ -186,15 +190,15 @@ class Averaging(OwnBuckets):
         self.sent = {}
         weights, others = self._means(TESTS, anyway)
         values, self.then = weights, self.outer.momentum
-        if weights:
+        if weights is not None:
             stands, self.then = self.outer.stands([*weights.values()])
             values = dict(zip(weights, stands, strict=True))
         elif self.outer.even and not self.synchronous:
             values = dict(zip(self.names, self.outer.centre, strict=True))      # which nobody became
-        self.copies.alike(values)
+        self.copies.alike(found := {**(values or {}), **others})
         model = self.summed.model
         now = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        return {now[name]: value for name, value in {**values, **others}.items()}
+        return {now[name]: value for name, value in found.items()}
 
     @contextlib.contextmanager
     def standing(self, anyway: bool = False) -> Iterator[None]:

@@ -148,11 +148,9 @@ class FullySharded(Exchange):
     def begin(self) -> None:
         super().begin()
         self.used, self.shards.sent = set(), 0
-        for name, parameter in self.summed.model.named_parameters():
+        self.refuse_refrozen()
+        for parameter in self.summed.model.parameters():
             parameter.grad = None
-            if parameter.requires_grad != self.trained[name]:
-                raise StepFailed("it was frozen or unfrozen after step 0; train with what is trained from the beginning",
-                                 tensor=name)
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:

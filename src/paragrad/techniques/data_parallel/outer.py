@@ -57,7 +57,8 @@ class OfMean(Outer):
         return means, ()
 
     def met(self, own: Tensors, means: Tensors) -> None:
-        torch._foreach_copy_([*own], [*means])
+        for mine, mean in zip(own, means, strict=True):
+            mine.copy_(mean)
 
 
 class Centred(Outer, ABC):
@@ -77,14 +78,16 @@ class OfNesterov(Centred):
             torch.zeros_like(each) for each in self.centre]
 
     def stands(self, means: Tensors) -> tuple[Tensors, Tensors]:
-        moved = torch._foreach_sub([*self.centre], [*means])
-        momentum = torch._foreach_add(moved, [*self.momentum], alpha=self.outer.momentum)
-        torch._foreach_add_(moved, momentum, alpha=self.outer.momentum)
-        return torch._foreach_sub([*self.centre], moved, alpha=self.outer.lr), momentum
+        moved = [centre - mean for centre, mean in zip(self.centre, means, strict=True)]
+        momentum = [gradient.add(before, alpha=self.outer.momentum)
+                    for gradient, before in zip(moved, self.momentum, strict=True)]
+        return [centre.sub(gradient.add_(each, alpha=self.outer.momentum), alpha=self.outer.lr)
+                for centre, gradient, each in zip(self.centre, moved, momentum, strict=True)], momentum
 
     def met(self, own: Tensors, means: Tensors) -> None:
         self.centre, self.momentum = self.stands(means)
-        torch._foreach_copy_([*own], [*self.centre])
+        for mine, centre in zip(own, self.centre, strict=True):
+            mine.copy_(centre)
 
 
 class OfElastic(Centred):

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paragrad.errors import StepFailed
 from paragrad.record.log import Log
 from paragrad.strategies.strategy import ALL, ELEMENT, KINDS
 from paragrad.techniques.data_parallel.host_memory import HostMemory
@@ -47,7 +46,6 @@ class SharedMemory(Exchange):
         self.step, self.stepping = 0, False
         trained = {name: parameter for name, parameter in module.model.named_parameters() if parameter.requires_grad}
         self.names, self.parameters = list(trained), list(trained.values())
-        self.frozen = [parameter for parameter in module.model.parameters() if not parameter.requires_grad]
         set_mode(optimizer, "train")            # here, where every rank has parameters of its own, once for all steps
         kind = updates_by(optimizer, known=type(optimizer) in FOREACH)
         kind = KINDS[int(world.all_reduced(torch.tensor(float(KINDS.index(kind))), "MAX"))]
@@ -113,12 +111,7 @@ class SharedMemory(Exchange):
     def begin(self) -> None:
         self.sent = {}
         self.used = [False] * len(self.parameters)
-        if not all(parameter.requires_grad for parameter in self.parameters) or any(
-                parameter.requires_grad for parameter in self.frozen):
-            changed = [name for name, parameter in self.summed.model.named_parameters()
-                       if parameter.requires_grad != (name in self.names)]
-            raise StepFailed("it was frozen or unfrozen after step 0; train with what is trained from the beginning",
-                             tensor=", ".join(changed))
+        self.refuse_refrozen()
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
