@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paragrad as pg
+from paragrad.datasets.loading import parted
+from paragrad.training.trainer import Trainer
+from paragrad.world.launching import Ranks
+from paragrad.world.world import CPU, World
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device on this machine")
 
@@ -141,3 +146,32 @@ def test_an_own_loop_on_the_gpu() -> None:
         losses = [trainer.step(*batch).loss for batch in trainer.batches(DIGITS.train, batch=64, epoch=0)]
     assert next(model.parameters()).is_cuda
     assert losses[-1] < losses[0]
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 10))
+
+
+def beside(world: World, job: pg.Job, chosen: str) -> tuple[list[float], list[int]]:
+    """The losses of all steps, and the shares at the end: rank 0 on the GPU, the others on the CPU."""
+    here = replace(world, device=torch.device("cuda", 0) if world.rank == 0 else CPU)
+    trainer, losses = Trainer.of_job(here, job, pg.strategy(chosen)), []
+    try:
+        for epoch in range(job.epochs):
+            for each in trainer.batches(job.train, job.batch, epoch):
+                losses.append(trainer.step(*parted(each)).loss)
+        return losses, list(trainer.division.shares)
+    finally:
+        trainer.close()
+
+
+def test_shares_follow_a_gpu_beside_a_cpu(tmp_path: Path) -> None:
+    """The rank on the GPU gets most of every batch from the second epoch on, and it is serial's training."""
+    job = DIGITS.replace(model=wide, name="wide", dtype=torch.float64, epochs=3, batch=512)
+    serial = pg.train(job, "serial", runs=tmp_path)
+    with Ranks(2) as ranks:
+        for losses, shares in ranks.run(beside, job, "data(2, shares=auto, reduce=ring)"):
+            assert losses == pytest.approx(serial.losses, rel=1e-9)
+            assert sum(shares) == 512
+            assert shares[0] > 2 * shares[1]
+            print(f"shares of a GPU and a CPU rank: {shares}")

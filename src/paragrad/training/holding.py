@@ -70,7 +70,7 @@ def begun_of(world: World, job: Job, strategy: Strategy, settings: Settings) -> 
             "examined": True, "scheduler": job.scheduler(optimizer) if job.scheduler else None, "clip_norm": job.clip_norm,
             "autocast": job.autocast, "collate": job.collate, "dtype": job.parameter_dtype, "begun": begun,
             "how": settings.how, "reverse": settings.reverse, "unchecked": settings.unchecked,
-            "tests": job.test is not None, "pace": Pace(settings.slowed, job.seed, world.rank)}
+            "tests": job.test is not None, "pace": Pace(settings.slowed, job.seed, world.rank, world.device.type != "cpu")}
 
 
 def divided(strategy: Strategy, module: Summed, optimizer: torch.optim.Optimizer, draws: Draws, world: World, example: Any,

@@ -6,7 +6,8 @@
 
 A rank is slowed by waiting after its backward: it computes what it would, so the training is the same. What a rank takes for
 its samples is the time of its forwards on the clock, without what batch norm waits for others, and for its backwards as much
-more as they cost of the core: in a backward there may be an exchange, in which a quick rank waits for a slow one.
+more as they cost of the core: in a backward there may be an exchange, in which a quick rank waits for a slow one. On a GPU,
+whose backward costs its own core nothing, it is twice that of the forward.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from paragrad.strategies.shares import Division, divide
 from paragrad.techniques.passes import Passes
 from paragrad.world.world import World
 
+BACKWARD = 2.0          # times a forward, on a GPU: a gradient of the input and one of the weights for each product
 FINE = 1000             # speeds are rounded to so many parts of a sample
 WORTH = 0.95            # of the time of a step: shares that save less than a twentieth stay as they are
 
@@ -81,10 +83,10 @@ def refuse_strange(slowed: Slowed, ranks: int) -> None:
 
 
 class Pace:
-    """Of one rank: slows it, and adds up what it takes. rank: in the world;  seed: of the training."""
+    """Of one rank: slows it, and adds up what it takes. rank: in the world;  seed: of the training;  on_gpu: is it on one?"""
 
-    def __init__(self, slowed: Slowed, seed: int, rank: int) -> None:
-        self.slowed, self.seed, self.rank = slowed, seed, rank
+    def __init__(self, slowed: Slowed, seed: int, rank: int, on_gpu: bool = False) -> None:
+        self.slowed, self.seed, self.rank, self.on_gpu = slowed, seed, rank, on_gpu
         self.samples, self.seconds = 0, 0.0         # since shares were looked at last
 
     @contextlib.contextmanager
@@ -93,7 +95,9 @@ class Pace:
         forward, on_core, begun = passes.forward, passes.on_core, time.thread_time()
         yield
         seconds = time.thread_time() - begun
-        if (core := passes.on_core - on_core) > 0:
+        if self.on_gpu:
+            seconds = (1 + BACKWARD) * (passes.forward - forward)
+        elif (core := passes.on_core - on_core) > 0:
             seconds *= (passes.forward - forward) / core
         wanted = max(seconds, self.slowed.pace * samples / share) * self.slowed.factor(self.seed, self.rank, step)
         time.sleep(wanted - seconds)                        # which is what is asked for: nobody is waited for
