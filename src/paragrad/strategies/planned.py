@@ -59,21 +59,7 @@ class Dgc(Planned):
 COMPRESSORS = (Threshold, TopK, OneBit, Int8, PowerSgd, Bf16, Fp16, Dgc)
 
 
-# ---- parameter servers, averaging ----------------------------------------------------------------------------------------
-class Bsp(Planned):
-    """Bulk synchronous; with backup workers the slowest are not waited for (Chen et al. 2016)."""
-    backup: int = option(Integer(0), default=0)
-
-
-class Ssp(Planned):
-    """Stale synchronous: at most `bound` steps apart (Ho et al. 2013)."""
-    bound: int = option(Integer(0))
-
-
-class Asp(Planned):
-    """Asynchronous (Dean et al. 2012)."""
-
-
+# ---- federated -----------------------------------------------------------------------------------------------------------
 class Even(Planned):
     """Every client has a random, equal part of the samples."""
 
@@ -83,5 +69,4 @@ class Dirichlet(Planned):
     alpha: float = option(Decimal(), default=0.5)
 
 
-SYNC = One(Bsp, Ssp, Asp)
 SPLIT = One(Even, Dirichlet)

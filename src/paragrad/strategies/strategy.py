@@ -90,6 +90,15 @@ class Facts(Protocol):
     @property
     def casts(self) -> bool: ...                # are forwards run under autocast?
 
+    @property
+    def elements(self) -> int: ...              # of all parameters that are trained
+
+    @property
+    def updates_by(self) -> str: ...            # how its optimizer updates: one of KINDS
+
+    @property
+    def optimizer(self) -> str: ...             # its name
+
 
 class Strategy(Family, abstract=True):
     """How the training is split. `*` nests: left to right is outer to inner.

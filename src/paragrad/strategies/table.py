@@ -11,11 +11,12 @@ from paragrad.strategies.data import ALGORITHMS, Data, Native
 from paragrad.strategies.local import Local
 from paragrad.strategies.pipeline import Pipeline, Place
 from paragrad.strategies.serial import Serial
+from paragrad.strategies.server import Server
 from paragrad.strategies.spatial import Spatial
 from paragrad.strategies.strategy import Here, Plan, Product, factors_of
 from paragrad.strategies.strategy import Strategy as Strategy
 from paragrad.strategies.tensor import Tensor
-from paragrad.strategies.unbuilt import Federated, Server
+from paragrad.strategies.unbuilt import Federated
 
 STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (
     Serial, Data, Tensor, Spatial, Branch, Place, Pipeline, Server, Local, Federated)}         # ours

@@ -6,7 +6,7 @@ Each moves to a file of its own when it is built.
 from __future__ import annotations
 
 from paragrad.notation.choices import Choice, Decimal, Integer, Word, option
-from paragrad.strategies.planned import SPLIT, SYNC, Bsp, Even, Planned
+from paragrad.strategies.planned import SPLIT, Even, Planned
 from paragrad.strategies.strategy import Promise, Strategy
 
 
@@ -17,19 +17,6 @@ class Unbuilt(Strategy, Planned, abstract=True):
     @property
     def promise(self) -> Promise:
         return Promise()
-
-
-class Server(Unbuilt):
-    """Servers hold the parameters; workers push gradients and pull parameters (Li et al. 2014)."""
-    workers: int = option(Integer())
-    servers: int = option(Integer(), default=1)
-    sync: Choice = option(SYNC, default=Bsp())
-    rate: str = option(Word("constant", "by_staleness"), default="constant")
-    replica = True
-
-    @property
-    def promise(self) -> Promise:
-        return Promise(exact=self.sync == Bsp())
 
 
 class Federated(Unbuilt):

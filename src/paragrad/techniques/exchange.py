@@ -47,7 +47,8 @@ class Replica:
     some rank's parameters got no gradient when the model was looked at;  layout: which part of the model this is;  forward: one
     of model and loss on this rank's first micro-batch, which leaves nothing behind (rehearsed=True: without autocast);
     kept: the whole model is wanted as it is;  steps: that were made before;  restored: what exchanges of the strategy of a
-    checkpoint keep (`kept`).
+    checkpoint keep (`kept`);  scheduler: the job's, or None;  alike: around calls that draw (an update);  full: samples of a
+    full batch.
     """
     module: Summed
     optimizer: torch.optim.Optimizer
@@ -58,6 +59,9 @@ class Replica:
     kept: bool = False
     steps: int = 0
     restored: State = field(default_factory=dict)
+    scheduler: Any = None
+    alike: Callable[[str, int, Callable[[], Any]], None] = lambda name, step, function: function()
+    full: int = 1
 
 
 class Exchange(ABC):
@@ -65,7 +69,7 @@ class Exchange(ABC):
     leaves them. Names are the part's own.
 
     What differs is replaced, at least `finish` and `counted`. Collective: all ranks make it together. Set in every
-    step: `stop`, this rank was asked to stop;  before `finish`, `doubt`: of its weight, what may be that of nothing
+    step: `stop`, this rank was asked to stop;  `own_samples`: of its share;  before `finish`, `doubt`: of its weight, what may be that of nothing
     (`Summed.doubts`);  before `average`, `weight`: of what gradients are of, as who has the loss told it. To be read: `sent`,
     bytes by kind in this step;  `largest`: bytes it keeps in memory;  `sharing`: ranks that hold the parameters together, each
     all of them.
@@ -79,7 +83,7 @@ class Exchange(ABC):
     shards: Layout | None = None
     parts: Mapping[str, Tensor]
     hollow: nn.Module
-    stop = False
+    stop, own_samples = False, 0
     doubt = weight = 0.0
 
     def __init__(self, replica: Replica) -> None:

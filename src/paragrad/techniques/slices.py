@@ -28,11 +28,12 @@ class Stretch:
     stop: int
 
 
-def slices(optimizer: torch.optim.Optimizer, kind: str, lengths: list[int], ranks: int) -> tuple[list[list[Stretch]], str]:
+def slices(optimizer: torch.optim.Optimizer, kind: str, lengths: list[int], ranks: int, grain: int = GRAIN,
+           ) -> tuple[list[list[Stretch]], str]:
     """(the stretches of every rank, why so), for parameters of some lengths (elements); kind: what `updates_by` found."""
     name = type(optimizer).__name__
     if kind == ELEMENT:
-        return _even(lengths, ranks), f"{name} updates element by element: every rank 1/{ranks} of all"
+        return _even(lengths, ranks, grain), f"{name} updates element by element: every rank 1/{ranks} of all"
     if kind == TENSOR:
         return _whole(lengths, ranks), f"{name} wants whole tensors: each is one rank's"
     everything = [Stretch(index, 0, length) for index, length in enumerate(lengths)]
@@ -66,9 +67,9 @@ def _fusible(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -
     return len(met) <= 1 and all(map(torch.is_floating_point, parameters))
 
 
-def _even(lengths: list[int], ranks: int) -> list[list[Stretch]]:
+def _even(lengths: list[int], ranks: int, grain: int) -> list[list[Stretch]]:
     total = sum(lengths)
-    cuts = [min(total, -(-total * rank // ranks // GRAIN) * GRAIN) for rank in range(ranks)] + [total]
+    cuts = [min(total, -(-total * rank // ranks // grain) * grain) for rank in range(ranks)] + [total]
     found: list[list[Stretch]] = []
     for first, last in itertools.pairwise(cuts):
         begin, stretches = 0, []

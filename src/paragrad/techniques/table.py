@@ -25,6 +25,7 @@ TECHNIQUES = {
     "serial": "paragrad.techniques.data_parallel",
     "data": "paragrad.techniques.data_parallel",
     "local": "paragrad.techniques.data_parallel.averaging",
+    "server": "paragrad.techniques.served",
     "place": "paragrad.techniques.model_parallel.pipeline",
     "pipeline": "paragrad.techniques.model_parallel.pipeline",
     "tensor": "paragrad.techniques.width.tensor",
@@ -104,10 +105,9 @@ def exchange_of(strategy: Strategy, replica: Replica, world: World, log: Log, ho
         found = _part(bring[0], "exchange")(replica, along, log, how)
     if not isinstance(found, Exchange):
         raise StepFailed(f"the exchange of {bring[0].name} is a {type(found).__name__}; return a paragrad.Exchange")
-    if strategy.servers and (lacks := [name for name in ("serve", "dismiss")
-                                       if getattr(type(found), name) is getattr(Exchange, name)]):
-        raise StepFailed(f"{strategy} has servers, and its {type(found).__name__} no {' and no '.join(lacks)}; give it a "
-                         f"method {lacks[0]}(self)")
+    lacks = "serve" if strategy.serves(world.rank) else "dismiss"
+    if strategy.servers and getattr(type(found), lacks) is getattr(Exchange, lacks):
+        raise StepFailed(f"{strategy} has servers, and its {type(found).__name__} no {lacks}; give it a method {lacks}(self)")
     if left := {what for values in replica.restored.values() for what in values} - set(found.keeps):
         log.choice("checkpoint", f"without {', '.join(sorted(left))}", f"{strategy} has no use for it")
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -125,6 +126,23 @@ class Asked:
     @property
     def casts(self) -> bool:
         return self.named.autocast is not None
+
+    @property
+    def elements(self) -> int:
+        return self.facts.parameters
+
+    @functools.cached_property
+    def _updating(self) -> tuple[str, str]:
+        optimizer = self.named.optimizer(self.named.built_model().parameters())
+        return updates_by(optimizer, known=type(optimizer) in FOREACH), type(optimizer).__name__
+
+    @property
+    def updates_by(self) -> str:
+        return self._updating[0]
+
+    @property
+    def optimizer(self) -> str:
+        return self._updating[1]
 
 
 def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, facts: Findings | None = None) -> Admitted:

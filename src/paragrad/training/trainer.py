@@ -197,6 +197,7 @@ class Trainer:
         still = unmoved(self.exchange, self.parameters, self.layout, self.replicated.size)
         late = as_seen(self.draws, self.layout.cut and self.splits and (self.taken + 1).bit_count() == 1)
         samples, share = sum(len(each.positions) for each in batch.micros), self.batch_size / len(self.division.shares)
+        self.exchange.own_samples = samples
         paced = contextlib.nullcontext() if self.rehearsing else self.pace.over(self.steps, samples, share or 1.0, self.passes)
         with counting(self.passes, looked), still, late, paced, over(self.around, self.exchange.count):
             own = sums_of(self.passes, batch.parts(inputs, target), len(batch.micros))

@@ -85,14 +85,15 @@ def _lockstep(world: World, job: Job, strategy: Strategy, settings: Settings, tr
     same: whether it is the same training is asked: with a rounding twin, and of all replicas.
     """
     trainer = Trainer.of_job(world, job, strategy, settings, unchecked=True)
-    comparison = None
+    order, comparison = job.order(len(train)), None
+    trainer.batch_size = min(order.batch, order.samples)
     if world.rank == 0:
         comparison = Comparison(trainer, Reference(world.device, job, strategy, train, places, twin=same))
     try:
         if trainer.serves:
             serve(trainer)
             return
-        for fetched in trainer.batches_at(train, job.order(len(train)), places, settings.loaders):
+        for fetched in trainer.batches_at(train, order, places, settings.loaders):
             trainer.step(*parted(fetched))
             if comparison is not None and comparison.reference.serial.steps == 0:
                 _check_apart(comparison.reference)

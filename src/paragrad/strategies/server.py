@@ -1,0 +1,84 @@
+"""server: servers hold the parameters; workers push gradients and pull parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Self
+
+from paragrad.errors import Refused
+from paragrad.notation.choices import Choice, Integer, One, Word, option
+from paragrad.strategies.strategy import Facts, Here, Promise, Strategy
+
+
+class Bsp(Choice):
+    """Bulk synchronous: every step waits for all workers; with backup workers not for the slowest (Chen et al. 2016)."""
+    backup: int = option(Integer(0), default=0)
+
+
+class Ssp(Choice):
+    """Stale synchronous: no worker is more than `bound` steps ahead of the slowest (Ho et al. 2013)."""
+    bound: int = option(Integer(0))
+
+
+class Asp(Choice):
+    """Asynchronous: nobody waits (Dean et al. 2012)."""
+
+
+class Server(Strategy):
+    """Servers hold parameters and optimizer state in slices; workers push gradients and pull parameters (Li et al. 2014).
+
+    sync: who waits for whom;  rate: of an update, divided by its staleness where that is above 1 (Zhang et al. 2015).
+    """
+    workers: int = option(Integer())
+    servers: int = option(Integer(), default=1)
+    sync: Choice = option(One(Bsp, Ssp, Asp), default=Bsp())
+    rate: str = option(Word("constant", "by_staleness"), default="constant")
+    replica = True
+    bucketed = False
+
+    def check(self) -> None:
+        if self.rate == "by_staleness" and self.waits:
+            raise Refused(f"server(rate=by_staleness): under {self.sync} no gradient is stale; leave rate out, or give "
+                          "sync=asp or sync=ssp(4)")
+
+    @property
+    def waits(self) -> bool:
+        """Is a step made of all its shares?"""
+        return isinstance(self.sync, Bsp)
+
+    @property
+    def shares(self) -> int:
+        """Of a full batch."""
+        return self.workers
+
+    @property
+    def promise(self) -> Promise:
+        exact = self.sync == Bsp()
+        return Promise(exact=exact, replicas_equal=exact, buffers_equal=exact)
+
+    @property
+    def batch_norm(self) -> str:
+        return "whole" if self.waits else "share"               # who waits for nobody has nobody to ask
+
+    def resolved(self, here: Here) -> Self:
+        if isinstance(self.sync, Bsp) and self.sync.backup >= self.workers:
+            raise Refused(f"{self}: {self.sync.backup} of {self.workers} workers for backup leave none; give fewer")
+        return self
+
+    def refuse(self, facts: Facts, asked: Strategy, unchecked: bool = False) -> None:
+        super().refuse(facts, asked, unchecked)
+        if facts.elements < self.servers:
+            raise Refused(f"{asked} has {self.servers} servers, and job {facts.job} {facts.elements} trained parameter(s); "
+                          "give fewer servers")
+        if self.servers > 1 and facts.updates_by != "element":
+            raise Refused(f"{asked} cuts the optimizer's state into slices, and {facts.optimizer} does not update element by "
+                          "element (as SGD, Adam, AdamW, RMSprop, Adagrad do); give servers=1, or another optimizer")
+
+    def unplanned(self) -> str:
+        return "what servers are asked for is decided as they run; try data(4, reduce=ring)"
+
+    def picked(self, resolved: Self, here: Here) -> Iterator[tuple[str, str, str]]:
+        if not self.waits:
+            yield "batch norm", "of each share", "a worker that waits for nobody has nobody to ask"
+            yield "clipping", "by each worker", "of its own gradient: the others' are not known"
+            yield "scheduler", "by samples", "it steps with every full batch of samples that was applied"

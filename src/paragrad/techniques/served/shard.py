@@ -1,0 +1,311 @@
+"""A server: a slice of the parameters and of the optimizer's state, the updates of it, and the answers to workers.
+
+Synchronous (`bsp`): the gradients of all shares of a step are kept until all are there, added up in the order of shares, and
+applied once a worker says by what they are to be divided: it knows the norm over all servers. Otherwise what a worker pushes is
+applied at once, each ticket once, by the learning rate divided by its staleness where that is asked for.
+
+The optimizer is the job's own. Several servers have flat stretches of the parameters, so it has to update element by element;
+one alone has all. The scheduler steps with every full batch of samples that came.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paragrad.errors import StepFailed
+from paragrad.record.log import Log
+from paragrad.strategies.server import Server
+from paragrad.techniques.exchange import Replica
+from paragrad.techniques.layout import hand_over
+from paragrad.techniques.served.header import Header, Kind, Unfit, bytes_of, vector_of
+from paragrad.techniques.served.slicing import Slot, held, places
+from paragrad.techniques.served.sockets import Listening, header_of
+from paragrad.techniques.slices import updated
+from paragrad.techniques.updating import in_eval_mode, set_mode
+
+LOOK = 0.5              # seconds after which a server looks whether somebody is there
+
+
+class Applied:
+    """Tickets that were applied: all below a number, and some above it."""
+
+    def __init__(self) -> None:
+        self.below, self.above = 0, set[int]()
+
+    def __contains__(self, ticket: int) -> bool:
+        return ticket < self.below or ticket in self.above
+
+    def add(self, ticket: int) -> None:
+        self.above.add(ticket)
+        while self.below in self.above:
+            self.above.remove(self.below)
+            self.below += 1
+
+
+@dataclass
+class Push:
+    """What came of one share: its vectors by slot, whose they are, and what was said of them."""
+    header: Header
+    whose: bytes
+    vectors: dict[int, tuple[bytes, Tensor]]
+
+
+class Shard:
+    """One server's. number: which of them;  slots: what it has of `parameters`, whose names these are;  full: samples of a full
+    batch."""
+
+    def __init__(self, strategy: Server, replica: Replica, slots: list[Slot], names: list[str], parameters: list[Tensor],
+                 log: Log, job: int, full: int) -> None:
+        self.strategy, self.slots, self.log, self.job, self.full = strategy, slots, log, job, full
+        self.optimizer, self.scheduler, self.alike = replica.optimizer, replica.scheduler, replica.alike
+        self.stretches = [each for slot in slots for each in slot.stretches]
+        self.held = [held(each, names, parameters) for each in self.stretches]
+        self.values = [torch.cat(places(slot, parameters)) if slot.elements else torch.empty(0, dtype=slot.dtype)
+                       for slot in slots]
+        self.gradients = [torch.zeros_like(each) for each in self.values]
+        self.own, self.grads = self._places(self.values), self._places(self.gradients)
+        if strategy.servers == 1:                       # the optimizer keeps what it has, also hooks that know the model
+            self._take_in(parameters)
+        else:
+            parts: dict[Tensor, list[Any]] = {}
+            for stretch, which, place in zip(self.stretches, self.held, self.own, strict=True):
+                parts.setdefault(parameters[stretch.index], []).append((which, place))
+            hand_over(self.optimizer, parts)
+        set_mode(self.optimizer, "train")
+        self.anyone = [False] * len(self.own)           # had a gradient in the last update
+        self.step, self.samples = replica.steps, replica.steps * full
+        self.pushes: dict[int, Push] = {}               # of this step, by share
+        self.complete = False                           # all of them were added up
+        self.applied = Applied()
+        self.applied.below = replica.steps * strategy.shares
+        self.workers: set[bytes] = set()                # that have not left
+        self.met = False                                # somebody was there
+        self.received = self.sent = 0
+        self.begun = self.updates = replica.steps
+        self.staleness: Counter[int] = Counter()
+        self.refused: Counter[str] = Counter()
+
+    def _places(self, vectors: list[Tensor]) -> list[Tensor]:
+        """Of every stretch that in the vectors, in the parameter's shape where it is all of one."""
+        flat = [each for slot, vector in zip(self.slots, vectors, strict=True) for each in slot.views(vector)]
+        return [each if which.where is not None else each.view(which.shape) for each, which in zip(flat, self.held, strict=True)]
+
+    def _take_in(self, parameters: list[Tensor]) -> None:
+        """The model's own parameters are the places in the vectors."""
+        for number, stretch in enumerate(self.stretches):
+            parameters[stretch.index].data = self.own[number]
+            self.own[number] = parameters[stretch.index]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(slot.nbytes for slot in self.slots)
+
+    # ---- its loop ----------------------------------------------------------------------------------------------------------
+    def serve(self, listening: Listening, wanted: int, seconds: float) -> None:
+        """Until so many workers have left. Raises StepFailed where nobody is there any more, or comes in time."""
+        left, since = 0, time.monotonic()
+        while left < wanted:
+            frames = listening.take(LOOK)
+            if frames is None:
+                alone = not listening.connections
+                since = since if alone else time.monotonic()
+                if alone and (self.met or time.monotonic() - since > seconds):
+                    raise StepFailed("no worker is there any more" if self.met else f"no worker came within {seconds:g} s")
+                continue
+            since, self.met = time.monotonic(), True
+            left += self.taken(listening, frames)
+
+    def taken(self, listening: Listening, frames: list[Any]) -> bool:
+        """Do what a message asks for; True where somebody left."""
+        whose, header = frames[0].bytes, Header(Kind.REFUSED, self.job)
+        try:
+            header = header_of(frames)
+            if header.job != self.job:
+                raise Unfit("it is of another training")
+            if header.kind == Kind.END:
+                listening.answer(whose, header.answer(Kind.DONE))
+                return True
+            self._does(header, listening, whose, frames[2:])
+        except Unfit as error:
+            self.refused[str(error)] += 1
+            listening.refuse(whose, header, str(error))
+        return False
+
+    def _does(self, header: Header, listening: Listening, whose: bytes, rest: list[Any]) -> None:
+        handlers: dict[Kind, Callable[[Header, Listening, bytes, list[Any]], None]] = {
+            Kind.PUSH: self._push, Kind.UPDATE: self._update, Kind.PULL: self._pull, Kind.GRADIENTS: self._tell_gradients,
+            Kind.STATE: self._state}
+        if header.kind not in handlers:
+            raise Unfit(f"{header.kind.name} is no question")
+        handlers[header.kind](header, listening, whose, rest)
+
+    # ---- gradients come ------------------------------------------------------------------------------------------------------
+    def _push(self, header: Header, listening: Listening, whose: bytes, rest: list[Any]) -> None:
+        vector, marked = self._checked(header, rest)
+        if self.strategy.waits:
+            self._collect(header, listening, whose, marked, vector)
+        else:
+            self._apply(header, marked, vector)
+            listening.answer(whose, header.answer(Kind.DONE, version=self.updates))
+
+    def _checked(self, header: Header, rest: list[Any]) -> tuple[Tensor, bytes]:
+        """(the vector, its marks). Raises Unfit where this is not what belongs into a slot, or came before."""
+        if header.slot >= len(self.slots):
+            raise Unfit("it is for a vector that is not here")
+        slot = self.slots[header.slot]
+        if len(rest) != 2:
+            raise Unfit("a push without its marks and its vector")
+        if header.dtype != slot.dtype:
+            raise Unfit(f"gradients of type {str(header.dtype).removeprefix('torch.')}, and here are parameters of "
+                        f"{str(slot.dtype).removeprefix('torch.')}")
+        if header.elements != slot.elements:
+            raise Unfit(f"a gradient of {header.elements} elements for {slot.elements} parameters")
+        marked = rest[0].bytes
+        if len(marked) != len(slot.stretches) or not set(marked) <= {0, 1}:
+            raise Unfit("marks that do not fit the slice")
+        vector = vector_of(header, rest[1].buffer)
+        if not all(number == number and abs(number) != float("inf") for number in header.numbers):
+            raise Unfit("numbers that are not finite")
+        if not bool(vector.isfinite().all()):
+            raise Unfit("a gradient that is not finite")
+        self.received += vector.nbytes
+        return vector, marked
+
+    def _collect(self, header: Header, listening: Listening, whose: bytes, marked: bytes, vector: Tensor) -> None:
+        """Of a synchronous step: once all is there, tell all."""
+        if header.step != self.step or self.complete:
+            raise Unfit(f"a gradient of {'an earlier' if header.step <= self.step else 'a later'} step")
+        if header.shares != self.strategy.shares or header.share >= header.shares:
+            raise Unfit(f"a share that there is not ({header.share} of {header.shares})")
+        push = self.pushes.setdefault(header.share, Push(header, whose, {}))
+        if push.whose != whose or header.slot in push.vectors:
+            raise Unfit("a gradient that came before")
+        push.vectors[header.slot] = marked, vector
+        if len(self.pushes) < header.shares or any(len(each.vectors) < len(self.slots) for each in self.pushes.values()):
+            return
+        told, square = self._add_up()
+        for each in self.pushes.values():
+            listening.answer(each.whose, each.header.answer(Kind.DONE, numbers=(*told[:4], square), version=self.updates))
+
+    def _add_up(self) -> tuple[list[float], float]:
+        """The sums of weight, loss, wishes to stop, doubts, and the square of the norm of the sum of gradients."""
+        shares = [self.pushes[share] for share in sorted(self.pushes)]
+        square, anyone = 0.0, []
+        for number, total in enumerate(self.gradients):
+            first, *others = [each.vectors[number] for each in shares]
+            total.copy_(first[1])
+            for _, vector in others:
+                total.add_(vector)
+            wide = torch.promote_types(total.dtype, torch.float32)
+            square += float(torch.linalg.vector_norm(total, dtype=wide)) ** 2 if total.numel() else 0.0
+            anyone += [any(found) for found in zip(*(marked for marked, _ in (first, *others)), strict=True)]
+        self.anyone, self.complete = anyone, True
+        told = [sum(numbers) for numbers in zip(*(each.header.numbers for each in shares), strict=True)]
+        for each in shares:
+            each.vectors.clear()                        # what came is let go of
+        return told, square
+
+    def _apply(self, header: Header, marked: bytes, vector: Tensor) -> None:
+        """At once. Raises Unfit where it was before."""
+        ticket = header.step
+        if ticket in self.applied:
+            raise Unfit("samples that were applied before")
+        push = self.pushes.setdefault(ticket, Push(header, b"", {}))
+        if header.slot in push.vectors:
+            raise Unfit("a gradient that came before")
+        push.vectors[header.slot] = marked, vector
+        if len(push.vectors) < len(self.slots):
+            return
+        del self.pushes[ticket]
+        self.applied.add(ticket)
+        self.anyone = [bool(mark) for number in range(len(self.slots)) for mark in push.vectors[number][0]]
+        for number, gradient in enumerate(self.gradients):
+            gradient.copy_(push.vectors[number][1])
+        late = max(0, self.updates - header.version)
+        self.staleness[late] += 1
+        self._step(1.0 / max(1, late) if self.strategy.rate == "by_staleness" else 1.0, int(header.numbers[3]))
+
+    # ---- updates -----------------------------------------------------------------------------------------------------------
+    def _update(self, header: Header, listening: Listening, whose: bytes, rest: list[Any]) -> None:
+        """Of a synchronous step, by the first who says so; all are told the parameters."""
+        divisor, factor = header.numbers[:2]
+        if header.step == self.step and self.complete:
+            if not divisor > 0 or not 0 < factor <= 1:
+                raise Unfit("a divisor or a factor that cannot be")
+            for gradient in self.gradients:
+                gradient.div_(divisor)
+                if factor != 1:
+                    gradient.mul_(factor)
+            self._step(1.0, self.full)
+            self.step, self.complete, self.pushes = self.step + 1, False, {}
+        elif header.step != self.step - 1:
+            raise Unfit(f"an update of {'an earlier' if header.step < self.step else 'a later'} step")
+        self._tell(header, listening, whose, self.values)
+
+    def _step(self, rate: float, samples: int) -> None:
+        for place, gradient, there in zip(self.own, self.grads, self.anyone, strict=True):
+            place.grad = gradient if there else None
+        with self._slower(rate):
+            self.alike("update", self.updates, lambda: updated(self.optimizer))
+        self.updates, before = self.updates + 1, self.samples // self.full
+        self.samples += samples
+        for step in range(before, self.samples // self.full) if self.scheduler is not None else ():
+            self.alike("schedule", step, self.scheduler.step)
+
+    @contextmanager
+    def _slower(self, rate: float) -> Iterator[None]:
+        before = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups if rate != 1 else ():
+            group["lr"] = group["lr"] * rate
+        yield
+        for group, lr in zip(self.optimizer.param_groups, before, strict=True):
+            group["lr"] = lr
+
+    # ---- answers -----------------------------------------------------------------------------------------------------------
+    def _tell(self, header: Header, listening: Listening, whose: bytes, vectors: list[Tensor], **more: Any) -> None:
+        for number, (slot, vector) in enumerate(zip(self.slots, vectors, strict=True)):
+            self.sent += vector.nbytes
+            listening.answer(whose, header.answer(Kind.VALUES, slot=number, dtype=slot.dtype, elements=slot.elements,
+                                                  version=self.updates, **more), b"", bytes_of(vector))
+
+    def _pull(self, header: Header, listening: Listening, whose: bytes, rest: list[Any]) -> None:
+        """A copy where the next update may come while it travels."""
+        with in_eval_mode(self.optimizer, self.own) if header.numbers[0] else nullcontext():
+            self._tell(header, listening, whose, [each.clone() for each in self.values])
+
+    def _tell_gradients(self, header: Header, listening: Listening, whose: bytes, rest: list[Any]) -> None:
+        self._tell(header, listening, whose, [each.clone() for each in self.gradients], numbers=(float(self.complete),))
+
+    def _state(self, header: Header, listening: Listening, whose: bytes, rest: list[Any]) -> None:
+        """The optimizer's: [stretch, what, number] or [stretch, what, type, shape] in the order of the bytes."""
+        said: list[list[Any]] = []
+        parts: list[Tensor] = []
+        for number, place in enumerate(self.own):
+            for what, value in self.optimizer.state.get(place, {}).items():
+                if isinstance(value, Tensor):
+                    said.append([number, what, str(value.dtype).removeprefix("torch."), list(value.shape)])
+                    parts.append(value.detach().reshape(-1).contiguous().view(torch.uint8))
+                else:
+                    said.append([number, what, value])
+        try:
+            text = json.dumps(said)
+        except TypeError as error:
+            raise Unfit(f"the optimizer's state cannot travel: {error}") from None
+        vector = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+        listening.answer(whose, header.answer(Kind.VALUES, dtype=torch.uint8, elements=vector.numel()), text.encode(),
+                         bytes_of(vector))
+
+    def told(self) -> dict[str, Any]:
+        """What the record is to say of it."""
+        return {"parameters": self.nbytes, "received": self.received, "sent": self.sent, "updates": self.updates - self.begun,
+                "staleness": {str(late): count for late, count in sorted(self.staleness.items())},
+                "refused": dict(self.refused)}

@@ -1,0 +1,185 @@
+"""Sockets between workers and servers (ZeroMQ).
+
+On one host they lie in a folder that only their owner may enter. Between hosts they are TCP and encrypted (CurveZMQ): every
+process makes a pair of keys for itself, public ones alone travel, and a server lets in only those whose keys it was told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.utils.monitor
+from zmq.auth.thread import ThreadAuthenticator
+
+from paragrad.errors import StepFailed
+from paragrad.techniques.served.header import FORMAT, Header, Kind, Unfit, refuse_refused, unpacked
+
+ROOM = 2**20            # bytes that a part of a message may have beside the largest vector: texts
+WAITING = 64            # messages of one peer that are kept until they are looked at
+LEAVING = 2000          # milliseconds for what was sent last to be gone
+BEAT = 2000             # milliseconds after which a silent connection is asked whether it is there
+Frames = Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Keys:
+    """A process's own pair, made anew for every training."""
+    public: bytes
+    secret: bytes
+
+    @classmethod
+    def made(cls) -> Keys:
+        return cls(*zmq.curve_keypair())
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server listens; key: its public one, where messages are encrypted."""
+    at: str
+    key: bytes | None = None
+
+
+def _set(socket: zmq.Socket[bytes], longest: int) -> None:
+    for option, value in ((zmq.LINGER, LEAVING), (zmq.RCVHWM, WAITING), (zmq.SNDHWM, WAITING), (zmq.MAXMSGSIZE, longest),
+                          (zmq.HEARTBEAT_IVL, BEAT), (zmq.HEARTBEAT_TIMEOUT, 5 * BEAT), (zmq.IPV6, 1)):
+        socket.setsockopt(option, value)
+
+
+class Listening:
+    """Of a server: everybody's questions, one after another. longest: bytes of the longest vector of one;  host: by which
+    others reach this one, None: all are on it."""
+
+    def __init__(self, longest: int, host: str | None, keys: Keys) -> None:
+        self.context, self.keys = zmq.Context(), keys
+        self.socket = self.context.socket(zmq.ROUTER)
+        _set(self.socket, longest + ROOM)
+        self.folder: str | None = None
+        self.door: ThreadAuthenticator | None = None
+        self.there = 0                                  # connections
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        if host is None:
+            self.folder = tempfile.mkdtemp(prefix="paragrad-")              # mode 0700
+            self.address = Address(f"ipc://{Path(self.folder) / 'server'}")
+            self.socket.bind(self.address.at)
+        else:
+            self.door = ThreadAuthenticator(self.context)
+            self.door.start()
+            self.door.configure_curve_callback(credentials_provider=_Nobody())
+            self.socket.curve_server, self.socket.curve_secretkey = True, keys.secret
+            self.socket.curve_publickey = keys.public
+            port = self.socket.bind_to_random_port(f"tcp://{_bracketed(host)}")
+            self.address = Address(f"tcp://{_bracketed(host)}:{port}", keys.public)
+
+    def allow(self, keys: Iterable[bytes]) -> None:
+        """From here on these may talk to it, where messages are encrypted."""
+        if self.door is not None:
+            self.door.configure_curve_callback(credentials_provider=_Known(frozenset(keys)))
+
+    def take(self, seconds: float) -> list[Any] | None:
+        """[whose, header, marks, vector] of the next question, as frames; None where none came."""
+        if not self.socket.poll(int(1000 * seconds)):
+            return None
+        return self.socket.recv_multipart(copy=False)
+
+    def answer(self, whose: bytes, header: Header, *rest: Any) -> None:
+        """Never waits: who does not take what it is told is told no more."""
+        with contextlib.suppress(zmq.Again, zmq.ZMQError):
+            self.socket.send_multipart([whose, header.packed(), *rest], flags=zmq.NOBLOCK, copy=False)
+
+    def refuse(self, whose: bytes, header: Header, why: str) -> None:
+        self.answer(whose, header.answer(Kind.REFUSED), why.encode())
+
+    @property
+    def connections(self) -> int:
+        """How many there are now."""
+        while self.monitor.poll(0):
+            event = zmq.utils.monitor.recv_monitor_message(self.monitor)["event"]
+            self.there += 1 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED else -1
+        return self.there
+
+    def close(self) -> None:
+        if self.door is not None:
+            self.door.stop()
+        self.socket.disable_monitor()
+        self.context.destroy(linger=LEAVING)
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class Calling:
+    """Of a worker: questions to every server, each of which has one answer. seconds: to wait for one at most."""
+
+    def __init__(self, servers: Sequence[Address], longest: int, keys: Keys, seconds: float) -> None:
+        self.context, self.seconds = zmq.Context(), seconds
+        self.sockets = []
+        for each in servers:
+            socket = self.context.socket(zmq.DEALER)
+            _set(socket, longest + ROOM)
+            if each.key is not None:
+                socket.curve_serverkey, socket.curve_secretkey = each.key, keys.secret
+                socket.curve_publickey = keys.public
+            socket.connect(each.at)
+            self.sockets.append(socket)
+
+    def ask(self, server: int, header: Header, *rest: Any) -> None:
+        """What rest lies in must stay as it is until the answer is there."""
+        self.sockets[server].send_multipart([header.packed(), *rest], copy=False)
+
+    def answers(self, count: int) -> Iterator[tuple[int, Header, Frames]]:
+        """(server, header, frames after it) of so many answers, as they come. Raises StepFailed where one is a refusal, or
+        does not come."""
+        until, poller = time.monotonic() + self.seconds, zmq.Poller()
+        for socket in self.sockets:
+            poller.register(socket, zmq.POLLIN)
+        while count:
+            ready = dict(poller.poll(max(0, int(1000 * (until - time.monotonic())))))
+            if not ready:
+                raise StepFailed(f"no answer from the servers within {self.seconds:g} s: one of them, or a worker that they "
+                                 "wait for, does not go on")
+            for server, socket in enumerate(self.sockets):
+                if socket in ready:
+                    first, *frames = socket.recv_multipart(copy=False)
+                    try:
+                        header = unpacked(first.bytes)
+                    except Unfit as error:
+                        raise StepFailed(f"server {server} answered with {error}") from None
+                    refuse_refused(f"server {server}", header, frames)
+                    yield server, header, [frame.buffer for frame in frames]
+                    count -= 1
+
+    def close(self) -> None:
+        self.context.destroy(linger=LEAVING)
+
+
+class _Nobody:
+    def callback(self, domain: str, key: bytes) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class _Known:
+    keys: frozenset[bytes]
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key in self.keys
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def header_of(frames: Sequence[Any]) -> Header:
+    """Of a question's frames. Raises Unfit."""
+    if not 2 <= len(frames) <= 4:
+        raise Unfit(f"a message of {len(frames) - 1} parts")
+    if len(frames[1].buffer) != FORMAT.size:
+        raise Unfit(f"a header of {len(frames[1].buffer)} bytes, which has {FORMAT.size}")
+    return unpacked(frames[1].bytes)
