@@ -32,11 +32,13 @@ CARRIED = ("a forward changes it, besides gradients and buffers, and a cut model
 class How:
     """How exchanges go, whatever the technique.
 
-    overlap: exchange while backward runs;  machine: known links, for `auto`;  sabotage: a planted bug, by its name.
+    overlap: exchange while backward runs;  machine: known links, for `auto`;  sabotage: a planted bug, by its name;
+    meeting: where servers are, of a training whose workers come and go.
     """
     overlap: bool = True
     machine: Machine | None = None
     sabotage: str | None = None
+    meeting: Any = None
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,8 @@ class Exchange(ABC):
     leaves them. Names are the part's own.
 
     What differs is replaced, at least `finish` and `counted`. Collective: all ranks make it together. Set in every
-    step: `stop`, this rank was asked to stop;  `own_samples`: of its share;  before `finish`, `doubt`: of its weight, what may be that of nothing
-    (`Summed.doubts`);  before `average`, `weight`: of what gradients are of, as who has the loss told it. To be read: `sent`,
+    step: `stop`, this rank was asked to stop;  `own_samples`, of its share;  before `finish`, `doubt`: of its weight, what may be
+    that of nothing (`Summed.doubts`);  before `average`, `weight`: of what gradients are of, as who has the loss told it. To be read: `sent`,
     bytes by kind in this step;  `largest`: bytes it keeps in memory;  `sharing`: ranks that hold the parameters together, each
     all of them.
 

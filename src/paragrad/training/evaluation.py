@@ -31,17 +31,20 @@ Found = TypeVar("Found")
 
 
 def evaluated(world: World, module: Summed, passes: Passes | None, layout: Layout, samples: Samples,
-              metric: Metric | None, dtype: torch.dtype | None, loaders: int = 0, most: int = BATCH) -> dict[str, float]:
+              metric: Metric | None, dtype: torch.dtype | None, loaders: int = 0, most: int = BATCH,
+              part: tuple[int, int] | None = None) -> dict[str, float]:
     """{"value", "weight"} of the metric (or, without one, the loss) over all samples and ranks. Collective.
 
-    passes: None before the first step;  most: samples at once where there are gradients, the same on all ranks of a replica.
+    passes: None before the first step;  most: samples at once where there are gradients, the same on all ranks of a replica;
+    part: (which, of how many) is this rank's, otherwise by its place in the world.
 
     Without gradients; with them if the first batch fails without, as a model does that takes some itself (forces; one that is
     cut was refused then), and where the weight of a loss is read off its graph.
     """
     total, weight, gradients = 0.0, 0.0, metric is None and module.by_graph
     outputs = passes.outputs if passes else alone(module)
-    most, mine = most if gradients else BATCH, evenly(len(samples), world.size)[world.rank]
+    which, parts = part or (world.rank, world.size)
+    most, mine = most if gradients else BATCH, evenly(len(samples), parts)[which]
     batches = [list(mine[start:start + most]) for start in range(0, len(mine), most)]
     fetched = loaded(samples, ((0, indices) for indices in batches), loaders)
     score = functools.partial(scored, module, outputs, metric)

@@ -47,6 +47,8 @@ def placed(strategy: Strategy, world: World) -> World:
     """Where this rank stands: among the workers, in their axes, or among the servers, which are the last ranks. Collective."""
     if not strategy.servers:
         return world.with_axes(*strategy.axes)
+    if world.size == 1:                                 # workers come and go, and are each in a world of their own
+        return world
     workers = world.size - strategy.servers
     found = world.among([range(workers), range(workers, world.size)])
     assert found is not None

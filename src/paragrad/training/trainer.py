@@ -256,14 +256,15 @@ class Trainer:
         """The metric over a dataset (or, without one, the loss): every sample once, over all ranks. Collective."""
         return self.evaluation(dataset, metric, loaders)["value"]
 
-    def evaluation(self, dataset: Dataset, metric: Metric | None = None, loaders: int = 0) -> dict[str, float]:
-        """The same with the weight it stands on: {"value", "weight"}."""
+    def evaluation(self, dataset: Dataset, metric: Metric | None = None, loaders: int = 0,
+                   part: tuple[int, int] | None = None) -> dict[str, float]:
+        """The same with the weight it stands on: {"value", "weight"}. part: (which, of how many), where each rank is told its own."""
         samples = Samples(dataset, self.seed, self.collate, self.world.timeout)
         if self.given is not None:
             self.given.followed(self.model, self.passes, modes=False)
         with self.for_evaluation(), evaluating(self.model), self.casting(), over(self.around):
             return evaluated(self.replicated, self.module, self.passes, self.layout, samples, metric, self.dtype, loaders,
-                             at_once(self.batch_size, self.strategy.division, self.replicated.rank))
+                             at_once(self.batch_size, self.strategy.division, self.replicated.rank), part)
 
     def for_evaluation(self) -> contextlib.AbstractContextManager[Any]:
         """Parameters in the eval mode of an optimizer that has one (schedule-free); afterwards as they were. Collective."""

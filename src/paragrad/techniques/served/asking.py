@@ -12,7 +12,7 @@ import json
 import math
 import secrets
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,21 +25,23 @@ from paragrad.strategies.strategy import ELEMENT
 from paragrad.techniques.exchange import Exchange, Replica
 from paragrad.techniques.layout import State, state_together
 from paragrad.techniques.served.header import Header, Kind, bytes_of, vector_of
+from paragrad.techniques.served.meeting import Meeting
 from paragrad.techniques.served.shard import Shard
-from paragrad.techniques.served.slicing import Slot, fill, held, marks, places, slots_of, trained_of
-from paragrad.techniques.served.sockets import Address, Calling, Keys, Listening
+from paragrad.techniques.served.slicing import Slot, changing, fill, held, marks, places, slots_of, trained_of
+from paragrad.techniques.served.sockets import Calling, Keys, Listening
 from paragrad.techniques.slices import Stretch, slices
 from paragrad.techniques.updating import has_modes
 from paragrad.world.launched import address, launched
 from paragrad.world.world import World
 
+AGAIN = 1.0             # seconds after which a worker asks again, where a server may have died
 SHARE = 4               # times its slice that a server's state is at most, as it travels: Adam keeps two of it
 
 
 class _Side(Exchange):
     """What both have: slices, keys, and who is where. Collective."""
 
-    def __init__(self, strategy: Server, replica: Replica, world: World, log: Log) -> None:
+    def __init__(self, strategy: Server, replica: Replica, world: World, log: Log, meeting: Meeting | None) -> None:
         super().__init__(replica)
         self.strategy, self.log, self.everyone = strategy, log, world
         self.names, self.parameters = trained_of(dict(replica.module.model.named_parameters()))
@@ -48,9 +50,18 @@ class _Side(Exchange):
         cut = slices(replica.optimizer, kind, lengths, strategy.servers, grain=1)[0] if kind == ELEMENT else [
             [Stretch(index, 0, length) for index, length in enumerate(lengths)]]
         self.slots = [slots_of(each, self.parameters) for each in cut]
+        buffers = [] if strategy.waits else list(changing(replica.module.model).values())        # equal, where all wait for all
+        first = len(self.parameters)
+        self.slots[0] += slots_of([Stretch(first + index, 0, each.numel()) for index, each in enumerate(buffers)],
+                                  [*self.parameters, *buffers], added=True)
         self.longest = max((slot.nbytes for slots in self.slots for slot in slots), default=0)
         self.keys = Keys.made()
-        self.workers = world.among([range(strategy.workers), range(strategy.workers, world.size)])
+        self.meeting: Meeting | None = meeting
+        self.workers = None if meeting else world.among([range(strategy.workers), range(strategy.workers, world.size)])
+
+    def tensors(self) -> list[Tensor]:
+        """What the slots are of, as it is now: parameters, and what forwards change."""
+        return [*self.parameters, *([] if self.strategy.waits else changing(self.summed.model).values())]
 
     def _met(self, own: Any) -> tuple[int, list[Any]]:
         """The training's number, and what every rank says of itself. Collective: by what made the world, which is trusted."""
@@ -68,17 +79,21 @@ class _Side(Exchange):
 class Serving(_Side):
     """A server's."""
 
-    def __init__(self, strategy: Server, replica: Replica, world: World, log: Log) -> None:
-        super().__init__(strategy, replica, world, log)
-        self.number = world.rank - strategy.workers
-        self.listening = Listening(self.longest, own_host(world), self.keys)
-        job, told = self._met(self.listening.address)
-        self.listening.allow(each for each in told[:strategy.workers] if each)
-        self.shard = Shard(strategy, replica, self.slots[self.number], self.names, self.parameters, log, job, replica.full)
+    def __init__(self, strategy: Server, replica: Replica, world: World, log: Log, meeting: Meeting | None) -> None:
+        super().__init__(strategy, replica, world, log, meeting)
+        if meeting:
+            assert meeting.server is not None
+            self.number, job = meeting.server, meeting.job
+            self.listening = Listening(self.longest, None, self.keys, meeting.addresses[meeting.server])
+        else:
+            self.number, self.listening = world.rank - strategy.workers, Listening(self.longest, own_host(world), self.keys)
+            job, told = self._met(self.listening.address)
+            self.listening.allow(told[:strategy.workers])
+        self.shard = Shard(strategy, replica, self.slots[self.number], self.names, self.tensors(), log, job, replica.full)
         self.largest = 2 * self.shard.nbytes
 
     def serve(self) -> None:
-        self.shard.serve(self.listening, self.strategy.workers, self.everyone.timeout)
+        self.shard.serve(self.listening, 1 if self.meeting else self.strategy.workers, self.everyone.timeout)
         if self.log.recorder:
             self.log.recorder.write("server", number=self.number, **self.shard.told())
 
@@ -89,18 +104,22 @@ class Serving(_Side):
 class Asking(_Side):
     """A worker's."""
 
-    def __init__(self, strategy: Server, replica: Replica, world: World, log: Log) -> None:
-        super().__init__(strategy, replica, world, log)
+    def __init__(self, strategy: Server, replica: Replica, world: World, log: Log, meeting: Meeting | None) -> None:
+        super().__init__(strategy, replica, world, log, meeting)
         self.step, self.full = replica.steps, replica.full
-        self.number, self.sender = world.rank, secrets.randbits(63)
-        self.job, told = self._met(self.keys.public)
-        servers: Sequence[Address] = told[strategy.workers:]
-        self.calling = Calling(servers, SHARE * self.longest, self.keys, world.timeout)
+        self.sender, self.ticket = secrets.randbits(63), -1
+        if meeting:
+            self.job, self.number, servers = meeting.job, 0, meeting.addresses
+        else:
+            self.number, (self.job, told) = world.rank, self._met(self.keys.public)
+            servers = told[strategy.workers:]
+        self.calling = Calling(servers, SHARE * self.longest, self.keys, world.timeout, AGAIN if meeting else math.inf)
         self.vectors = [[torch.empty(slot.elements, dtype=slot.dtype) for slot in slots] for slots in self.slots]
         self.largest = sum(each.nbytes for vectors in self.vectors for each in vectors)
         self.versions = [0] * strategy.servers
         self.told = [0.0] * 4
-        self.square = 0.0
+        self.square, self.again = 0.0, False        # again: what was pushed last had been applied before
+        self.pulled: list[Tensor] = []              # what forwards change, as it was pulled
 
     # ---- in a step -----------------------------------------------------------------------------------------------------
     def begin(self) -> None:
@@ -115,29 +134,34 @@ class Asking(_Side):
             self._push((weight, loss, float(self.stop), self.doubt), self.step, self.number)
 
     def _push(self, numbers: tuple[float, ...], ticket: int, share: int) -> None:
-        gradients = [each.grad for each in self.parameters]
-        count = 0
+        """Under bsp: the sums over all shares, the same from every server, and the square of the norm over all."""
+        own = self.tensors()[len(self.parameters):]
+        gradients = [*(each.grad for each in self.parameters), *(new - old for new, old in zip(own, self.pulled, strict=True))]
+
+        def questions() -> Iterator[tuple[int, Header, Any]]:
+            for server, number, slot in self._slots():
+                vector = self.vectors[server][number]
+                fill(slot, gradients, vector)           # while what came before travels
+                self.count("gradients", vector.nbytes, computed=False)
+                yield server, self._header(Kind.PUSH, step=ticket, share=share, slot=number, dtype=slot.dtype, numbers=numbers,
+                                           elements=slot.elements, version=self.versions[server]), (marks(slot, gradients),
+                                                                                                    bytes_of(vector))
+        squares: dict[int, float] = {}
+        with self.log.detail("push", "wait"):
+            for server, header, _ in self.calling.asked(questions()):
+                self.again = not self.strategy.waits and bool(header.numbers[0])
+                if self.strategy.waits:
+                    self.told, squares[server] = list(header.numbers[:4]), header.numbers[4]
+        self.square = sum(squares.values())
+
+    def _servers(self) -> range:
+        return range(self.strategy.servers)
+
+    def _slots(self) -> Iterator[tuple[int, int, Slot]]:
+        """(server, number, slot) of all."""
         for server, slots in enumerate(self.slots):
             for number, slot in enumerate(slots):
-                vector = self.vectors[server][number]
-                fill(slot, gradients, vector)
-                self.calling.ask(server, self._header(Kind.PUSH, step=ticket, share=share, slot=number, dtype=slot.dtype,
-                                                      elements=slot.elements, numbers=numbers, version=self.versions[server]),
-                                 marks(slot, gradients), bytes_of(vector))
-                self.count("gradients", vector.nbytes, computed=False)
-                count += 1
-        with self.log.detail("push", "wait"):
-            if self.strategy.waits:
-                self._heard()
-            else:
-                for server, header, _ in self.calling.answers(count):
-                    self.versions[server] = header.version
-
-    def _heard(self) -> None:
-        """The sums over all shares, the same from every server, and the norm over all."""
-        self.square = 0.0
-        for _, header, _ in self.calling.answers(len(self.slots)):
-            self.told, self.square = list(header.numbers[:4]), self.square + header.numbers[4]
+                yield server, number, slot
 
     def counted(self) -> list[float]:
         return self.told
@@ -163,7 +187,8 @@ class Asking(_Side):
                 nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
             mine = [each.grad for each in self.parameters if each.grad is not None]
             torch._foreach_mul_(mine, self.own_samples / self.full)
-            self._push((self.weight, 0.0, 0.0, float(self.own_samples)), self.step * self.strategy.workers + self.number, 0)
+            self._push((self.weight, 0.0, 0.0, float(self.own_samples)),
+                       self.step * self.strategy.workers + self.number if self.ticket < 0 else self.ticket, 0)
         self.step += 1
 
     # ---- parameters come ---------------------------------------------------------------------------------------------------
@@ -176,14 +201,16 @@ class Asking(_Side):
     def _values(self, kind: Kind, numbers: tuple[float, ...]) -> None:
         """Ask every server; what they have becomes the parameters."""
         with self.log.detail(kind.name.lower(), "wait"), torch.no_grad():
+            tensors = self.tensors()
             for server, slot, header, vector in self._vectors(kind, numbers):
-                torch._foreach_copy_(places(slot, self.parameters), slot.views(vector))
+                torch._foreach_copy_(places(slot, tensors), slot.views(vector))
                 self.versions[server] = header.version
+            self.pulled = [each.detach().clone() for each in tensors[len(self.parameters):]]
 
     def _vectors(self, kind: Kind, numbers: tuple[float, ...]) -> Iterator[tuple[int, Slot, Header, Tensor]]:
-        for server in range(len(self.slots)):
-            self.calling.ask(server, self._header(kind, numbers=numbers))
-        for server, header, rest in self.calling.answers(sum(map(len, self.slots))):
+        questions = [(server, self._header(kind, slot=number, numbers=numbers), ()) for server, number, slot in self._slots()
+                     if kind != Kind.GRADIENTS or not slot.added]
+        for server, header, rest in self.calling.asked(questions):
             slot = self.slots[server][header.slot]
             if header.kind != Kind.VALUES or header.elements != slot.elements or header.dtype != slot.dtype:
                 raise StepFailed(f"server {server} answered with another vector than was asked for")
@@ -217,31 +244,31 @@ class Asking(_Side):
         if self.strategy.waits and not for_tests:
             yield
             return
-        assert self.workers is not None
-        before = [each.detach().clone() for each in self.parameters]
-        self.workers.barrier()
+        before = [each.detach().clone() for each in self.tensors()]
+        self._meet()
         self._pull(for_tests)
-        self.workers.barrier()
+        self._meet()
         try:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_([each.detach() for each in self.parameters], before)
+                torch._foreach_copy_([each.detach() for each in self.tensors()], before)
+
+    def _meet(self) -> None:
+        if self.workers is not None:                    # otherwise nobody is given something to train now
+            self.workers.barrier()
 
     def state(self) -> State:
         parts = []
-        for server, slots in enumerate(self.slots):
-            self.calling.ask(server, self._header(Kind.STATE))
-            for _, header, rest in self.calling.answers(1):
-                stretches = [held(each, self.names, self.parameters) for slot in slots for each in slot.stretches]
-                parts += list(zip(stretches, read_state(bytes(rest[0]), vector_of(header, rest[1]), len(stretches)),
-                                  strict=True))
+        for server, header, rest in self.calling.asked((server, self._header(Kind.STATE), ()) for server in self._servers()):
+            stretches = [held(each, self.names, self.parameters) for slot in self.slots[server] if not slot.added
+                         for each in slot.stretches]
+            parts += list(zip(stretches, read_state(bytes(rest[0]), vector_of(header, rest[1]), len(stretches)), strict=True))
         return state_together(parts)
 
     def dismiss(self) -> None:
-        for server in range(self.strategy.servers):
-            self.calling.ask(server, self._header(Kind.END))
-        list(self.calling.answers(self.strategy.servers))
+        if self.meeting is None:
+            list(self.calling.asked((server, self._header(Kind.END), ()) for server in self._servers()))
 
     def close(self) -> None:
         self.calling.close()

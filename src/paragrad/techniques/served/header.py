@@ -9,32 +9,32 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paragrad.errors import StepFailed
-
 MAGIC = b"pgr1"                         # the version of this format is its last letter
 NUMBERS = 5
 FORMAT = struct.Struct(f"<4s2B2xQQqqIIIIQ{NUMBERS}d")
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128, torch.uint8)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128, torch.uint8,
+          torch.int64)
 
 
 class Kind(enum.IntEnum):
     """What a message is: what workers ask, and what they are answered."""
     PUSH = 1            # of a step: gradients of a slice, summed over a share;  numbers: weight, loss, stop, doubt
-    UPDATE = 2          # by the mean gradient;  numbers: its divisor, what it is multiplied by then
-    PULL = 3            # parameters;  numbers: 1 where they are wanted as for a test
-    GRADIENTS = 4       # as the last update used them, or will
+    UPDATE = 2          # by the mean gradient, and a vector of parameters;  numbers: its divisor, what it is multiplied by then
+    PULL = 3            # a vector of parameters;  numbers: 1 where they are wanted as for a test
+    GRADIENTS = 4       # the same of gradients: as the last update used them, or will
     STATE = 5           # the optimizer's, and the scheduler's
-    END = 6             # the worker leaves
-    DONE = 11           # answer: it was done;  numbers: of a push, the sums of all shares, and the square of the gradient's norm
+    END = 6             # who asks leaves
+    NEXT = 7            # of the office: what is to be done;  text: [who, the ticket that is done or null, what to say of it]
+    DONE = 11           # answer: it is;  numbers: under bsp, the sums of all shares, and the square of the gradient's norm
     VALUES = 12         # answer: a vector
     REFUSED = 13        # answer: why, as text
+    GIVEN = 14          # answer: a ticket, as text
 
 
 class Unfit(ValueError):
@@ -45,7 +45,8 @@ class Unfit(ValueError):
 class Header:
     """kind, and of what: the training's own number (job), who sent it (sender: a number that every process draws for itself),
     step: of a synchronous training, otherwise the number of the samples' ticket;  version: updates that had been made when the
-    sender pulled;  share of shares;  slot: which of a slice's vectors, of how many elements of that type;  numbers: by kind."""
+    sender pulled;  share of shares;  slot: which of a slice's vectors, of how many elements of that type;  call: the number of
+    the question, which its answer has too;  numbers: by kind."""
     kind: Kind
     job: int
     sender: int = 0
@@ -54,6 +55,7 @@ class Header:
     share: int = 0
     shares: int = 1
     slot: int = 0
+    call: int = 0
     dtype: torch.dtype = torch.float32
     elements: int = 0
     numbers: tuple[float, ...] = ()
@@ -61,7 +63,7 @@ class Header:
     def packed(self) -> bytes:
         numbers = *self.numbers, *[0.0] * (NUMBERS - len(self.numbers))
         return FORMAT.pack(MAGIC, self.kind, DTYPES.index(self.dtype), self.job, self.sender, self.step, self.version,
-                           self.share, self.shares, self.slot, 0, self.elements, *numbers)
+                           self.share, self.shares, self.slot, self.call, self.elements, *numbers)
 
     def answer(self, kind: Kind, **more: Any) -> Header:
         """To be sent back to whom this came from."""
@@ -72,16 +74,14 @@ def unpacked(frame: bytes) -> Header:
     """Raises Unfit."""
     if len(frame) != FORMAT.size:
         raise Unfit(f"a header of {len(frame)} bytes, which has {FORMAT.size}")
-    magic, kind, dtype, job, sender, step, version, share, shares, slot, rest, elements, *numbers = FORMAT.unpack(frame)
+    magic, kind, dtype, job, sender, step, version, share, shares, slot, call, elements, *numbers = FORMAT.unpack(frame)
     if magic != MAGIC:
         raise Unfit("no message of paragrad's, or one of another version")
     if kind not in Kind.__members__.values():
         raise Unfit(f"a message of no known kind ({kind})")
     if dtype >= len(DTYPES):
         raise Unfit(f"numbers of no known type ({dtype})")
-    if rest:
-        raise Unfit("a header with something where there is nothing")
-    return Header(Kind(kind), job, sender, step, version, share, shares, slot, DTYPES[dtype], elements, tuple(numbers))
+    return Header(Kind(kind), job, sender, step, version, share, shares, slot, call, DTYPES[dtype], elements, tuple(numbers))
 
 
 def vector_of(header: Header, frame: Any) -> Tensor:
@@ -95,13 +95,3 @@ def vector_of(header: Header, frame: Any) -> Tensor:
 def bytes_of(vector: Tensor) -> memoryview:
     """Of a contiguous vector, where it lies."""
     return memoryview(vector.detach().view(torch.uint8).numpy())        # type: ignore[arg-type]
-
-
-def text_of(frames: Sequence[Any]) -> str:
-    return bytes(frames[-1]).decode(errors="replace")
-
-
-def refuse_refused(who: str, header: Header, frames: Sequence[Any]) -> None:
-    """Raises StepFailed where an answer is that the question was refused."""
-    if header.kind == Kind.REFUSED:
-        raise StepFailed(f"{who} refused it: {text_of(frames)}")

@@ -53,32 +53,33 @@ class Applied:
 
 @dataclass
 class Push:
-    """What came of one share: its vectors by slot, whose they are, and what was said of them."""
-    header: Header
-    whose: bytes
+    """What came of one share: by slot its marks and its vector, and who waits for an answer. sender: whose."""
+    sender: int
+    numbers: tuple[float, ...]
     vectors: dict[int, tuple[bytes, Tensor]]
+    waiting: list[tuple[bytes, Header]]
 
 
 class Shard:
-    """One server's. number: which of them;  slots: what it has of `parameters`, whose names these are;  full: samples of a full
-    batch."""
+    """One server's. slots: what it has of `tensors`, the parameters that are trained, which have names, and what forwards
+    change;  full: samples of a full batch."""
 
-    def __init__(self, strategy: Server, replica: Replica, slots: list[Slot], names: list[str], parameters: list[Tensor],
+    def __init__(self, strategy: Server, replica: Replica, slots: list[Slot], names: list[str], tensors: list[Tensor],
                  log: Log, job: int, full: int) -> None:
         self.strategy, self.slots, self.log, self.job, self.full = strategy, slots, log, job, full
         self.optimizer, self.scheduler, self.alike = replica.optimizer, replica.scheduler, replica.alike
-        self.stretches = [each for slot in slots for each in slot.stretches]
-        self.held = [held(each, names, parameters) for each in self.stretches]
-        self.values = [torch.cat(places(slot, parameters)) if slot.elements else torch.empty(0, dtype=slot.dtype)
-                       for slot in slots]
-        self.gradients = [torch.zeros_like(each) for each in self.values]
+        self.trained = [slot for slot in slots if not slot.added]       # they come first
+        self.stretches = [each for slot in self.trained for each in slot.stretches]
+        self.held = [held(each, names, tensors) for each in self.stretches]
+        self.values = [torch.cat(places(slot, tensors)) for slot in slots]
+        self.gradients = [torch.zeros_like(each) for each in self.values[:len(self.trained)]]
         self.own, self.grads = self._places(self.values), self._places(self.gradients)
         if strategy.servers == 1:                       # the optimizer keeps what it has, also hooks that know the model
-            self._take_in(parameters)
+            self._take_in(tensors)
         else:
             parts: dict[Tensor, list[Any]] = {}
             for stretch, which, place in zip(self.stretches, self.held, self.own, strict=True):
-                parts.setdefault(parameters[stretch.index], []).append((which, place))
+                parts.setdefault(tensors[stretch.index], []).append((which, place))
             hand_over(self.optimizer, parts)
         set_mode(self.optimizer, "train")
         self.anyone = [False] * len(self.own)           # had a gradient in the last update
@@ -96,7 +97,7 @@ class Shard:
 
     def _places(self, vectors: list[Tensor]) -> list[Tensor]:
         """Of every stretch that in the vectors, in the parameter's shape where it is all of one."""
-        flat = [each for slot, vector in zip(self.slots, vectors, strict=True) for each in slot.views(vector)]
+        flat = [each for slot, vector in zip(self.trained, vectors, strict=False) for each in slot.views(vector)]
         return [each if which.where is not None else each.view(which.shape) for each, which in zip(flat, self.held, strict=True)]
 
     def _take_in(self, parameters: list[Tensor]) -> None:
@@ -151,11 +152,7 @@ class Shard:
     # ---- gradients come ------------------------------------------------------------------------------------------------------
     def _push(self, header: Header, listening: Listening, whose: bytes, rest: list[Any]) -> None:
         vector, marked = self._checked(header, rest)
-        if self.strategy.waits:
-            self._collect(header, listening, whose, marked, vector)
-        else:
-            self._apply(header, marked, vector)
-            listening.answer(whose, header.answer(Kind.DONE, version=self.updates))
+        (self._collect if self.strategy.waits else self._apply)(header, listening, whose, marked, vector)
 
     def _checked(self, header: Header, rest: list[Any]) -> tuple[Tensor, bytes]:
         """(the vector, its marks). Raises Unfit where this is not what belongs into a slot, or came before."""
@@ -186,15 +183,17 @@ class Shard:
             raise Unfit(f"a gradient of {'an earlier' if header.step <= self.step else 'a later'} step")
         if header.shares != self.strategy.shares or header.share >= header.shares:
             raise Unfit(f"a share that there is not ({header.share} of {header.shares})")
-        push = self.pushes.setdefault(header.share, Push(header, whose, {}))
-        if push.whose != whose or header.slot in push.vectors:
+        push = self.pushes.setdefault(header.share, Push(header.sender, header.numbers, {}, []))
+        if push.sender != header.sender or header.slot in push.vectors:
             raise Unfit("a gradient that came before")
         push.vectors[header.slot] = marked, vector
+        push.waiting.append((whose, header))
         if len(self.pushes) < header.shares or any(len(each.vectors) < len(self.slots) for each in self.pushes.values()):
             return
         told, square = self._add_up()
         for each in self.pushes.values():
-            listening.answer(each.whose, each.header.answer(Kind.DONE, numbers=(*told[:4], square), version=self.updates))
+            for asking, asked in each.waiting:
+                listening.answer(asking, asked.answer(Kind.DONE, numbers=(*told[:4], square), version=self.updates))
 
     def _add_up(self) -> tuple[list[float], float]:
         """The sums of weight, loss, wishes to stop, doubts, and the square of the norm of the sum of gradients."""
@@ -209,27 +208,33 @@ class Shard:
             square += float(torch.linalg.vector_norm(total, dtype=wide)) ** 2 if total.numel() else 0.0
             anyone += [any(found) for found in zip(*(marked for marked, _ in (first, *others)), strict=True)]
         self.anyone, self.complete = anyone, True
-        told = [sum(numbers) for numbers in zip(*(each.header.numbers for each in shares), strict=True)]
+        told = [sum(numbers) for numbers in zip(*(each.numbers for each in shares), strict=True)]
         for each in shares:
             each.vectors.clear()                        # what came is let go of
         return told, square
 
-    def _apply(self, header: Header, marked: bytes, vector: Tensor) -> None:
-        """At once. Raises Unfit where it was before."""
+    def _apply(self, header: Header, listening: Listening, whose: bytes, marked: bytes, vector: Tensor) -> None:
+        """At once, when all vectors of a ticket are there, and once: who brings it again is told that it is done."""
         ticket = header.step
-        if ticket in self.applied:
-            raise Unfit("samples that were applied before")
-        push = self.pushes.setdefault(ticket, Push(header, b"", {}))
-        if header.slot in push.vectors:
-            raise Unfit("a gradient that came before")
-        push.vectors[header.slot] = marked, vector
-        if len(push.vectors) < len(self.slots):
-            return
-        del self.pushes[ticket]
-        self.applied.add(ticket)
-        self.anyone = [bool(mark) for number in range(len(self.slots)) for mark in push.vectors[number][0]]
+        if again := ticket in self.applied:
+            self.refused["samples that were applied before"] += 1
+        else:
+            push = self.pushes.setdefault(ticket, Push(header.sender, header.numbers, {}, []))
+            if push.sender != header.sender:            # who began with it is gone
+                push = self.pushes[ticket] = Push(header.sender, header.numbers, {}, [])
+            push.vectors[header.slot] = marked, vector
+            if len(push.vectors) == len(self.slots):
+                del self.pushes[ticket]
+                self.applied.add(ticket)
+                self._at_once(push, header)
+        listening.answer(whose, header.answer(Kind.DONE, version=self.updates, numbers=(float(again),)))
+
+    def _at_once(self, push: Push, header: Header) -> None:
+        self.anyone = [bool(mark) for number in range(len(self.trained)) for mark in push.vectors[number][0]]
         for number, gradient in enumerate(self.gradients):
             gradient.copy_(push.vectors[number][1])
+        for number in range(len(self.trained), len(self.slots)):
+            self.values[number].add_(push.vectors[number][1])
         late = max(0, self.updates - header.version)
         self.staleness[late] += 1
         self._step(1.0 / max(1, late) if self.strategy.rate == "by_staleness" else 1.0, int(header.numbers[3]))
@@ -249,7 +254,7 @@ class Shard:
             self.step, self.complete, self.pushes = self.step + 1, False, {}
         elif header.step != self.step - 1:
             raise Unfit(f"an update of {'an earlier' if header.step < self.step else 'a later'} step")
-        self._tell(header, listening, whose, self.values)
+        self._tell(header, listening, whose, self.values, False)
 
     def _step(self, rate: float, samples: int) -> None:
         for place, gradient, there in zip(self.own, self.grads, self.anyone, strict=True):
@@ -271,19 +276,23 @@ class Shard:
             group["lr"] = lr
 
     # ---- answers -----------------------------------------------------------------------------------------------------------
-    def _tell(self, header: Header, listening: Listening, whose: bytes, vectors: list[Tensor], **more: Any) -> None:
-        for number, (slot, vector) in enumerate(zip(self.slots, vectors, strict=True)):
-            self.sent += vector.nbytes
-            listening.answer(whose, header.answer(Kind.VALUES, slot=number, dtype=slot.dtype, elements=slot.elements,
-                                                  version=self.updates, **more), b"", bytes_of(vector))
+    def _tell(self, header: Header, listening: Listening, whose: bytes, vectors: list[Tensor], copied: bool, **more: Any) -> None:
+        """One of the vectors; a copy where the next update may come while it travels."""
+        if header.slot >= len(self.slots):
+            raise Unfit("it is for a vector that is not here")
+        if header.slot >= len(vectors):                 # of what has no gradients
+            raise Unfit("it is for a vector that has none")
+        slot, vector = self.slots[header.slot], vectors[header.slot]
+        self.sent += vector.nbytes
+        listening.answer(whose, header.answer(Kind.VALUES, dtype=slot.dtype, elements=slot.elements, version=self.updates, **more),
+                         b"", bytes_of(vector.clone() if copied else vector))
 
     def _pull(self, header: Header, listening: Listening, whose: bytes, rest: list[Any]) -> None:
-        """A copy where the next update may come while it travels."""
         with in_eval_mode(self.optimizer, self.own) if header.numbers[0] else nullcontext():
-            self._tell(header, listening, whose, [each.clone() for each in self.values])
+            self._tell(header, listening, whose, self.values, True)
 
     def _tell_gradients(self, header: Header, listening: Listening, whose: bytes, rest: list[Any]) -> None:
-        self._tell(header, listening, whose, [each.clone() for each in self.gradients], numbers=(float(self.complete),))
+        self._tell(header, listening, whose, self.gradients, True, numbers=(float(self.complete),))
 
     def _state(self, header: Header, listening: Listening, whose: bytes, rest: list[Any]) -> None:
         """The optimizer's: [stretch, what, number] or [stretch, what, type, shape] in the order of the bytes."""

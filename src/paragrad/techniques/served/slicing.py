@@ -7,17 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paragrad.techniques.layout import Held
+from paragrad.techniques.served.header import DTYPES
 from paragrad.techniques.slices import Stretch
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One vector of a slice: the stretches of one type, one after another."""
+    """One vector of a slice: the stretches of one type, one after another. added: of values that forwards change, not of
+    parameters: what comes is added to them."""
     dtype: torch.dtype
     stretches: tuple[Stretch, ...]
+    added: bool = False
 
     @property
     def elements(self) -> int:
@@ -32,10 +35,10 @@ class Slot:
         return list(vector.split([each.stop - each.start for each in self.stretches]))
 
 
-def slots_of(stretches: Sequence[Stretch], parameters: Sequence[Tensor]) -> list[Slot]:
+def slots_of(stretches: Sequence[Stretch], tensors: Sequence[Tensor], added: bool = False) -> list[Slot]:
     """A slice's vectors, by the types of what it has a part of."""
-    types = dict.fromkeys(parameters[each.index].dtype for each in stretches)
-    return [Slot(dtype, tuple(each for each in stretches if parameters[each.index].dtype == dtype)) for dtype in types]
+    types = dict.fromkeys(tensors[each.index].dtype for each in stretches)
+    return [Slot(dtype, tuple(each for each in stretches if tensors[each.index].dtype == dtype), added) for dtype in types]
 
 
 def places(slot: Slot, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -68,6 +71,12 @@ def fill(slot: Slot, gradients: Sequence[Tensor | None], vector: Tensor) -> None
             values.append(gradient.detach().reshape(-1)[each.start:each.stop])
     if there:
         torch._foreach_copy_(there, values)
+
+
+def changing(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that are saved with a model, by name, as they are now: a forward may make them anew."""
+    saved = model.state_dict(keep_vars=True)
+    return {name: each for name, each in model.named_buffers() if name in saved and each.dtype in DTYPES and each.numel()}
 
 
 def trained_of(named: Mapping[str, Any]) -> tuple[list[str], list[Tensor]]:

@@ -7,11 +7,13 @@ process makes a pair of keys for itself, public ones alone travel, and a server 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import zmq.utils.monitor
 from zmq.auth.thread import ThreadAuthenticator
 
 from paragrad.errors import StepFailed
-from paragrad.techniques.served.header import FORMAT, Header, Kind, Unfit, refuse_refused, unpacked
+from paragrad.techniques.served.header import FORMAT, Header, Kind, Unfit, unpacked
 
 ROOM = 2**20            # bytes that a part of a message may have beside the largest vector: texts
 WAITING = 64            # messages of one peer that are kept until they are looked at
@@ -55,9 +57,9 @@ def _set(socket: zmq.Socket[bytes], longest: int) -> None:
 
 class Listening:
     """Of a server: everybody's questions, one after another. longest: bytes of the longest vector of one;  host: by which
-    others reach this one, None: all are on it."""
+    others reach this one, None: all are on it;  at: where, otherwise in a folder or at a port of its own."""
 
-    def __init__(self, longest: int, host: str | None, keys: Keys) -> None:
+    def __init__(self, longest: int, host: str | None, keys: Keys, at: Address | None = None) -> None:
         self.context, self.keys = zmq.Context(), keys
         self.socket = self.context.socket(zmq.ROUTER)
         _set(self.socket, longest + ROOM)
@@ -65,7 +67,11 @@ class Listening:
         self.door: ThreadAuthenticator | None = None
         self.there = 0                                  # connections
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        if host is None:
+        if at is not None:
+            self.address = at
+            Path(at.at.removeprefix("ipc://")).unlink(missing_ok=True)          # of one that was killed
+            self.socket.bind(at.at)
+        elif host is None:
             self.folder = tempfile.mkdtemp(prefix="paragrad-")              # mode 0700
             self.address = Address(f"ipc://{Path(self.folder) / 'server'}")
             self.socket.bind(self.address.at)
@@ -115,10 +121,11 @@ class Listening:
 
 
 class Calling:
-    """Of a worker: questions to every server, each of which has one answer. seconds: to wait for one at most."""
+    """Of a worker: questions to every server, each of which has one answer. seconds: to wait for one at most;  again: ask again
+    after so many, where a server may have been started anew."""
 
-    def __init__(self, servers: Sequence[Address], longest: int, keys: Keys, seconds: float) -> None:
-        self.context, self.seconds = zmq.Context(), seconds
+    def __init__(self, servers: Sequence[Address], longest: int, keys: Keys, seconds: float, again: float = math.inf) -> None:
+        self.context, self.seconds, self.again, self.calls = zmq.Context(), seconds, again, itertools.count(1)
         self.sockets = []
         for each in servers:
             socket = self.context.socket(zmq.DEALER)
@@ -129,31 +136,45 @@ class Calling:
             socket.connect(each.at)
             self.sockets.append(socket)
 
-    def ask(self, server: int, header: Header, *rest: Any) -> None:
-        """What rest lies in must stay as it is until the answer is there."""
-        self.sockets[server].send_multipart([header.packed(), *rest], copy=False)
-
-    def answers(self, count: int) -> Iterator[tuple[int, Header, Frames]]:
-        """(server, header, frames after it) of so many answers, as they come. Raises StepFailed where one is a refusal, or
-        does not come."""
+    def asked(self, questions: Iterable[tuple[int, Header, Frames]]) -> Iterator[tuple[int, Header, Frames]]:
+        """(server, header, frames after it) of the answers to questions (server, header, frames), as they come. What frames lie
+        in must stay as it is until then. Raises StepFailed where an answer is a refusal, or does not come."""
+        open_calls: dict[int, tuple[int, Frames]] = {}
+        for server, header, frames in questions:
+            call = next(self.calls) % 2**32
+            open_calls[call] = server, (replace(header, call=call).packed(), *frames)
+            self._send(*open_calls[call])
         until, poller = time.monotonic() + self.seconds, zmq.Poller()
         for socket in self.sockets:
             poller.register(socket, zmq.POLLIN)
-        while count:
-            ready = dict(poller.poll(max(0, int(1000 * (until - time.monotonic())))))
-            if not ready:
-                raise StepFailed(f"no answer from the servers within {self.seconds:g} s: one of them, or a worker that they "
-                                 "wait for, does not go on")
+        while open_calls:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise StepFailed(f"no answer from server(s) {sorted({server for server, _ in open_calls.values()})} within "
+                                 f"{self.seconds:g} s: it, or a worker that it waits for, does not go on")
+            ready = dict(poller.poll(int(1000 * min(left, self.again)) + 1))
+            for each in () if ready else open_calls.values():
+                self._send(*each)
             for server, socket in enumerate(self.sockets):
                 if socket in ready:
                     first, *frames = socket.recv_multipart(copy=False)
-                    try:
-                        header = unpacked(first.bytes)
-                    except Unfit as error:
-                        raise StepFailed(f"server {server} answered with {error}") from None
-                    refuse_refused(f"server {server}", header, frames)
-                    yield server, header, [frame.buffer for frame in frames]
-                    count -= 1
+                    header = self._answer(server, first.bytes, frames)
+                    if open_calls.pop(header.call, None):               # otherwise it was asked twice
+                        yield server, header, [frame.buffer for frame in frames]
+
+    def _send(self, server: int, frames: Frames) -> None:
+        with contextlib.suppress(zmq.Again):                            # it is not there: it is asked again
+            self.sockets[server].send_multipart(list(frames), flags=zmq.NOBLOCK, copy=False)
+
+    @staticmethod
+    def _answer(server: int, frame: bytes, rest: Sequence[Any]) -> Header:
+        try:
+            header = unpacked(frame)
+        except Unfit as error:
+            raise StepFailed(f"server {server} answered with {error}") from None
+        if header.kind == Kind.REFUSED:
+            raise StepFailed(f"server {server} refused it: {rest[-1].bytes.decode(errors='replace')}")
+        return header
 
     def close(self) -> None:
         self.context.destroy(linger=LEAVING)

@@ -1,0 +1,31 @@
+"""Where the servers and the office of a training are, whose workers come and go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from paragrad.techniques.served.sockets import Address
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What a rank is told when it is started. job: the training's number;  folder: which only its owner may enter;  number: of
+    this rank;  server: which one it is, or None;  servers: how many;  begun: it is started anew, after one that died."""
+    job: int
+    folder: str
+    servers: int
+    number: int = 0
+    server: int | None = None
+    begun: bool = False
+
+    def of(self, number: int, server: int | None = None, begun: bool = False) -> Meeting:
+        return replace(self, number=number, server=server, begun=begun)
+
+    @property
+    def office(self) -> Address:
+        return Address(f"ipc://{Path(self.folder) / 'office'}")
+
+    @property
+    def addresses(self) -> list[Address]:
+        return [Address(f"ipc://{Path(self.folder) / f'server-{number}'}") for number in range(self.servers)]

@@ -1,0 +1,143 @@
+"""The office of a training whose workers wait for nobody: it hands out the samples, and knows who is there.
+
+A ticket is a share of a global batch in the exact order, or a part of a test, or what one worker does for all at the end of an
+epoch. Every ticket is done once: of a worker that died, or is silent for longer than the limit, another gets it. What a worker
+does late is refused by the servers, who know which tickets they applied. An epoch ends when all its tickets are done, so a test
+is of one model.
+
+Under ssp(s) nobody gets a ticket who has done more than s more than the one who has done fewest.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from paragrad.techniques.served.header import Header, Kind, Unfit
+from paragrad.techniques.served.sockets import Listening, header_of
+
+TRAIN, TEST, KEEP, END = "train", "test", "keep", "end"
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What one worker is to do. number: of all that are trained;  step, share: which part of which batch;  part of parts: of a
+    test;  keep: a checkpoint ("checkpoint") or the model ("model") is to be written, of `step` steps."""
+    what: str
+    number: int = 0
+    epoch: int = 0
+    step: int = 0
+    share: int = 0
+    part: int = 0
+    parts: int = 1
+    keep: str = ""
+
+
+@dataclass
+class Member:
+    """A worker. done: tickets, counted from the fewest that anybody had done when it came;  holds: what it is at;  since: when it
+    got that, or asked;  asking: whom to answer, while it waits;  late: it was silent for longer than the limit."""
+    number: int
+    done: int
+    since: float
+    holds: Ticket | None = None
+    asking: tuple[bytes, Header] | None = None
+
+
+@dataclass
+class Office:
+    """full: a step's tickets;  bound: of ssp, or None;  limit: seconds for a ticket;  heard(member, ticket, said): called when
+    one was done for the first time."""
+    job: int
+    bound: int | None
+    limit: float
+    heard: Callable[[int, Ticket, dict[str, Any]], None]
+    tell: Callable[..., None] = lambda name, message, **numbers: None
+    members: dict[int, Member] = field(default_factory=dict)
+    left: deque[Ticket] = field(default_factory=deque)
+    open: dict[Ticket, int] = field(default_factory=dict)          # who is at it
+    ended: bool = False
+    refused: dict[str, int] = field(default_factory=dict)
+
+    def give(self, tickets: Iterable[Ticket]) -> None:
+        """More to do."""
+        self.left.extend(tickets)
+
+    @property
+    def idle(self) -> bool:
+        """Is everything done that was given?"""
+        return not self.left and not self.open
+
+    # ---- messages ----------------------------------------------------------------------------------------------------------
+    def taken(self, listening: Listening, frames: list[Any]) -> None:
+        """A worker says what it has done, and asks for more."""
+        whose, header = frames[0].bytes, Header(Kind.REFUSED, self.job)
+        try:
+            header = header_of(frames)
+            if header.job != self.job:
+                raise Unfit("it is of another training")
+            if header.kind != Kind.NEXT or len(frames) != 3:
+                raise Unfit(f"{header.kind.name} is no question of a worker's")
+            try:
+                number, done, said = json.loads(frames[2].bytes)
+                ticket = Ticket(**done) if done else None
+                number = int(number)
+            except (ValueError, TypeError) as error:
+                raise Unfit("a question that cannot be read") from error
+        except Unfit as error:
+            self.refused[str(error)] = self.refused.get(str(error), 0) + 1
+            listening.refuse(whose, header, str(error))
+            return
+        self._asked(number, ticket, dict(said), (whose, header))
+
+    def _asked(self, number: int, ticket: Ticket | None, said: dict[str, Any], asking: tuple[bytes, Header]) -> None:
+        now = time.monotonic()
+        member = self.members.get(number)
+        if member is None:
+            fewest = min((each.done for each in self.members.values()), default=0)
+            member = self.members[number] = Member(number, fewest, now)
+        if ticket is not None and self.open.pop(ticket, None) is not None:
+            if ticket.what == TRAIN:
+                member.done += 1
+            self.heard(number, ticket, said)
+        elif ticket is not None and ticket in self.left:        # it was late, and nobody else has begun
+            self.left.remove(ticket)
+            self.heard(number, ticket, said)
+        member.asking, member.since, member.holds = asking, now, None
+
+    def lost(self, number: int) -> None:
+        """A worker is gone: what it was at is somebody else's."""
+        member = self.members.pop(number, None)
+        if member is not None and member.holds is not None and self.open.get(member.holds) == number:
+            del self.open[member.holds]
+            self.left.appendleft(member.holds)
+
+    def late(self) -> list[int]:
+        """Who has been at a ticket for longer than the limit; they are lost until they ask again."""
+        now = time.monotonic()
+        found = [each.number for each in self.members.values() if each.holds is not None and now - each.since > self.limit]
+        for number in found:
+            self.lost(number)
+        return found
+
+    def hand_out(self, listening: Listening) -> None:
+        """Answer those who wait, as far as there is something for them."""
+        fewest = min((each.done for each in self.members.values()), default=0)
+        for member in sorted(self.members.values(), key=lambda each: each.since):
+            if member.asking is None:
+                continue
+            if self.ended:
+                ticket = Ticket(END)
+            elif not self.left or (self.bound is not None and self.left[0].what == TRAIN and
+                                   member.done - fewest > self.bound):
+                continue
+            else:
+                ticket = member.holds = self.left.popleft()
+                self.open[ticket] = member.number
+            whose, header = member.asking
+            member.asking, member.since = None, time.monotonic()
+            listening.answer(whose, header.answer(Kind.GIVEN), json.dumps(asdict(ticket)).encode())
