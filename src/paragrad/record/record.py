@@ -201,6 +201,7 @@ class Record:
         files = sorted(folder.glob("rank-*.jsonl"), key=lambda path: int(path.stem.split("-")[1]))
         self.ranks: list[list[Line]] = [list(lines_of(path, spans)) for path in files]
         self.difference: Line | None = next((line for line in own if line["kind"] == "difference"), None)
+        self.epochs = [line for line in own if line["kind"] == "epoch"]
         self.choices = [line for line in own if line["kind"] == "choice"]
 
     @property
@@ -208,12 +209,24 @@ class Record:
         return self.end is not None and self.end["status"] == "finished"
 
     def of(self, kind: str, rank: int = 0) -> list[Line]:
+        """Of a rank; epochs, where no rank leads, are told by the run itself."""
+        if kind == "epoch" and self.epochs:
+            return self.epochs
         return [line for line in self.ranks[rank] if line["kind"] == kind] if rank < len(self.ranks) else []
 
     def steps(self) -> list[list[Line]]:
-        """For each step that every worker finished, the line of every worker; servers, the last ranks, have none."""
-        workers = len(self.ranks) - self.header.get("servers", 0)
-        return [list(lines) for lines in zip(*(self.of("step", rank) for rank in range(workers)), strict=False)]
+        """For each step that every worker finished, the line of every worker; or those of its shares, where they are handed out
+        (of a batch with fewer samples, fewer)."""
+        found: dict[int, list[Line]] = {}
+        for lines in self.ranks:
+            for line in lines:
+                if line["kind"] == "step":
+                    found.setdefault(line["step"], []).append(line)
+        job, workers = self.header.get("job", {}), self.header.get("workers") or len(self.ranks)
+        samples, batch = job.get("samples", workers), job.get("batch", workers)
+        last, steps = samples % batch or batch, -(-samples // batch)
+        return [lines for step, lines in sorted(found.items())
+                if len(lines) >= min(workers, last if (step + 1) % steps == 0 else batch)]
 
     @property
     def losses(self) -> list[float]:

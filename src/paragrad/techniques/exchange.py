@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed
 from paragrad.players.machine import Machine
+from paragrad.strategies.strategy import Strategy
 from paragrad.techniques.layout import Layout, State
 from paragrad.techniques.updating import in_eval_mode, set_mode
 
@@ -39,6 +40,10 @@ class How:
     machine: Machine | None = None
     sabotage: str | None = None
     meeting: Any = None
+
+    def serves(self, strategy: Strategy, rank: int) -> bool:
+        """Is this rank a server?"""
+        return strategy.serves(rank) if self.meeting is None else self.meeting.server is not None
 
 
 @dataclass(frozen=True)
@@ -71,10 +76,10 @@ class Exchange(ABC):
     leaves them. Names are the part's own.
 
     What differs is replaced, at least `finish` and `counted`. Collective: all ranks make it together. Set in every
-    step: `stop`, this rank was asked to stop;  `own_samples`, of its share;  before `finish`, `doubt`: of its weight, what may be
-    that of nothing (`Summed.doubts`);  before `average`, `weight`: of what gradients are of, as who has the loss told it. To be read: `sent`,
-    bytes by kind in this step;  `largest`: bytes it keeps in memory;  `sharing`: ranks that hold the parameters together, each
-    all of them.
+    step: `stop`, this rank was asked to stop;  `own_samples`: of its share;  before `finish`, `doubt`: of its weight, what may
+    be that of nothing (`Summed.doubts`);  before `average`, `weight`: of what gradients are of, as who has the loss told it. To
+    be read: `sent`, bytes by kind in this step;  `largest`: bytes it keeps in memory;  `sharing`: ranks that hold the parameters
+    together, each all of them;  `again`: its share had been applied before.
 
     shards: where replicas hold the parameters together, each some: of what `parts`, this rank's by name, are parts; so are
     gradients and state then, no rank can run the model alone but in `evaluating`, and `hollow` is the model without values.
@@ -85,7 +90,7 @@ class Exchange(ABC):
     shards: Layout | None = None
     parts: Mapping[str, Tensor]
     hollow: nn.Module
-    stop, own_samples = False, 0
+    stop, own_samples, again = False, 0, False
     doubt = weight = 0.0
 
     def __init__(self, replica: Replica) -> None:

@@ -105,7 +105,7 @@ def exchange_of(strategy: Strategy, replica: Replica, world: World, log: Log, ho
         found = _part(bring[0], "exchange")(replica, along, log, how)
     if not isinstance(found, Exchange):
         raise StepFailed(f"the exchange of {bring[0].name} is a {type(found).__name__}; return a paragrad.Exchange")
-    lacks = "serve" if strategy.serves(world.rank) and not how.meeting else "dismiss"
+    lacks = "serve" if how.serves(strategy, world.rank) else "dismiss"
     if strategy.servers and getattr(type(found), lacks) is getattr(Exchange, lacks):
         raise StepFailed(f"{strategy} has servers, and its {type(found).__name__} no {lacks}; give it a method {lacks}(self)")
     if left := {what for values in replica.restored.values() for what in values} - set(found.keeps):

@@ -178,7 +178,8 @@ class Trainer:
             if self.given is not None and self.passes is not None:
                 self.given.reflects(self.passes.numbers())
         heap.give_back(self.taken == 0)                 # what the step was compared with, and a whole model
-        loss, order = ([own.loss, own.weight], batch.recorded) if self.leads else ([0.0, 0.0], [0, 0])
+        counts = self.leads and not self.exchange.again
+        loss, order = ([own.loss, own.weight], batch.recorded) if counts else ([0.0, 0.0], [0, 0])
         self.log.step(self.steps, self.feed.began, epoch=batch.epoch, loss=loss, order=order, lr=rate,
                       sent=dict(self.exchange.sent))
         self.steps, self.taken = self.steps + 1, self.taken + 1
@@ -258,7 +259,7 @@ class Trainer:
 
     def evaluation(self, dataset: Dataset, metric: Metric | None = None, loaders: int = 0,
                    part: tuple[int, int] | None = None) -> dict[str, float]:
-        """The same with the weight it stands on: {"value", "weight"}. part: (which, of how many), where each rank is told its own."""
+        """The same with the weight it stands on: {"value", "weight"}. part: (which, of how many), where it is told."""
         samples = Samples(dataset, self.seed, self.collate, self.world.timeout)
         if self.given is not None:
             self.given.followed(self.model, self.passes, modes=False)

@@ -28,6 +28,7 @@ from paragrad.training.loop import Progress, train_rank
 from paragrad.training.pace import refuse_strange
 from paragrad.training.saved import remove_partial
 from paragrad.training.settings import Settings, settings_of
+from paragrad.verbs.elastic import handed_out, run_handed_out
 from paragrad.verbs.fit import fitted
 from paragrad.verbs.lockstep import difference
 from paragrad.verbs.trial import tried
@@ -70,7 +71,7 @@ def train(job: Job, strategy: str | Strategy = "serial", *, runs: str | Path = "
             checked = tried(ranks, checked)
             if asked.is_set():
                 ranks.ask_to_stop()             # the trial did not listen: the training saves at once
-            finished = run(ranks, checked, folder, progress=progress)
+            finished = run(ranks, checked, folder, progress=progress, asked=asked)
         if finished.stopped or not check or checked.resolved.reference:
             return finished
         with Recorder(folder / "run.jsonl") as record:
@@ -81,13 +82,18 @@ def train(job: Job, strategy: str | Strategy = "serial", *, runs: str | Path = "
     return Run(checked.job, folder)
 
 
-def run(ranks: Ranks, checked: Admitted, folder: Path, *, progress: Progress | None = None) -> Run:
-    """Train on ranks that are there already, recording into a folder."""
+def run(ranks: Ranks, checked: Admitted, folder: Path, *, progress: Progress | None = None,
+        asked: Request | None = None) -> Run:
+    """Train on ranks that are there already, recording into a folder. asked: set when the run is to stop, for one whose ranks
+    are told so by this process."""
     with Recorder(folder / "run.jsonl") as record:
         _write_header(record, checked, folder)
         try:
-            statuses = checked.on(ranks, train_rank, checked, folder, record.origin,
-                                  on_report=lambda rank, value: progress(value) if progress else None)
+            if handed_out(checked):
+                statuses = [run_handed_out(ranks, checked, folder, record, asked or Request(), progress)]
+            else:
+                statuses = checked.on(ranks, train_rank, checked, folder, record.origin,
+                                      on_report=lambda rank, value: progress(value) if progress else None)
         except RankFailed as error:
             _broke_off(record, checked, folder, "failed", error)
             raise

@@ -11,5 +11,4 @@ from paragrad.world.world import World
 
 def exchange(strategy: Server, replica: Replica, world: World, log: Log, how: How) -> Exchange:
     """The exchange of `server`, of a worker or of a server. Collective over all of them."""
-    serves = how.meeting.server is not None if how.meeting else strategy.serves(world.rank)
-    return (Serving if serves else Asking)(strategy, replica, world, log, how.meeting)
+    return (Serving if how.serves(strategy, world.rank) else Asking)(strategy, replica, world, log, how.meeting)

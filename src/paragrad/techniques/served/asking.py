@@ -107,7 +107,7 @@ class Asking(_Side):
     def __init__(self, strategy: Server, replica: Replica, world: World, log: Log, meeting: Meeting | None) -> None:
         super().__init__(strategy, replica, world, log, meeting)
         self.step, self.full = replica.steps, replica.full
-        self.sender, self.ticket = secrets.randbits(63), -1
+        self.sender, self.ticket = secrets.randbits(63), meeting.ticket if meeting else -1
         if meeting:
             self.job, self.number, servers = meeting.job, 0, meeting.addresses
         else:
@@ -118,7 +118,7 @@ class Asking(_Side):
         self.largest = sum(each.nbytes for vectors in self.vectors for each in vectors)
         self.versions = [0] * strategy.servers
         self.told = [0.0] * 4
-        self.square, self.again = 0.0, False        # again: what was pushed last had been applied before
+        self.square = 0.0
         self.pulled: list[Tensor] = []              # what forwards change, as it was pulled
 
     # ---- in a step -----------------------------------------------------------------------------------------------------

@@ -39,12 +39,13 @@ class Ticket:
 
 @dataclass
 class Member:
-    """A worker. done: tickets, counted from the fewest that anybody had done when it came;  holds: what it is at;  since: when it
-    got that, or asked;  asking: whom to answer, while it waits;  late: it was silent for longer than the limit."""
+    """A worker. done: tickets, counted from the fewest that anybody had done when it came;  holds: what it is at;  since: when
+    it got that, or asked;  trained: it has done so once;  asking: whom to answer, while it waits."""
     number: int
     done: int
     since: float
     holds: Ticket | None = None
+    trained: bool = False
     asking: tuple[bytes, Header] | None = None
 
 
@@ -102,7 +103,7 @@ class Office:
             member = self.members[number] = Member(number, fewest, now)
         if ticket is not None and self.open.pop(ticket, None) is not None:
             if ticket.what == TRAIN:
-                member.done += 1
+                member.done, member.trained = member.done + 1, True
             self.heard(number, ticket, said)
         elif ticket is not None and ticket in self.left:        # it was late, and nobody else has begun
             self.left.remove(ticket)
@@ -124,6 +125,12 @@ class Office:
             self.lost(number)
         return found
 
+    def _may(self, member: Member, ticket: Ticket, fewest: int) -> bool:
+        """A worker that has not trained yet knows less of the model; it tests where nobody has."""
+        if ticket.what == TRAIN:
+            return self.bound is None or member.done - fewest <= self.bound
+        return member.trained or not any(each.trained for each in self.members.values())
+
     def hand_out(self, listening: Listening) -> None:
         """Answer those who wait, as far as there is something for them."""
         fewest = min((each.done for each in self.members.values()), default=0)
@@ -132,8 +139,7 @@ class Office:
                 continue
             if self.ended:
                 ticket = Ticket(END)
-            elif not self.left or (self.bound is not None and self.left[0].what == TRAIN and
-                                   member.done - fewest > self.bound):
+            elif not self.left or not self._may(member, self.left[0], fewest):
                 continue
             else:
                 ticket = member.holds = self.left.popleft()

@@ -98,7 +98,8 @@ class Shard:
     def _places(self, vectors: list[Tensor]) -> list[Tensor]:
         """Of every stretch that in the vectors, in the parameter's shape where it is all of one."""
         flat = [each for slot, vector in zip(self.trained, vectors, strict=False) for each in slot.views(vector)]
-        return [each if which.where is not None else each.view(which.shape) for each, which in zip(flat, self.held, strict=True)]
+        return [each if which.where is not None else each.view(which.shape)
+                for each, which in zip(flat, self.held, strict=True)]
 
     def _take_in(self, parameters: list[Tensor]) -> None:
         """The model's own parameters are the places in the vectors."""
@@ -276,7 +277,8 @@ class Shard:
             group["lr"] = lr
 
     # ---- answers -----------------------------------------------------------------------------------------------------------
-    def _tell(self, header: Header, listening: Listening, whose: bytes, vectors: list[Tensor], copied: bool, **more: Any) -> None:
+    def _tell(self, header: Header, listening: Listening, whose: bytes, vectors: list[Tensor], copied: bool,
+              **more: Any) -> None:
         """One of the vectors; a copy where the next update may come while it travels."""
         if header.slot >= len(self.slots):
             raise Unfit("it is for a vector that is not here")
@@ -284,8 +286,8 @@ class Shard:
             raise Unfit("it is for a vector that has none")
         slot, vector = self.slots[header.slot], vectors[header.slot]
         self.sent += vector.nbytes
-        listening.answer(whose, header.answer(Kind.VALUES, dtype=slot.dtype, elements=slot.elements, version=self.updates, **more),
-                         b"", bytes_of(vector.clone() if copied else vector))
+        said = header.answer(Kind.VALUES, dtype=slot.dtype, elements=slot.elements, version=self.updates, **more)
+        listening.answer(whose, said, b"", bytes_of(vector.clone() if copied else vector))
 
     def _pull(self, header: Header, listening: Listening, whose: bytes, rest: list[Any]) -> None:
         with in_eval_mode(self.optimizer, self.own) if header.numbers[0] else nullcontext():

@@ -91,12 +91,24 @@ class Ranks:
 
     def _start(self, size: int) -> Path:
         """Have processes for that many ranks; the folder they share."""
+        server, folder = self.server or processes.server(), self.meeting()
+        self.processes += server.start([folder / f"stacks-{number}" for number in range(len(self.processes), size)])
+        return folder
+
+    def another(self) -> Process:
+        """One process more, that is nobody's rank."""
+        server = self.server or processes.server()
+        self.meeting()
+        self.tasks += 1
+        assert self.folder is not None
+        return server.start([Path(self.folder.name) / f"stacks-apart-{self.tasks}"])[0]
+
+    def meeting(self) -> Path:
+        """The folder of what they share."""
         server = self.server or processes.server()
         if self.folder is None:
             self.folder = tempfile.TemporaryDirectory(prefix="ranks-", dir=server.folder, ignore_cleanup_errors=True)
-        folder = Path(self.folder.name)
-        self.processes += server.start([folder / f"stacks-{number}" for number in range(len(self.processes), size)])
-        return folder
+        return Path(self.folder.name)
 
     def stop(self) -> None:
         """Kill every rank; the next `run` starts fresh ones."""

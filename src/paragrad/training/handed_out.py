@@ -1,0 +1,142 @@
+"""What a worker, or a server, of a training does whose samples are handed out (`techniques.served.office`): each is in a world
+of its own, and may die, stall, or come late.
+
+A worker asks the office for a ticket, does what it says, and says so with its next question. The learning rate that it records
+is that of the ticket's step; the servers' scheduler counts the samples that were applied.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from paragrad.datasets.loading import Dataset, Samples, parted
+from paragrad.errors import StepFailed
+from paragrad.jobs.job import opened
+from paragrad.record.cpu import Cpu
+from paragrad.record.record import Recorder
+from paragrad.strategies.shares import Division
+from paragrad.techniques.served.asking import AGAIN, Asking
+from paragrad.techniques.served.header import Header, Kind
+from paragrad.techniques.served.meeting import Meeting
+from paragrad.techniques.served.office import END, KEEP, TEST, TRAIN, Ticket
+from paragrad.techniques.served.sockets import Calling, Keys
+from paragrad.training import checkpoint, saving
+from paragrad.training.admission import Admitted
+from paragrad.training.batches import batch_of
+from paragrad.training.first_step.start import wire
+from paragrad.training.loop import log_memory, save_trained
+from paragrad.training.pace import Pace
+from paragrad.training.trainer import Trainer
+from paragrad.world.world import World
+
+LONGEST = 2**16         # bytes of what the office says
+
+
+def rank_of(world: World, checked: Admitted, folder: Path, origin: float, meeting: Meeting) -> str:
+    """What every rank does, until the office has nothing more to do; or, of a server, until it is dismissed."""
+    settings = checked.settings
+    with Recorder(folder / f"rank-{meeting.number}.jsonl", origin) as record:
+        trainer = Trainer.of_job(world, checked.job, checked.resolved, settings, record=record, seen=checked.facts.probe,
+                                 how=replace(settings.how, meeting=meeting),
+                                 pace=Pace(settings.slowed, checked.job.seed, meeting.number, world.device.type != "cpu"))
+        trainer.log.always = settings.trace is not None
+        trainer.batch_size = min(checked.job.batch, checked.facts.samples)
+        try:
+            if checked.saved is not None:
+                saving.restore(trainer, checked.saved)
+            cpu = Cpu()
+            if meeting.server is not None:
+                wire(trainer, False, None).serve()
+            else:
+                Worker(trainer, checked, folder, meeting).run()
+            record.write("cpu", **cpu.told())
+            log_memory(trainer)
+        except Exception as error:
+            raise trainer.failed(error) from error
+        finally:
+            trainer.close()
+    return "finished"
+
+
+class Worker:
+    """Does what it is told, ticket after ticket."""
+
+    def __init__(self, trainer: Trainer, checked: Admitted, folder: Path, meeting: Meeting) -> None:
+        self.trainer, self.checked, self.folder, self.meeting = trainer, checked, folder, meeting
+        job, settings = checked.job, checked.settings
+        self.train: Dataset = opened(job.train, settings.folder)
+        self.test: Dataset | None = None if job.test is None else opened(job.test, settings.folder)
+        self.samples = Samples(self.train, job.seed, job.collate, trainer.world.timeout)
+        self.scheduler, trainer.scheduler = trainer.scheduler, None
+        self.rate_of = trainer.steps                        # of which step the learning rate is
+        self.office = Calling([meeting.office], LONGEST, Keys.made(), trainer.world.timeout, AGAIN)
+        shares = checked.resolved.division.shares
+        self.division = Division(tuple(1 for _ in shares))
+
+    def run(self) -> None:
+        does: dict[str, Callable[[Ticket], dict[str, Any]]] = {TRAIN: self.trains, TEST: self.tests, KEEP: self.keeps}
+        done: tuple[dict[str, Any] | None, dict[str, Any]] = None, {}
+        try:
+            while (ticket := self.next(*done)).what != END:
+                done = asdict(ticket), does[ticket.what](ticket)
+        finally:
+            self.office.close()
+
+    def next(self, done: dict[str, Any] | None, said: dict[str, Any]) -> Ticket:
+        """The office takes as long as it wants: it has nothing to do while others still train."""
+        text = json.dumps([self.meeting.number, done, said]).encode()
+        for _, header, rest in self.office.asked([(0, Header(Kind.NEXT, self.meeting.job), (text,))]):
+            if header.kind != Kind.GIVEN:
+                raise StepFailed("the office answered with something else than a ticket")
+            return Ticket(**json.loads(bytes(rest[0])))
+        raise StepFailed("the office does not answer")
+
+    def trains(self, ticket: Ticket) -> dict[str, Any]:
+        trainer, order = self.trainer, self.checked.facts.order
+        self.rate(ticket.step)
+        trainer.steps, trainer.division, trainer.replicas = ticket.step, self.division, [ticket.share]
+        if isinstance(trainer.exchange, Asking):
+            trainer.exchange.ticket = ticket.number
+        else:
+            trainer.how = replace(trainer.how, meeting=replace(self.meeting, ticket=ticket.number))
+        batch = batch_of(order, ticket.epoch, order.at(ticket.step % order.steps), self.division, trainer.replicas)
+        said: dict[str, Any] = {}
+        for fetched in trainer.feed.give(self.samples, [batch], 0):
+            result = trainer.step(*parted(fetched))
+            assert trainer.exchange is not None
+            said = {"loss": result.loss, "weight": result.weight, "again": trainer.exchange.again}
+        return said
+
+    def rate(self, step: int) -> None:
+        """The learning rate of a step."""
+        for number in range(self.rate_of, step if self.scheduler is not None else 0):
+            self.trainer.alike("schedule", number, self.scheduler.step)
+        self.rate_of = max(self.rate_of, step)
+
+    def tests(self, ticket: Ticket) -> dict[str, Any]:
+        assert self.test is not None
+        self.wired()
+        found = self.trainer.evaluation(self.test, self.checked.job.metric, self.checked.settings.loaders,
+                                        (ticket.part, ticket.parts))
+        return {"sum": found["value"] * found["weight"] if found["weight"] else 0.0, "weight": found["weight"]}
+
+    def wired(self) -> None:
+        """Where nobody has trained yet (a run that goes on with a test)."""
+        if self.trainer.exchange is None:
+            wire(self.trainer, False, None)
+
+    def keeps(self, ticket: Ticket) -> dict[str, Any]:
+        trainer = self.trainer
+        self.wired()
+        self.rate(ticket.step)
+        trainer.steps, trainer.scheduler = ticket.step, self.scheduler
+        if ticket.keep == "model":
+            save_trained(trainer, self.folder / "model.safetensors")
+        else:
+            trainer.save(self.folder, checkpoint.identity_of(self.checked.job, self.checked.facts))
+        trainer.scheduler = None
+        return {}

@@ -1,0 +1,219 @@
+"""A training whose workers come and go, from this side: processes are started, and started anew; the office hands out samples.
+
+All of it is one loop in the launching process, which waits for whatever comes first: a question to the office, a word of a
+process, or its end. A worker that dies is replaced, and of one that is silent for too long the ticket is somebody else's; a
+server that dies is started again from its last snapshot. What any of them raises ends the run, as under every strategy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from paragrad.record.record import Recorder
+from paragrad.strategies.server import Server, Ssp
+from paragrad.techniques.served.header import Header, Kind
+from paragrad.techniques.served.meeting import Meeting
+from paragrad.techniques.served.office import KEEP, TEST, TRAIN, Office, Ticket
+from paragrad.techniques.served.sockets import Calling, Keys, Listening
+from paragrad.training.admission import Admitted
+from paragrad.training.handed_out import LONGEST, rank_of
+from paragrad.training.loop import Progress
+from paragrad.world.launching import Ranks
+from paragrad.world.launching.crew import DIED, DONE, FAILED, Crew
+from paragrad.world.signals import Request
+
+LOOK = 0.2              # seconds after which somebody looks whether a worker is late
+ANEW = 5                # times as many processes as there are may be started anew
+
+
+def handed_out(checked: Admitted) -> bool:
+    """Are the samples of a run handed out to workers that come and go?"""
+    return isinstance(checked.resolved, Server) and not checked.resolved.waits
+
+
+def run_handed_out(ranks: Ranks, checked: Admitted, folder: Path, record: Recorder, asked: Request,
+                   progress: Progress | None) -> str:
+    """Train; how it ended: "finished" or "stopped". Raises RankFailed."""
+    shared = tempfile.mkdtemp(prefix="paragrad-")                   # mode 0700
+    try:
+        with Crew(ranks, checked.threads, checked.settings.device, checked.settings.timeout) as crew:
+            return Run(checked, folder, record, crew, shared, asked, progress).run()
+    finally:
+        shutil.rmtree(shared, ignore_errors=True)
+
+
+class Run:
+    """One training."""
+
+    def __init__(self, checked: Admitted, folder: Path, record: Recorder, crew: Crew, shared: str, asked: Request,
+                 progress: Progress | None) -> None:
+        assert isinstance(checked.resolved, Server)
+        self.checked, self.folder, self.record, self.crew = checked, folder, record, crew
+        self.asked, self.progress, self.strategy = asked, progress, checked.resolved
+        self.meeting = Meeting(secrets.randbits(63), shared, self.strategy.servers)
+        self.order, self.shares = checked.facts.order, self.strategy.shares
+        bound = self.strategy.sync.bound if isinstance(self.strategy.sync, Ssp) else None
+        self.office = Office(self.meeting.job, bound, checked.settings.timeout, self.heard)
+        self.listening = Listening(LONGEST, None, Keys.made(), self.meeting.office)
+        self.count = self.strategy.size                 # the next number of a process
+        self.anew = 0
+        self.servers: dict[int, int] = {}               # number of a process -> which server it is
+        self.tested = {"sum": 0.0, "weight": 0.0}
+        self.loss, self.done, self.told = 0.0, 0, -1.0
+        self.ended: set[int] = set()
+
+    def run(self) -> str:
+        for number in range(self.strategy.size):
+            server = number - self.strategy.workers if self.strategy.serves(number) else None
+            self.start(number, server)
+        try:
+            status = self.epochs()
+            self.office.ended = True
+            self.close()
+        finally:
+            self.listening.close()
+        self.record.write("handed_out", refused=self.office.refused, anew=self.anew)
+        return status
+
+    def start(self, number: int, server: int | None, begun: bool = False) -> None:
+        if server is not None:
+            self.servers[number] = server
+        self.crew.start(number, rank_of, self.checked, self.folder, self.record.origin, self.meeting.of(number, server, begun))
+
+    # ---- what is to be done --------------------------------------------------------------------------------------------------
+    def epochs(self) -> str:
+        checked = self.checked
+        first, start = divmod(checked.saved.step if checked.saved else 0, self.order.steps)
+        saved_at = step = checked.saved.step if checked.saved else 0
+        status = "finished"
+        for epoch in range(first, checked.job.epochs):
+            begun = self.record.now()
+            step = self.train(epoch, start if epoch == first else 0)
+            if self.asked.is_set() or step == checked.settings.limit:
+                status = "stopped" if self.asked.is_set() else status
+                break
+            test = self.test()
+            self.record.write("epoch", epoch=epoch, test=test, start=round(begun, 6),
+                              seconds=round(self.record.now() - begun, 6))
+            goal = checked.settings.goal
+            if goal and test and goal.reached(test["value"]):
+                break
+            if checked.settings.save and step - saved_at >= checked.settings.save:
+                self.do([Ticket(KEEP, step=step, keep="checkpoint")])
+                saved_at = step
+        if (checked.settings.save or status == "stopped") and saved_at != step:
+            self.do([Ticket(KEEP, step=step, keep="checkpoint")])
+        if status == "finished":
+            self.do([Ticket(KEEP, step=step, keep="model")])
+        return status
+
+    def train(self, epoch: int, start: int) -> int:
+        """The epoch's batches from there on, share by share; the steps that were made in all. It ends early with a whole batch
+        when the run is asked to stop."""
+        step = epoch * self.order.steps + start
+        while step < (epoch + 1) * self.order.steps and not self.asked.is_set() and step != self.checked.settings.limit:
+            samples = len(self.order.at(step % self.order.steps))
+            self.office.give(Ticket(TRAIN, step * self.shares + share, epoch, step, share)
+                             for share in range(min(self.shares, samples)))
+            step += 1
+            while len(self.office.left) >= self.shares:             # somebody can always be given something
+                self.look(epoch)
+        while not self.office.idle:
+            self.look(epoch)
+        return step
+
+    def test(self) -> dict[str, float] | None:
+        if self.checked.job.test is None:
+            return None
+        self.tested = {"sum": 0.0, "weight": 0.0}
+        parts = min(self.strategy.workers, self.checked.facts.test_samples)
+        self.do([Ticket(TEST, part=part, parts=parts) for part in range(parts)])
+        weight = self.tested["weight"]
+        return {"value": self.tested["sum"] / weight if weight else float("nan"), "weight": weight}
+
+    def do(self, tickets: list[Ticket]) -> None:
+        self.office.give(tickets)
+        while not self.office.idle:
+            self.look(None)
+
+    def heard(self, number: int, ticket: Ticket, said: dict[str, Any]) -> None:
+        if ticket.what == TEST:
+            self.tested = {name: self.tested[name] + float(said[name]) for name in self.tested}
+        elif ticket.what == TRAIN:
+            self.done, self.loss = self.done + 1, float(said.get("loss", self.loss))
+
+    # ---- what comes ------------------------------------------------------------------------------------------------------------
+    def look(self, epoch: int | None) -> None:
+        """Wait for what comes first, and do what it asks for."""
+        poller = zmq.Poller()
+        poller.register(self.listening.socket, zmq.POLLIN)
+        whose = self.crew.descriptors
+        for descriptor in whose:
+            poller.register(descriptor, zmq.POLLIN)
+        self.office.hand_out(self.listening)
+        ready = dict(poller.poll(int(1000 * LOOK)))
+        while (frames := self.listening.take(0)) is not None:
+            self.office.taken(self.listening, frames)
+        self.office.hand_out(self.listening)
+        for number in {whose[each] for each in ready if each in whose}:
+            self.word_of(number)
+        for number in self.office.late():
+            self.event("late", f"worker {number} was at its samples for longer than {self.office.limit:g} s; others get "
+                       "them", rank=number)
+        self.tell(epoch)
+
+    def word_of(self, number: int) -> None:
+        """A process said something, or is gone. Raises RankFailed."""
+        what, value = self.crew.heard(number)
+        if what == FAILED:
+            raise value
+        if what == DONE:
+            self.ended.add(number)
+        if what != DIED:
+            return
+        self.anew += 1
+        if self.anew > ANEW * self.strategy.size:
+            raise value
+        server = self.servers.get(number)
+        if server is None:
+            self.office.lost(number)
+            if not self.office.ended:
+                self.event("replaced", f"{value}; worker {self.count} is there for it", rank=number)
+                self.start(self.count, None)
+                self.count += 1
+        else:
+            self.event("again", f"{value}; server {server} is started again from its last snapshot", rank=number)
+            self.start(number, server, begun=True)
+
+    def event(self, name: str, message: str, **numbers: float) -> None:
+        self.record.write("event", name=name, numbers=numbers, message=message)
+
+    def tell(self, epoch: int | None) -> None:
+        now = self.record.now()
+        if self.progress is not None and epoch is not None and self.done and now - self.told > 0.1:
+            self.told = now
+            self.progress({"epoch": epoch, "step": self.done // self.shares,
+                           "steps": self.checked.job.epochs * self.order.steps, "loss": self.loss})
+
+    # ---- its end -------------------------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """Workers end, then servers; who does not in time is left to be killed."""
+        workers = [number for number in self.crew.members if number not in self.servers]
+        self.until(workers)
+        calling = Calling(self.meeting.addresses, LONGEST, Keys.made(), self.checked.settings.timeout, 1.0)
+        with contextlib.closing(calling):
+            list(calling.asked((server, Header(Kind.END, self.meeting.job), ()) for server in range(self.strategy.servers)))
+        self.until(list(self.servers))
+
+    def until(self, numbers: list[int]) -> None:
+        end = time.monotonic() + min(self.checked.settings.timeout, 30.0)
+        while time.monotonic() < end and any(number in self.crew.members for number in numbers):
+            self.look(None)
