@@ -30,6 +30,7 @@ if typing.TYPE_CHECKING:
     from paragrad.strategies.local import Elastic, Local, Mean, Nesterov
     from paragrad.strategies.pipeline import Pipeline, Place
     from paragrad.strategies.serial import Serial
+    from paragrad.strategies.server import Asp, Bsp, Server, Ssp
     from paragrad.strategies.strategy import Promise
     from paragrad.strategies.table import AllReduce, Strategy, strategy
     from paragrad.strategies.tensor import Tensor
@@ -45,12 +46,12 @@ if typing.TYPE_CHECKING:
     from paragrad.version import __version__ as __version__
     from paragrad.world.axes import Axis
 
-__all__ = ["AllReduce", "Axis", "Butterfly", "Certificate", "Data", "Decimal", "Direct", "DoubleTree", "Elastic", "Exchange",
-           "Flag", "Gpipe", "Halving", "Held", "Integer", "Interleaved", "Job", "Local", "Mean", "Native", "Nesterov",
-           "OneFOneB", "Passes", "Pipeline", "PipelineSchedule", "Place", "Promise", "RankFailed", "Recv", "Refused", "Ring",
-           "RingAsync", "Run", "Send", "Serial", "Share", "Star", "StepFailed", "Strategy", "Sums", "Table", "Tensor", "Tree",
-           "TwoLevel", "WholeBatch", "Word", "ZeroBubble", "accuracy", "compare", "hook", "job", "option", "parallelize",
-           "strategy", "train", "verify"]
+__all__ = ["AllReduce", "Asp", "Axis", "Bsp", "Butterfly", "Certificate", "Data", "Decimal", "Direct", "DoubleTree",
+           "Elastic", "Exchange", "Flag", "Gpipe", "Halving", "Held", "Integer", "Interleaved", "Job", "Local", "Mean",
+           "Native", "Nesterov", "OneFOneB", "Passes", "Pipeline", "PipelineSchedule", "Place", "Promise", "RankFailed",
+           "Recv", "Refused", "Ring", "RingAsync", "Run", "Send", "Serial", "Server", "Share", "Ssp", "Star", "StepFailed",
+           "Strategy", "Sums", "Table", "Tensor", "Tree", "TwoLevel", "WholeBatch", "Word", "ZeroBubble", "accuracy",
+           "compare", "hook", "job", "option", "parallelize", "strategy", "train", "verify"]
 
 # where each public name is, AllReduce and Strategy where all of ours are defined, so that no other takes a name before them;
 # tests/test_structure.py compares it with what type checkers are told above
@@ -64,7 +65,7 @@ _HOMES = {name: home for home, names in {
     "schedules.ring": "Ring RingAsync", "schedules.star": "Star", "schedules.tree": "Tree",
     "schedules.two_level": "TwoLevel", "strategies.data": "Data Native",
     "strategies.local": "Elastic Local Mean Nesterov", "strategies.pipeline": "Pipeline Place",
-    "strategies.serial": "Serial",
+    "strategies.serial": "Serial", "strategies.server": "Asp Bsp Server Ssp",
     "strategies.strategy": "Promise", "strategies.table": "AllReduce Strategy strategy", "strategies.tensor": "Tensor",
     "techniques.cut": "Share",
     "techniques.exchange": "Exchange", "techniques.layout": "Held", "techniques.passes": "Passes Sums",

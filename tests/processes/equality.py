@@ -307,6 +307,8 @@ ROWS: dict[str, Callable[[int], str]] = {
     "fully sharded, uneven shares and micro-batches":
         lambda n: f"data({n}, state=fully_sharded, shares={[3, 1, 1, 2][:n]}, micro=2)",
     "own batch norm": lambda n: f"data({n}, batch_norm=share)",
+    "server": lambda n: f"server({n})",
+    "servers": lambda n: f"server({n}, servers=2)",
 }
 SERIAL = {"serial": "serial", "serial, micro-batches": "serial(micro=3)", "serial, threads": "serial(threads=2)"}
 
@@ -315,7 +317,8 @@ BRIEF = 9               # steps of a covering sample, three epochs of most jobs;
 
 # strategies that are another training, and say so (test_local)
 LOOSER = ("local(2, every=3)", "local(3, every=end)", "local(2, every=2, after=3)", "local(2, outer=nesterov)",
-          "local(4, every=2, outer=elastic)", "local(2, every=2, reduce=ring) * place(2)")
+          "local(4, every=2, outer=elastic)", "local(2, every=2, reduce=ring) * place(2)",
+          "server(3, sync=asp)", "server(2, servers=2, sync=ssp(1), rate=by_staleness)")
 
 NOT_EXACT: dict[tuple[str, str], str] = {
     ("own batch norm", column): "statistics of a share are not those of the batch" for column in JOBS

@@ -208,7 +208,7 @@ def test_lists() -> None:
     listed = {row["name"]: row for row in json.loads(paragrad("strategies", "--json"))}
     assert listed["ring"]["built"] is True
     assert listed["pipeline"]["built"] is listed["tensor"]["built"] is True
-    assert listed["server"]["built"] is False
+    assert listed["federated"]["built"] is False
     for row in listed.values():
         assert row["what"]
     assert "ring\tyes\tRing: reduce-scatter" in paragrad("strategies")

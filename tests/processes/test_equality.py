@@ -41,6 +41,7 @@ from paragrad.strategies.serial import Serial
 from paragrad.strategies.strategy import Strategy
 from paragrad.strategies.table import strategy
 from paragrad.techniques.data_parallel.reproducible import reproducible_all_reduce
+from paragrad.training.first_step.start import dismiss, serve
 from paragrad.training.settings import Settings
 from paragrad.training.trainer import Trainer
 from paragrad.verbs.lockstep import STEPS, difference, differences
@@ -111,12 +112,17 @@ def trainer_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def one_step(world: World, job: Job, chosen: Strategy, reverse: bool = False) -> Mapping[str, Tensor | None]:
-    """The gradients and parameters after one step, by name."""
+    """The gradients and parameters after one step, by name; of a server none."""
     trainer = Trainer.of_job(world, job, chosen, reverse=reverse)
     try:
+        if trainer.serves:
+            serve(trainer)
+            return {}
         trainer.step(*parted(next(trainer.batches(job.train, job.batch, epoch=0))))
         gradients = {f"gradient of {name}": value for name, value in trainer.gradients().items()}
-        return {name: None if value is None else value.clone() for name, value in {**gradients, **trainer.state()}.items()}
+        found = {name: None if value is None else value.clone() for name, value in {**gradients, **trainer.state()}.items()}
+        dismiss(trainer)
+        return found
     finally:
         trainer.close()
 
@@ -183,7 +189,8 @@ WHOLE = make_job("whole numbers", whole_model, torch.utils.data.TensorDataset(
 @pytest.mark.parametrize("row", ROWS)
 def test_whole_numbers_bit_for_bit(pool: Ranks, row: str, workers: int) -> None:
     expected = one_step(World(), WHOLE, Serial(threads=1))
-    for result in pool.run(one_step, WHOLE, resolved(ROWS[row](workers)), size=workers):
+    chosen = resolved(ROWS[row](workers))
+    for result in pool.run(one_step, WHOLE, chosen, size=chosen.size)[:workers]:
         assert all(torch.equal(result[name], expected[name]) for name in expected)      # type: ignore[arg-type]
 
 

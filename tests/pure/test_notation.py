@@ -14,7 +14,7 @@ from paragrad.notation.choices import Choice, Decimal, Flag, Integer, Integers, 
 from paragrad.schedules.pipeline import PipelineSchedule
 from paragrad.schedules.ring import Ring, RingAsync
 from paragrad.schedules.two_level import TwoLevel
-from paragrad.strategies import local, planned
+from paragrad.strategies import local, planned, server
 from paragrad.strategies.data import Data, Native
 from paragrad.strategies.pipeline import Pipeline
 from paragrad.strategies.serial import Serial
@@ -56,6 +56,8 @@ def choices(draw: st.DrawFn, cls: type[Choice]) -> Choice:
             arguments = {name: value for name, value in arguments.items() if name in ("workers", "batch_norm", "dense")}
     if cls is Spatial and arguments.get("dense") == "tensor":
         arguments.pop("columns", None)
+    if cls is server.Server and not isinstance(arguments.get("sync"), server.Ssp | server.Asp):
+        arguments.pop("rate", None)
     if cls is TwoLevel:                     # it is the whole exchange that is reproducible
         arguments |= {name: replace(arguments[name], reproducible=False) for name in ("inside", "across") if name in arguments}
     return cls(**arguments)
@@ -72,7 +74,7 @@ def test_round_trip(chosen: Strategy) -> None:
 def test_the_python_form_makes_the_same_value(chosen: Strategy) -> None:
     names: dict[str, Any] = {cls.__name__: cls for cls in (
         *known().values(), *algorithms().values(), *PipelineSchedule.members.values())}
-    names |= {cls.__name__: cls for module in (planned, local) for cls in vars(module).values() if isinstance(cls, type)}
+    names |= {cls.__name__: cls for module in (planned, local, server) for cls in vars(module).values() if isinstance(cls, type)}
     assert eval(repr(chosen), names) == chosen
 
 
@@ -151,8 +153,7 @@ def test_refused_with_the_repair(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", [
-    "server(2)", "federated(2)",
-    "server(2) * tensor(2)", "data(2, compress=top_k(0.01))"])
+    "federated(2)", "federated(2) * tensor(2)", "data(2, compress=top_k(0.01))"])
 def test_known_by_name_and_refused_as_not_built(text: str) -> None:
     with pytest.raises(Refused, match="known and not built yet"):
         refuse_unbuilt(strategy(text))
@@ -162,7 +163,7 @@ def test_built_ones_pass() -> None:
     for text in ("place(2)", "tensor(2)", "data(2) * tensor(2)", "data(2, state=fully_sharded)",
                  "pipeline(2, schedule=zero_bubble)", "serial(threads=1, micro=3)", "data(auto)",
                  "data(2, reduce=ring_async(4), micro=2, batch_norm=share)", "data(2, dense=tensor)",
-                 "data(2) * spatial(2, columns=2)", "data(2) * branch(3)"):
+                 "data(2) * spatial(2, columns=2)", "data(2) * branch(3)", "server(2)", "server(3, servers=2, sync=asp)"):
         refuse_unbuilt(strategy(text))
 
 

@@ -47,6 +47,15 @@ class Server(Strategy):
         return isinstance(self.sync, Bsp)
 
     @property
+    def hands_out(self) -> bool:
+        return not self.waits
+
+    @property
+    def bound(self) -> int | None:
+        """Steps that a worker may be ahead of the slowest."""
+        return self.sync.bound if isinstance(self.sync, Ssp) else None
+
+    @property
     def shares(self) -> int:
         """Of a full batch."""
         return self.workers

@@ -116,6 +116,8 @@ class Strategy(Family, abstract=True):
     together = TENSOR                               # what an optimizer may want together, where it is inside
     if TYPE_CHECKING:                               # options of some
         @property
+        def hands_out(self) -> bool: ...
+        @property
         def workers(self) -> int | str: ...
         @property
         def servers(self) -> int: ...
@@ -132,6 +134,7 @@ class Strategy(Family, abstract=True):
         def exchange(self, replica: Any, world: Any, log: Any, how: Any) -> Any: ...
         def share(self, model: Any, example: Any, axis: Any) -> Any: ...
     else:
+        hands_out = False                           # samples are handed out, to workers that come and go
         servers = 0                                 # ranks beside the workers, after them, that serve (`Exchange.serve`)
         threads = None                              # of each rank: the cores are divided
         sharded = False     # replicas hold the parameters together, each some: no rank can run the model alone

@@ -78,8 +78,8 @@ class Exchange(ABC):
     What differs is replaced, at least `finish` and `counted`. Collective: all ranks make it together. Set in every
     step: `stop`, this rank was asked to stop;  `own_samples`: of its share;  before `finish`, `doubt`: of its weight, what may
     be that of nothing (`Summed.doubts`);  before `average`, `weight`: of what gradients are of, as who has the loss told it. To
-    be read: `sent`, bytes by kind in this step;  `largest`: bytes it keeps in memory;  `sharing`: ranks that hold the parameters
-    together, each all of them;  `again`: its share had been applied before.
+    be read: `sent`, bytes by kind in this step;  `largest`: bytes it keeps in memory;  `sharing`: ranks that hold parameters
+    together, each all of them;  `again`: its share was applied before.
 
     shards: where replicas hold the parameters together, each some: of what `parts`, this rank's by name, are parts; so are
     gradients and state then, no rank can run the model alone but in `evaluating`, and `hollow` is the model without values.

@@ -18,7 +18,6 @@ from typing import Any
 import zmq
 
 from paragrad.record.record import Recorder
-from paragrad.strategies.server import Server, Ssp
 from paragrad.techniques.served.header import Header, Kind
 from paragrad.techniques.served.meeting import Meeting
 from paragrad.techniques.served.office import KEEP, TEST, TRAIN, Office, Ticket
@@ -32,11 +31,6 @@ from paragrad.world.signals import Request
 
 LOOK = 0.2              # seconds after which somebody looks whether a worker is late
 ANEW = 5                # times as many processes as there are may be started anew
-
-
-def handed_out(checked: Admitted) -> bool:
-    """Are the samples of a run handed out to workers that come and go?"""
-    return isinstance(checked.resolved, Server) and not checked.resolved.waits
 
 
 def run_handed_out(ranks: Ranks, checked: Admitted, folder: Path, record: Recorder, asked: Request,
@@ -55,13 +49,13 @@ class Run:
 
     def __init__(self, checked: Admitted, folder: Path, record: Recorder, crew: Crew, shared: str, asked: Request,
                  progress: Progress | None) -> None:
-        assert isinstance(checked.resolved, Server)
+        strategy: Any = checked.resolved
+        self.strategy = strategy
         self.checked, self.folder, self.record, self.crew = checked, folder, record, crew
-        self.asked, self.progress, self.strategy = asked, progress, checked.resolved
+        self.asked, self.progress = asked, progress
         self.meeting = Meeting(secrets.randbits(63), shared, self.strategy.servers)
         self.order, self.shares = checked.facts.order, self.strategy.shares
-        bound = self.strategy.sync.bound if isinstance(self.strategy.sync, Ssp) else None
-        self.office = Office(self.meeting.job, bound, checked.settings.timeout, self.heard)
+        self.office = Office(self.meeting.job, self.strategy.bound, checked.settings.timeout, self.heard)
         self.listening = Listening(LONGEST, None, Keys.made(), self.meeting.office)
         self.count = self.strategy.size                 # the next number of a process
         self.anew = 0
@@ -150,7 +144,7 @@ class Run:
         elif ticket.what == TRAIN:
             self.done, self.loss = self.done + 1, float(said.get("loss", self.loss))
 
-    # ---- what comes ------------------------------------------------------------------------------------------------------------
+    # ---- what comes ----------------------------------------------------------------------------------------------------------
     def look(self, epoch: int | None) -> None:
         """Wait for what comes first, and do what it asks for."""
         poller = zmq.Poller()

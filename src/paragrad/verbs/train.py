@@ -28,7 +28,7 @@ from paragrad.training.loop import Progress, train_rank
 from paragrad.training.pace import refuse_strange
 from paragrad.training.saved import remove_partial
 from paragrad.training.settings import Settings, settings_of
-from paragrad.verbs.elastic import handed_out, run_handed_out
+from paragrad.verbs.elastic import run_handed_out
 from paragrad.verbs.fit import fitted
 from paragrad.verbs.lockstep import difference
 from paragrad.verbs.trial import tried
@@ -89,7 +89,7 @@ def run(ranks: Ranks, checked: Admitted, folder: Path, *, progress: Progress | N
     with Recorder(folder / "run.jsonl") as record:
         _write_header(record, checked, folder)
         try:
-            if handed_out(checked):
+            if checked.resolved.hands_out:
                 statuses = [run_handed_out(ranks, checked, folder, record, asked or Request(), progress)]
             else:
                 statuses = checked.on(ranks, train_rank, checked, folder, record.origin,

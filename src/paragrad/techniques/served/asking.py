@@ -13,6 +13,7 @@ import math
 import secrets
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from paragrad.techniques.served.header import Header, Kind, bytes_of, vector_of
 from paragrad.techniques.served.meeting import Meeting
 from paragrad.techniques.served.shard import Shard
 from paragrad.techniques.served.slicing import Slot, changing, fill, held, marks, places, slots_of, trained_of
+from paragrad.techniques.served.snapshot import Snapshots
 from paragrad.techniques.served.sockets import Calling, Keys, Listening
 from paragrad.techniques.slices import Stretch, slices
 from paragrad.techniques.updating import has_modes
@@ -91,6 +93,9 @@ class Serving(_Side):
             self.listening.allow(told[:strategy.workers])
         self.shard = Shard(strategy, replica, self.slots[self.number], self.names, self.tensors(), log, job, replica.full)
         self.largest = 2 * self.shard.nbytes
+        if meeting:
+            self.shard.snapshots = Snapshots(Path(meeting.folder), self.number)
+            self.shard.snapshots.restore(self.shard)
 
     def serve(self) -> None:
         self.shard.serve(self.listening, 1 if self.meeting else self.strategy.workers, self.everyone.timeout)
@@ -99,6 +104,8 @@ class Serving(_Side):
 
     def close(self) -> None:
         self.listening.close()
+        if self.shard.snapshots is not None:
+            self.shard.snapshots.close()
 
 
 class Asking(_Side):
@@ -202,19 +209,19 @@ class Asking(_Side):
         """Ask every server; what they have becomes the parameters."""
         with self.log.detail(kind.name.lower(), "wait"), torch.no_grad():
             tensors = self.tensors()
-            for server, slot, header, vector in self._vectors(kind, numbers):
+            for server, slot, header, _, vector in self._vectors(kind, numbers):
                 torch._foreach_copy_(places(slot, tensors), slot.views(vector))
                 self.versions[server] = header.version
             self.pulled = [each.detach().clone() for each in tensors[len(self.parameters):]]
 
-    def _vectors(self, kind: Kind, numbers: tuple[float, ...]) -> Iterator[tuple[int, Slot, Header, Tensor]]:
+    def _vectors(self, kind: Kind, numbers: tuple[float, ...]) -> Iterator[tuple[int, Slot, Header, bytes, Tensor]]:
         questions = [(server, self._header(kind, slot=number, numbers=numbers), ()) for server, number, slot in self._slots()
                      if kind != Kind.GRADIENTS or not slot.added]
         for server, header, rest in self.calling.asked(questions):
             slot = self.slots[server][header.slot]
             if header.kind != Kind.VALUES or header.elements != slot.elements or header.dtype != slot.dtype:
                 raise StepFailed(f"server {server} answered with another vector than was asked for")
-            yield server, slot, header, vector_of(header, rest[1])
+            yield server, slot, header, bytes(rest[0]), vector_of(header, rest[1])
 
     # ---- what others look at -------------------------------------------------------------------------------------------
     def gradients(self) -> dict[str, Tensor | None]:
@@ -222,12 +229,13 @@ class Asking(_Side):
             return super().gradients()
         found: dict[str, Tensor | None] = {name: None for name, _ in self.summed.model.named_parameters()}
         whole = [torch.zeros_like(each) for each in self.parameters]
-        for _, slot, header, vector in self._vectors(Kind.GRADIENTS, ()):
+        for _, slot, header, marked, vector in self._vectors(Kind.GRADIENTS, ()):
             into = places(slot, whole)
             torch._foreach_copy_(into, slot.views(vector))
             if header.numbers[0]:                       # not averaged yet
                 torch._foreach_div_(into, self.weight)
-            found.update({self.names[each.index]: whole[each.index] for each in slot.stretches})
+            found.update({self.names[each.index]: whole[each.index]
+                          for each, there in zip(slot.stretches, marked, strict=True) if there})
         return found
 
     @contextlib.contextmanager

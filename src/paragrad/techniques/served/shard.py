@@ -28,6 +28,7 @@ from paragrad.techniques.exchange import Replica
 from paragrad.techniques.layout import hand_over
 from paragrad.techniques.served.header import Header, Kind, Unfit, bytes_of, vector_of
 from paragrad.techniques.served.slicing import Slot, held, places
+from paragrad.techniques.served.snapshot import Snapshots
 from paragrad.techniques.served.sockets import Listening, header_of
 from paragrad.techniques.slices import updated
 from paragrad.techniques.updating import in_eval_mode, set_mode
@@ -92,6 +93,9 @@ class Shard:
         self.met = False                                # somebody was there
         self.received = self.sent = 0
         self.begun = self.updates = replica.steps
+        self.begun_samples = self.samples
+        self.lost = {"updates": 0, "samples": 0}        # by this server, when it died
+        self.snapshots: Snapshots | None = None
         self.staleness: Counter[int] = Counter()
         self.refused: Counter[str] = Counter()
 
@@ -226,6 +230,8 @@ class Shard:
             push.vectors[header.slot] = marked, vector
             if len(push.vectors) == len(self.slots):
                 del self.pushes[ticket]
+                if self.snapshots is not None:
+                    self.snapshots.before(self, ticket, int(header.numbers[3]))
                 self.applied.add(ticket)
                 self._at_once(push, header)
         listening.answer(whose, header.answer(Kind.DONE, version=self.updates, numbers=(float(again),)))
@@ -278,7 +284,7 @@ class Shard:
 
     # ---- answers -----------------------------------------------------------------------------------------------------------
     def _tell(self, header: Header, listening: Listening, whose: bytes, vectors: list[Tensor], copied: bool,
-              **more: Any) -> None:
+              marked: bytes = b"", **more: Any) -> None:
         """One of the vectors; a copy where the next update may come while it travels."""
         if header.slot >= len(self.slots):
             raise Unfit("it is for a vector that is not here")
@@ -287,14 +293,17 @@ class Shard:
         slot, vector = self.slots[header.slot], vectors[header.slot]
         self.sent += vector.nbytes
         said = header.answer(Kind.VALUES, dtype=slot.dtype, elements=slot.elements, version=self.updates, **more)
-        listening.answer(whose, said, b"", bytes_of(vector.clone() if copied else vector))
+        listening.answer(whose, said, marked, bytes_of(vector.clone() if copied else vector))
 
     def _pull(self, header: Header, listening: Listening, whose: bytes, rest: list[Any]) -> None:
         with in_eval_mode(self.optimizer, self.own) if header.numbers[0] else nullcontext():
             self._tell(header, listening, whose, self.values, True)
 
     def _tell_gradients(self, header: Header, listening: Listening, whose: bytes, rest: list[Any]) -> None:
-        self._tell(header, listening, whose, self.gradients, True, numbers=(float(self.complete),))
+        marked = iter(self.anyone)
+        every = [bytes(next(marked) for _ in slot.stretches) for slot in self.trained]
+        self._tell(header, listening, whose, self.gradients, True, every[header.slot] if header.slot < len(every) else b"",
+                   numbers=(float(self.complete),))
 
     def _state(self, header: Header, listening: Listening, whose: bytes, rest: list[Any]) -> None:
         """The optimizer's: [stretch, what, number] or [stretch, what, type, shape] in the order of the bytes."""
@@ -318,5 +327,27 @@ class Shard:
     def told(self) -> dict[str, Any]:
         """What the record is to say of it."""
         return {"parameters": self.nbytes, "received": self.received, "sent": self.sent, "updates": self.updates - self.begun,
+                "samples": self.samples - self.begun_samples, "lost": self.lost,
                 "staleness": {str(late): count for late, count in sorted(self.staleness.items())},
                 "refused": dict(self.refused)}
+
+    # ---- started again -------------------------------------------------------------------------------------------------------
+    def counts(self) -> dict[str, Any]:
+        """Where it stands, for a snapshot."""
+        return {"updates": self.updates, "samples": self.samples, "received": self.received, "sent": self.sent,
+                "below": self.applied.below, "above": sorted(self.applied.above), "lost": self.lost,
+                "staleness": {str(late): count for late, count in self.staleness.items()}, "refused": dict(self.refused)}
+
+    def recount(self, told: dict[str, Any]) -> None:
+        """Stand where a snapshot says."""
+        self.updates, self.samples = told["updates"], told["samples"]
+        self.received, self.sent, self.lost = told["received"], told["sent"], told["lost"]
+        self.applied.below, self.applied.above = told["below"], set(told["above"])
+        self.staleness = Counter({int(late): count for late, count in told["staleness"].items()})
+        self.refused = Counter(told["refused"])
+
+    def lose(self, ticket: int, samples: int) -> None:
+        """A ticket that was applied, and whose update is gone."""
+        if ticket not in self.applied:
+            self.applied.add(ticket)
+            self.lost = {"updates": self.lost["updates"] + 1, "samples": self.lost["samples"] + samples}

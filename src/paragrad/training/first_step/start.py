@@ -159,7 +159,7 @@ def wire(trainer: Trainer, some_unused: bool, example: Any, forward: Callable[[]
             trainer.log.choice(*choice)
     replica = Replica(trainer.module, trainer.optimizer, trainer.clip_norm, some_unused, trainer.layout, forward,
                       trainer.proof is not None, trainer.steps, trainer.layout.parted(trainer.restored), trainer.scheduler,
-                      trainer.alike, trainer.batch_size)
+                      trainer.alike, trainer.batch_size or 1)
     world = trainer.everyone if trainer.strategy.servers else trainer.world
     trainer.exchange = exchange_of(trainer.strategy, replica, world, trainer.log, trainer.how)
     if (shards := trainer.exchange.shards) is not None:
