@@ -74,7 +74,8 @@ def test_round_trip(chosen: Strategy) -> None:
 def test_the_python_form_makes_the_same_value(chosen: Strategy) -> None:
     names: dict[str, Any] = {cls.__name__: cls for cls in (
         *known().values(), *algorithms().values(), *PipelineSchedule.members.values())}
-    names |= {cls.__name__: cls for module in (planned, local, server) for cls in vars(module).values() if isinstance(cls, type)}
+    names |= {cls.__name__: cls for module in (planned, local, server) for cls in vars(module).values()
+              if isinstance(cls, type)}
     assert eval(repr(chosen), names) == chosen
 
 

@@ -191,7 +191,7 @@ class Record:
 
     def __init__(self, folder: Path, spans: bool = True) -> None:
         self.folder = folder
-        own = list(lines_of(folder / "run.jsonl"))
+        self.own = own = list(lines_of(folder / "run.jsonl"))
         self.header: Line = next((line for line in own if line["kind"] == "run"), {})
         if self.header.get("schema", SCHEMA) > SCHEMA:
             raise Refused(f"{folder} is a record of version {self.header['schema']}, this paragrad reads versions up to "

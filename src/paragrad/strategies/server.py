@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Self
 
 from paragrad.errors import Refused
@@ -47,8 +48,13 @@ class Server(Strategy):
         return isinstance(self.sync, Bsp)
 
     @property
+    def backup(self) -> int:
+        """Workers that a step does not wait for."""
+        return self.sync.backup if isinstance(self.sync, Bsp) else 0
+
+    @property
     def hands_out(self) -> bool:
-        return not self.waits
+        return self.sync != Bsp()
 
     @property
     def bound(self) -> int | None:
@@ -61,17 +67,32 @@ class Server(Strategy):
         return self.workers
 
     @property
+    def wanted(self) -> int:
+        """Shares that a synchronous step waits for."""
+        return self.workers - self.backup
+
+    @property
     def promise(self) -> Promise:
         exact = self.sync == Bsp()
         return Promise(exact=exact, replicas_equal=exact, buffers_equal=exact)
 
     @property
+    def verified(self) -> Self:
+        """With backup workers, a step for which nobody is late."""
+        return replace(self, sync=Bsp()) if self.backup else self
+
+    @property
     def batch_norm(self) -> str:
-        return "whole" if self.waits else "share"               # who waits for nobody has nobody to ask
+        return "share" if self.hands_out else "whole"           # who waits for nobody has nobody to ask
 
     def resolved(self, here: Here) -> Self:
-        if isinstance(self.sync, Bsp) and self.sync.backup >= self.workers:
-            raise Refused(f"{self}: {self.sync.backup} of {self.workers} workers for backup leave none; give fewer")
+        if self.backup >= self.workers:
+            raise Refused(f"{self}: {self.backup} of {self.workers} worker(s) for backup leave none; give fewer")
+        if self.backup and self.servers > 1:
+            raise Refused(f"{self}: which pushes come first one server alone can say; give servers=1, or no backup")
+        if self.backup and here.ranks is not None:
+            raise Refused(f"{self}: samples are queued again by paragrad's own launcher; start it without another one, or "
+                          "leave out backup")
         return self
 
     def refuse(self, facts: Facts, asked: Strategy, unchecked: bool = False) -> None:
@@ -87,7 +108,8 @@ class Server(Strategy):
         return "what servers are asked for is decided as they run; try data(4, reduce=ring)"
 
     def picked(self, resolved: Self, here: Here) -> Iterator[tuple[str, str, str]]:
-        if not self.waits:
-            yield "batch norm", "of each share", "a worker that waits for nobody has nobody to ask"
-            yield "clipping", "by each worker", "of its own gradient: the others' are not known"
+        if self.hands_out:
+            yield "batch norm", "of each share", "whose shares make a step is not known before"
             yield "scheduler", "by samples", "it steps with every full batch of samples that was applied"
+        if not self.waits:
+            yield "clipping", "by each worker", "of its own gradient: the others' are not known"

@@ -100,15 +100,16 @@ class Worker:
         self.rate(ticket.step)
         trainer.steps, trainer.division, trainer.replicas = ticket.step, self.division, [ticket.share]
         if isinstance(trainer.exchange, Asking):
-            trainer.exchange.ticket = ticket.number
+            trainer.exchange.ticket, trainer.exchange.wanted = ticket.number, ticket.wanted
         else:
-            trainer.how = replace(trainer.how, meeting=replace(self.meeting, ticket=ticket.number))
+            meeting = replace(self.meeting, ticket=ticket.number, wanted=ticket.wanted)
+            trainer.how = replace(trainer.how, meeting=meeting)
         batch = batch_of(order, ticket.epoch, order.at(ticket.step % order.steps), self.division, trainer.replicas)
         said: dict[str, Any] = {}
         for fetched in trainer.feed.give(self.samples, [batch], 0):
             result = trainer.step(*parted(fetched))
-            assert trainer.exchange is not None
-            said = {"loss": result.loss, "weight": result.weight, "again": trainer.exchange.again}
+            assert isinstance(trainer.exchange, Asking)
+            said = {"loss": result.loss, "weight": result.weight, "became": trainer.exchange.became}
         return said
 
     def rate(self, step: int) -> None:

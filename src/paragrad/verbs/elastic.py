@@ -55,7 +55,8 @@ class Run:
         self.asked, self.progress = asked, progress
         self.meeting = Meeting(secrets.randbits(63), shared, self.strategy.servers)
         self.order, self.shares = checked.facts.order, self.strategy.shares
-        self.office = Office(self.meeting.job, self.strategy.bound, checked.settings.timeout, self.heard)
+        self.office = Office(self.meeting.job, self.strategy.bound, self.strategy.wanted if self.strategy.waits else None,
+                             checked.settings.timeout, self.heard)
         self.listening = Listening(LONGEST, None, Keys.made(), self.meeting.office)
         self.count = self.strategy.size                 # the next number of a process
         self.anew = 0
@@ -118,7 +119,7 @@ class Run:
             self.office.give(Ticket(TRAIN, step * self.shares + share, epoch, step, share)
                              for share in range(min(self.shares, samples)))
             step += 1
-            while len(self.office.left) >= self.shares:             # somebody can always be given something
+            while len(self.office.left) >= 3 * self.shares:         # somebody can always be given something
                 self.look(epoch)
         while not self.office.idle:
             self.look(epoch)

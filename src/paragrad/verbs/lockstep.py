@@ -69,6 +69,7 @@ def difference(world: World, job: Job, strategy: Strategy, settings: Settings | 
 def distances(world: World, job: Job, strategy: Strategy, settings: Settings, steps: int) -> list[float]:
     """The difference of the parameters from serial's after every step, in the job's own type. Collective."""
     values: list[float] = []
+    strategy = strategy.verified
     train = opened(job.train, settings.folder)
     places = first_batches(job.order(len(train)), steps)
     for comparison in _lockstep(world, job, strategy, settings, train, places, same=False):

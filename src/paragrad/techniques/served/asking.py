@@ -27,7 +27,7 @@ from paragrad.techniques.exchange import Exchange, Replica
 from paragrad.techniques.layout import State, state_together
 from paragrad.techniques.served.header import Header, Kind, bytes_of, vector_of
 from paragrad.techniques.served.meeting import Meeting
-from paragrad.techniques.served.shard import Shard
+from paragrad.techniques.served.shard import APPLIED, Shard
 from paragrad.techniques.served.slicing import Slot, changing, fill, held, marks, places, slots_of, trained_of
 from paragrad.techniques.served.snapshot import Snapshots
 from paragrad.techniques.served.sockets import Calling, Keys, Listening
@@ -52,7 +52,8 @@ class _Side(Exchange):
         cut = slices(replica.optimizer, kind, lengths, strategy.servers, grain=1)[0] if kind == ELEMENT else [
             [Stretch(index, 0, length) for index, length in enumerate(lengths)]]
         self.slots = [slots_of(each, self.parameters) for each in cut]
-        buffers = [] if strategy.waits else list(changing(replica.module.model).values())        # equal, where all wait for all
+        # where all wait for all they are equal
+        buffers = list(changing(replica.module.model).values()) if strategy.hands_out else []
         first = len(self.parameters)
         self.slots[0] += slots_of([Stretch(first + index, 0, each.numel()) for index, each in enumerate(buffers)],
                                   [*self.parameters, *buffers], added=True)
@@ -63,7 +64,7 @@ class _Side(Exchange):
 
     def tensors(self) -> list[Tensor]:
         """What the slots are of, as it is now: parameters, and what forwards change."""
-        return [*self.parameters, *([] if self.strategy.waits else changing(self.summed.model).values())]
+        return [*self.parameters, *([] if not self.strategy.hands_out else changing(self.summed.model).values())]
 
     def _met(self, own: Any) -> tuple[int, list[Any]]:
         """The training's number, and what every rank says of itself. Collective: by what made the world, which is trusted."""
@@ -125,23 +126,24 @@ class Asking(_Side):
         self.largest = sum(each.nbytes for vectors in self.vectors for each in vectors)
         self.versions = [0] * strategy.servers
         self.told = [0.0] * 4
-        self.square = 0.0
+        self.square, self.became, self.wanted = 0.0, APPLIED, meeting.wanted if meeting else strategy.wanted
         self.pulled: list[Tensor] = []              # what forwards change, as it was pulled
 
     # ---- in a step -----------------------------------------------------------------------------------------------------
     def begin(self) -> None:
         super().begin()
         self.refuse_refrozen()
-        if not self.strategy.waits:
+        if self.strategy.hands_out:
             self._pull()
 
     def finish(self, weight: float, loss: float) -> None:
         self.told = [weight, loss, float(self.stop), self.doubt]
-        if self.strategy.waits:
-            self._push((weight, loss, float(self.stop), self.doubt), self.step, self.number)
+        if not self.strategy.hands_out:
+            self._push((weight, loss, float(self.stop), self.doubt), self.step, self.strategy.shares, self.number)
 
-    def _push(self, numbers: tuple[float, ...], ticket: int, share: int) -> None:
-        """Under bsp: the sums over all shares, the same from every server, and the square of the norm over all."""
+    def _push(self, numbers: tuple[float, ...], ticket: int, shares: int = 1, share: int = 0) -> None:
+        """shares: that make a step. Where all wait for all, what comes back are the sums over all shares, the same from every
+        server, and of each the square of its part of the norm."""
         own = self.tensors()[len(self.parameters):]
         gradients = [*(each.grad for each in self.parameters), *(new - old for new, old in zip(own, self.pulled, strict=True))]
 
@@ -150,14 +152,14 @@ class Asking(_Side):
                 vector = self.vectors[server][number]
                 fill(slot, gradients, vector)           # while what came before travels
                 self.count("gradients", vector.nbytes, computed=False)
-                yield server, self._header(Kind.PUSH, step=ticket, share=share, slot=number, dtype=slot.dtype, numbers=numbers,
-                                           elements=slot.elements, version=self.versions[server]), (marks(slot, gradients),
-                                                                                                    bytes_of(vector))
+                yield server, self._header(Kind.PUSH, step=ticket, share=share, shares=shares, slot=number, dtype=slot.dtype,
+                                           elements=slot.elements, version=self.versions[server], numbers=numbers), (
+                    marks(slot, gradients), bytes_of(vector))
         squares: dict[int, float] = {}
         with self.log.detail("push", "wait"):
             for server, header, _ in self.calling.asked(questions()):
-                self.again = not self.strategy.waits and bool(header.numbers[0])
-                if self.strategy.waits:
+                self.became = int(header.numbers[0]) if self.strategy.hands_out else APPLIED
+                if not self.strategy.hands_out:
                     self.told, squares[server] = list(header.numbers[:4]), header.numbers[4]
         self.square = sum(squares.values())
 
@@ -179,23 +181,30 @@ class Asking(_Side):
             super().average(weight)
 
     def uncounted(self) -> None:
-        if self.strategy.waits:
+        if not self.strategy.hands_out:
             super().uncounted()
+
+    @property
+    def again(self) -> bool:                                                        # type: ignore[override]
+        return self.became != APPLIED
 
     def update(self) -> None:
         self.optimizer._opt_called = True               # type: ignore[attr-defined]    # schedulers want to know
-        if self.strategy.waits:
+        ticket = self.step * self.strategy.workers + self.number if self.ticket < 0 else self.ticket
+        numbers = self.told[0], 0.0, 0.0, float(self.own_samples)
+        if not self.strategy.hands_out:
             factor = 1.0
             if self.clip_norm is not None:              # as torch.nn.utils.clip_grad_norm_
                 factor = min(1.0, self.clip_norm / (math.sqrt(self.square) / self.weight + 1e-6))
             self._values(Kind.UPDATE, numbers=(self.weight, factor))
+        elif self.strategy.waits:
+            self._push(numbers, ticket, self.wanted)
         elif self.weight:
             if self.clip_norm is not None:              # by its own: nobody knows the others'
                 nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
             mine = [each.grad for each in self.parameters if each.grad is not None]
             torch._foreach_mul_(mine, self.own_samples / self.full)
-            self._push((self.weight, 0.0, 0.0, float(self.own_samples)),
-                       self.step * self.strategy.workers + self.number if self.ticket < 0 else self.ticket, 0)
+            self._push(numbers, ticket)
         self.step += 1
 
     # ---- parameters come ---------------------------------------------------------------------------------------------------
@@ -225,7 +234,7 @@ class Asking(_Side):
 
     # ---- what others look at -------------------------------------------------------------------------------------------
     def gradients(self) -> dict[str, Tensor | None]:
-        if not self.strategy.waits:
+        if self.strategy.hands_out:
             return super().gradients()
         found: dict[str, Tensor | None] = {name: None for name, _ in self.summed.model.named_parameters()}
         whole = [torch.zeros_like(each) for each in self.parameters]
@@ -244,12 +253,12 @@ class Asking(_Side):
             yield
 
     def standing(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.strategy.waits else self._apart(False)
+        return self._apart(False) if self.strategy.hands_out else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _apart(self, for_tests: bool) -> Iterator[None]:
         """The servers' parameters, while no worker pushes. Collective of the workers."""
-        if self.strategy.waits and not for_tests:
+        if not self.strategy.hands_out and not for_tests:
             yield
             return
         before = [each.detach().clone() for each in self.tensors()]

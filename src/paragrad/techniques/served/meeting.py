@@ -11,8 +11,8 @@ from paragrad.techniques.served.sockets import Address
 @dataclass(frozen=True)
 class Meeting:
     """What a rank is told when it is started. job: the training's number;  folder: which only its owner may enter;  number: of
-    this rank;  server: which one it is, or None;  servers: how many;  begun: it is started anew, after one that died;  ticket:
-    what a worker is at, as its exchange is made."""
+    this rank;  server: which one it is, or None;  servers: how many;  begun: it is started anew, after one that died;  ticket,
+    wanted: what a worker is at, as its exchange is made, and of how many shares the step is."""
     job: int
     folder: str
     servers: int
@@ -20,6 +20,7 @@ class Meeting:
     server: int | None = None
     begun: bool = False
     ticket: int = -1
+    wanted: int = 1
 
     def of(self, number: int, server: int | None = None, begun: bool = False) -> Meeting:
         return replace(self, number=number, server=server, begun=begun)

@@ -14,19 +14,21 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from paragrad.techniques.served.header import Header, Kind, Unfit
 from paragrad.techniques.served.sockets import Listening, header_of
 
 TRAIN, TEST, KEEP, END = "train", "test", "keep", "end"
+LATE = 2                # of a ticket: its gradient was of older parameters, and was not used
 
 
 @dataclass(frozen=True)
 class Ticket:
     """What one worker is to do. number: of all that are trained;  step, share: which part of which batch;  part of parts: of a
-    test;  keep: a checkpoint ("checkpoint") or the model ("model") is to be written, of `step` steps."""
+    test;  wanted: of how many shares a step is made;  keep: a checkpoint ("checkpoint") or the model ("model") is to be kept,
+    of `step` steps."""
     what: str
     number: int = 0
     epoch: int = 0
@@ -35,6 +37,7 @@ class Ticket:
     part: int = 0
     parts: int = 1
     keep: str = ""
+    wanted: int = 1
 
 
 @dataclass
@@ -51,16 +54,20 @@ class Member:
 
 @dataclass
 class Office:
-    """full: a step's tickets;  bound: of ssp, or None;  limit: seconds for a ticket;  heard(member, ticket, said): called when
-    one was done for the first time."""
+    """bound: of ssp, or None;  wanted: shares that a step waits for, or None;  limit: seconds for a ticket;  heard(member,
+    ticket, said): called when one was done for the first time."""
     job: int
     bound: int | None
+    wanted: int | None
     limit: float
     heard: Callable[[int, Ticket, dict[str, Any]], None]
     tell: Callable[..., None] = lambda name, message, **numbers: None
     members: dict[int, Member] = field(default_factory=dict)
     left: deque[Ticket] = field(default_factory=deque)
     open: dict[Ticket, int] = field(default_factory=dict)          # who is at it
+    begun_again: set[Ticket] = field(default_factory=set)          # of members that are lost
+    reported: int = 0               # of a step that is made: who said so
+    step_of: int = 0                # how many will
     ended: bool = False
     refused: dict[str, int] = field(default_factory=dict)
 
@@ -102,13 +109,23 @@ class Office:
             fewest = min((each.done for each in self.members.values()), default=0)
             member = self.members[number] = Member(number, fewest, now)
         if ticket is not None and self.open.pop(ticket, None) is not None:
-            if ticket.what == TRAIN:
-                member.done, member.trained = member.done + 1, True
-            self.heard(number, ticket, said)
+            self._done(member, ticket, said)
         elif ticket is not None and ticket in self.left:        # it was late, and nobody else has begun
             self.left.remove(ticket)
             self.heard(number, ticket, said)
         member.asking, member.since, member.holds = asking, now, None
+
+    def _done(self, member: Member, ticket: Ticket, said: dict[str, Any]) -> None:
+        if ticket.what == TRAIN:
+            member.trained = True
+            if said.get("became") == LATE:              # it is to be done again
+                self.left.appendleft(ticket)
+                return
+            member.done += 1
+            if self.wanted is not None:
+                self.step_of = ticket.wanted if not self.reported else self.step_of
+                self.reported = (self.reported + 1) % self.step_of
+        self.heard(member.number, ticket, said)
 
     def lost(self, number: int) -> None:
         """A worker is gone: what it was at is somebody else's."""
@@ -116,6 +133,7 @@ class Office:
         if member is not None and member.holds is not None and self.open.get(member.holds) == number:
             del self.open[member.holds]
             self.left.appendleft(member.holds)
+            self.begun_again.add(member.holds)
 
     def late(self) -> list[int]:
         """Who has been at a ticket for longer than the limit; they are lost until they ask again."""
@@ -127,6 +145,8 @@ class Office:
 
     def _may(self, member: Member, ticket: Ticket, fewest: int) -> bool:
         """A worker that has not trained yet knows less of the model; it tests where nobody has."""
+        if ticket.what == TRAIN and self.reported and ticket not in self.begun_again:
+            return False                                # until all of a step have said so: then it is known how many are left
         if ticket.what == TRAIN:
             return self.bound is None or member.done - fewest <= self.bound
         return member.trained or not any(each.trained for each in self.members.values())
@@ -142,7 +162,11 @@ class Office:
             elif not self.left or not self._may(member, self.left[0], fewest):
                 continue
             else:
-                ticket = member.holds = self.left.popleft()
+                ticket = self.left.popleft()
+                if self.wanted is not None and ticket.what == TRAIN:
+                    remaining = 1 + sum(each.what == TRAIN for each in (*self.left, *self.open))
+                    ticket = replace(ticket, wanted=min(self.wanted, remaining))
+                member.holds = ticket
                 self.open[ticket] = member.number
             whose, header = member.asking
             member.asking, member.since = None, time.monotonic()

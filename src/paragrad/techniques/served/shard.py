@@ -11,6 +11,7 @@ one alone has all. The scheduler steps with every full batch of samples that cam
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,12 +28,14 @@ from paragrad.strategies.server import Server
 from paragrad.techniques.exchange import Replica
 from paragrad.techniques.layout import hand_over
 from paragrad.techniques.served.header import Header, Kind, Unfit, bytes_of, vector_of
+from paragrad.techniques.served.office import LATE
 from paragrad.techniques.served.slicing import Slot, held, places
 from paragrad.techniques.served.snapshot import Snapshots
 from paragrad.techniques.served.sockets import Listening, header_of
 from paragrad.techniques.slices import updated
 from paragrad.techniques.updating import in_eval_mode, set_mode
 
+APPLIED, AGAIN = 0, 1    # what became of a push, or LATE
 LOOK = 0.5              # seconds after which a server looks whether somebody is there
 
 
@@ -69,6 +72,7 @@ class Shard:
                  log: Log, job: int, full: int) -> None:
         self.strategy, self.slots, self.log, self.job, self.full = strategy, slots, log, job, full
         self.optimizer, self.scheduler, self.alike = replica.optimizer, replica.scheduler, replica.alike
+        self.clip_norm = replica.clip_norm
         self.trained = [slot for slot in slots if not slot.added]       # they come first
         self.stretches = [each for slot in self.trained for each in slot.stretches]
         self.held = [held(each, names, tensors) for each in self.stretches]
@@ -157,7 +161,19 @@ class Shard:
     # ---- gradients come ------------------------------------------------------------------------------------------------------
     def _push(self, header: Header, listening: Listening, whose: bytes, rest: list[Any]) -> None:
         vector, marked = self._checked(header, rest)
-        (self._collect if self.strategy.waits else self._apply)(header, listening, whose, marked, vector)
+        if not self.strategy.hands_out:
+            self._collect(header, listening, whose, marked, vector)
+        elif header.step in self.applied:               # who brings it again is told that it is done
+            self.refused["samples that were applied before"] += 1
+            self._say(listening, [(whose, header)], AGAIN)
+        elif self.strategy.waits:
+            self._first(header, listening, whose, marked, vector)
+        else:
+            self._apply(header, listening, whose, marked, vector)
+
+    def _say(self, listening: Listening, waiting: list[tuple[bytes, Header]], how: int) -> None:
+        for whose, header in waiting:
+            listening.answer(whose, header.answer(Kind.DONE, version=self.updates, numbers=(float(how),)))
 
     def _checked(self, header: Header, rest: list[Any]) -> tuple[Tensor, bytes]:
         """(the vector, its marks). Raises Unfit where this is not what belongs into a slot, or came before."""
@@ -219,22 +235,51 @@ class Shard:
         return told, square
 
     def _apply(self, header: Header, listening: Listening, whose: bytes, marked: bytes, vector: Tensor) -> None:
-        """At once, when all vectors of a ticket are there, and once: who brings it again is told that it is done."""
-        ticket = header.step
-        if again := ticket in self.applied:
-            self.refused["samples that were applied before"] += 1
-        else:
-            push = self.pushes.setdefault(ticket, Push(header.sender, header.numbers, {}, []))
-            if push.sender != header.sender:            # who began with it is gone
-                push = self.pushes[ticket] = Push(header.sender, header.numbers, {}, [])
-            push.vectors[header.slot] = marked, vector
-            if len(push.vectors) == len(self.slots):
-                del self.pushes[ticket]
-                if self.snapshots is not None:
-                    self.snapshots.before(self, ticket, int(header.numbers[3]))
-                self.applied.add(ticket)
-                self._at_once(push, header)
-        listening.answer(whose, header.answer(Kind.DONE, version=self.updates, numbers=(float(again),)))
+        """At once, when all vectors of a ticket are there."""
+        push = self._gathered(header, whose, marked, vector)
+        if len(push.vectors) == len(self.slots):
+            del self.pushes[header.step]
+            self._done(header.step, header.numbers)
+            self._at_once(push, header)
+        self._say(listening, [(whose, header)], APPLIED)
+
+    def _gathered(self, header: Header, whose: bytes, marked: bytes, vector: Tensor) -> Push:
+        """What came of a ticket until now."""
+        push = self.pushes.get(header.step)
+        if push is None or push.sender != header.sender:            # nobody began with it, or who did is gone
+            push = self.pushes[header.step] = Push(header.sender, header.numbers, {}, [])
+        push.vectors[header.slot] = marked, vector
+        push.waiting.append((whose, header))
+        return push
+
+    def _done(self, ticket: int, numbers: tuple[float, ...]) -> None:
+        """A ticket is applied now."""
+        if self.snapshots is not None:
+            self.snapshots.before(self, ticket, int(numbers[3]))
+        self.applied.add(ticket)
+
+    def _first(self, header: Header, listening: Listening, whose: bytes, marked: bytes, vector: Tensor) -> None:
+        """With backup workers: the first shares of those parameters make a step; who is late is told so."""
+        if header.version != self.updates:
+            self._say(listening, [(whose, header)], LATE)
+            return
+        self._gathered(header, whose, marked, vector)
+        first = [each for each in self.pushes.values() if len(each.vectors) == len(self.slots)][:max(1, header.shares)]
+        if len(first) < header.shares:
+            return
+        others = [waiting for each in self.pushes.values() if each not in first for waiting in each.waiting]
+        tickets = [ticket for ticket, each in self.pushes.items() if each in first]
+        self.pushes = dict(zip(tickets, first, strict=True))
+        told, square = self._add_up()
+        for ticket, push in self.pushes.items():
+            self._done(ticket, push.numbers)
+        if told[0]:                                     # something in it counts
+            self._divided(told[0], 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (
+                math.sqrt(square) / told[0] + 1e-6)))
+            self._step(1.0, int(told[3]))
+        self.pushes, self.complete = {}, False
+        self._say(listening, [waiting for each in first for waiting in each.waiting], APPLIED)
+        self._say(listening, others, LATE)
 
     def _at_once(self, push: Push, header: Header) -> None:
         self.anyone = [bool(mark) for number in range(len(self.trained)) for mark in push.vectors[number][0]]
@@ -253,15 +298,18 @@ class Shard:
         if header.step == self.step and self.complete:
             if not divisor > 0 or not 0 < factor <= 1:
                 raise Unfit("a divisor or a factor that cannot be")
-            for gradient in self.gradients:
-                gradient.div_(divisor)
-                if factor != 1:
-                    gradient.mul_(factor)
+            self._divided(divisor, factor)
             self._step(1.0, self.full)
             self.step, self.complete, self.pushes = self.step + 1, False, {}
         elif header.step != self.step - 1:
             raise Unfit(f"an update of {'an earlier' if header.step < self.step else 'a later'} step")
         self._tell(header, listening, whose, self.values, False)
+
+    def _divided(self, divisor: float, factor: float) -> None:
+        for gradient in self.gradients:
+            gradient.div_(divisor)
+            if factor != 1:
+                gradient.mul_(factor)
 
     def _step(self, rate: float, samples: int) -> None:
         for place, gradient, there in zip(self.own, self.grads, self.anyone, strict=True):

@@ -1,0 +1,144 @@
+"""Workers and servers that are killed, or stopped for longer than the limit, at random moments of a training.
+
+    python benchmarks/faults.py --check --data DIR
+    python benchmarks/faults.py --check --page --data DIR       # the same, written into docs/server.md
+
+| figure | bar |
+|---|---|
+| runs that did not end: 40 under asp and ssp with workers killed or stopped, 20 with a server killed | at most 0 |
+| samples, over all servers and runs, that were neither applied nor counted as lost, or both | at most 0 |
+| points of accuracy below undisturbed runs, means | at most 0.5 |
+| updates that a death of a server lost, the most | at most 100: a snapshot is made so often |
+| seconds without a step of any worker in runs whose server was killed, the most | at most 5 |
+| processes and folders left over | at most 0 |
+
+mnist-mlp, one epoch a run. What is killed, and when, is drawn by the run's number. A worker that died is replaced: it joins amid
+the training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import itertools
+import os
+import random
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from common import Bench
+from pages import DOCS, FIGURES, filled, table
+
+import paragrad as pg
+from paragrad.record.record import Record
+from paragrad.world.launching import crew
+from paragrad.world.launching.processes import Process
+
+KINDS = {"worker killed": ("asp", "ssp(4)"), "worker stopped": ("asp", "ssp(4)"), "server killed": ("asp", "ssp(4)")}
+LIMIT = 2.0             # seconds for a worker's ticket, where one is stopped
+PAGE, RESULTS = DOCS / "server.md", FIGURES / "faults.json"
+_started: list[tuple[int, Process]] = []
+
+
+class Watched(crew.Crew):
+    """Remembers whom it started."""
+
+    def start(self, number: int, function: Callable[..., Any], *arguments: Any) -> None:
+        super().start(number, function, *arguments)
+        _started.append((number, self.members[number]))
+
+
+def disturb(kind: str, workers: int, servers: int, draws: random.Random, over: threading.Event) -> None:
+    """Until it is over: a victim every one to three seconds."""
+    while not over.wait(draws.uniform(1.0, 3.0)):
+        serving = [process for number, process in _started if workers <= number < workers + servers]
+        working = [process for number, process in _started if not workers <= number < workers + servers]
+        alive = [each for each in (serving if kind.startswith("server") else working) if each.code is None and each.pid]
+        if not alive:
+            continue
+        victim = draws.choice(alive[-max(workers, servers):])
+        victim.signal(signal.SIGSTOP if kind.endswith("stopped") else signal.SIGKILL)
+        if kind.endswith("stopped"):
+            over.wait(2 * LIMIT)
+            victim.signal(signal.SIGCONT)
+
+
+def trained(text: str, seed: int, data: str, folder: str, kind: str | None) -> dict[str, Any]:
+    """One run: what its record says of it."""
+    job, chosen, over = pg.job("mnist-mlp").replace(epochs=1, seed=seed), pg.strategy(text), threading.Event()
+    _started.clear()
+    thread = threading.Thread(target=disturb, args=(kind, chosen.workers, chosen.servers, random.Random(seed), over))
+    if kind:
+        thread.start()
+    try:
+        run = pg.train(job, text, runs=folder, data=data, **({"timeout": LIMIT} if kind == "worker stopped" else {}))
+    finally:
+        over.set()
+    record = Record(run.folder)
+    served = [line for rank in range(len(record.ranks)) for line in record.of("server", rank)]
+    samples = record.header["job"]["samples"]
+    ends = sorted(line["start"] + line["seconds"] for rank in range(len(record.ranks)) for line in record.of("step", rank))
+    events = [line for line in record.own if line["kind"] == "event"]
+    return {"accuracy": run.test, "off": sum(abs(line["samples"] + line["lost"]["samples"] - samples) for line in served),
+            "servers": len(served), "lost": max(line["lost"]["updates"] for line in served),
+            "gap": max(later - earlier for earlier, later in itertools.pairwise(ends)), "events": len(events),
+            "deaths": sum(line["name"] == "again" for line in events)}
+
+
+def left_over() -> int:
+    """Folders of ours whose owner is gone, and ranks that still run under this process."""
+    processes = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    ranks = [child for parent in processes for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    return len(ranks) + sum(Path(folder, "office").exists() for folder in glob.glob(f"{tempfile.gettempdir()}/paragrad-*"))
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", default=os.environ.get("PARAGRAD_DATA"), help="folder of mnist")
+    parser.add_argument("--page", action="store_true", help="write the table of docs/server.md, and its figures")
+
+
+def main() -> None:
+    bench, found, missing = Bench(__doc__, options), dict[str, list[dict[str, Any]]](), 0
+    import paragrad.verbs.elastic as elastic
+    elastic.Crew = Watched                                          # type: ignore[misc]
+    rounds = bench.rounds(20, quick=2)
+    with tempfile.TemporaryDirectory() as folder:
+        for kind, syncs in {"undisturbed": ("asp",), **KINDS}.items():
+            for number in range(3 if kind == "undisturbed" else rounds):
+                text = f"server(4, servers=2, sync={syncs[number % len(syncs)]})"
+                try:
+                    one = trained(text, number, bench.options.data, folder, None if kind == "undisturbed" else kind)
+                except Exception as error:
+                    missing += 1
+                    print(f"{kind} {number}: {text}: {type(error).__name__}: {error}", flush=True)
+                    continue
+                found.setdefault(kind, []).append(one)
+                print(f"{kind} {number}: {text} {one}", flush=True)
+    bench.measured["runs"] = found
+    every = [one for kind, ones in found.items() if kind != "undisturbed" for one in ones]
+    bench.figure("runs that did not end", missing, at_most=0)
+    bench.figure("samples neither applied nor lost, or both", sum(one["off"] for one in every), at_most=0)
+    bench.figure("points of accuracy below undisturbed", mean(one["accuracy"] for one in found["undisturbed"]) -
+                 mean(one["accuracy"] for one in every), at_most=0.5)
+    bench.figure("updates lost by a death, the most", max(one["lost"] / max(1, one["deaths"]) for one in every), at_most=100)
+    bench.figure("seconds without a step, a server killed", max(one["gap"] for one in found["server killed"]), at_most=5)
+    bench.figure("left over", left_over(), at_most=0)
+    if bench.options.page:
+        bench.keep(RESULTS)
+        rows = [[kind, str(len(ones)), f"{mean(one['accuracy'] for one in ones):.2f}",
+                 f"{min(one['accuracy'] for one in ones):.2f}", str(sum(one["events"] for one in ones)),
+                 str(sum(one["lost"] for one in ones)), f"{max(one['gap'] for one in ones):.1f}"]
+                for kind, ones in found.items()]
+        PAGE.write_text(filled(PAGE.read_text(), "faults", table(
+            ["", "runs", "accuracy [%], mean", "lowest", "deaths and lateness", "updates lost", "s without a step, most"], rows)))
+    bench.finish()
+
+
+if __name__ == "__main__":
+    main()
