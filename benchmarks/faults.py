@@ -12,8 +12,8 @@
 | seconds without a step of any worker in runs whose server was killed, the most | at most 5 |
 | processes and folders left over | at most 0 |
 
-mnist-mlp, one epoch a run. What is killed, and when, is drawn by the run's number. A worker that died is replaced: it joins amid
-the training.
+mnist-mlp, one epoch a run. What is killed, and when, is drawn by the run's number. A worker that died is replaced: it joins
+amid the training.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import random
 import signal
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
@@ -135,8 +134,8 @@ def main() -> None:
                  f"{min(one['accuracy'] for one in ones):.2f}", str(sum(one["events"] for one in ones)),
                  str(sum(one["lost"] for one in ones)), f"{max(one['gap'] for one in ones):.1f}"]
                 for kind, ones in found.items()]
-        PAGE.write_text(filled(PAGE.read_text(), "faults", table(
-            ["", "runs", "accuracy [%], mean", "lowest", "deaths and lateness", "updates lost", "s without a step, most"], rows)))
+        head = ["", "runs", "accuracy [%], mean", "lowest", "deaths and lateness", "updates lost", "s without a step, most"]
+        PAGE.write_text(filled(PAGE.read_text(), "faults", table(head, rows)))
     bench.finish()
 
 
