@@ -1,275 +1,434 @@
-"""The server that ranks are forked from: what they have of it and what they do not, and its end and everybody's."""
+"""Parameter servers: what servers do with messages, good and bad; samples that are handed out; who dies, stalls, or is late.
+
+That `server(n)` is serial's training is in the equality table.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import json
 import os
 import signal
-import subprocess
-import sys
-import textwrap
-import threading
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import pytest
 import torch
-from test_launching import wait_for_ends
+from equality import IMAGES, VECTORS, deep, job, mlp, normed_cnn
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import Subset
 
-from paragrad.__main__ import starts_ranks
-from paragrad.errors import RankFailed
-from paragrad.world.launching import Ranks, processes
-from paragrad.world.launching.processes import ServerProcess
-from paragrad.world.world import World
+import paragrad as pg
+from paragrad.errors import StepFailed
+from paragrad.jobs.loss import Summed
+from paragrad.record.log import Log
+from paragrad.record.record import Record
+from paragrad.techniques.exchange import Replica
+from paragrad.techniques.served.header import Header, Kind, bytes_of
+from paragrad.techniques.served.office import LATE, TEST, TRAIN, Office, Ticket
+from paragrad.techniques.served.shard import Shard
+from paragrad.techniques.served.slicing import Slot
+from paragrad.techniques.served.sockets import Calling, Keys, Listening
+from paragrad.techniques.slices import Stretch
+from paragrad.verbs import elastic
 
-
-@pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This test's own servers, which it may kill; those of the other tests stay."""
-    monkeypatch.setattr(processes, "_servers", {})
-    yield
-    processes.close()
-
-
-@pytest.fixture(scope="module", params=["fork", pytest.param("spawn", marks=pytest.mark.table)])
-def two(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """Two ranks of each kind of server."""
-    server = ServerProcess(request.param)
-    with Ranks(2, server=server) as ranks:
-        yield ranks
-    server.close()
+JOB = 77
 
 
-def parents(world: World) -> tuple[int, int]:
-    return os.getpid(), os.getppid()
+class Told:
+    """In the place of a socket: what a server answers."""
+
+    def __init__(self) -> None:
+        self.answers: list[tuple[bytes, Header, str]] = []
+
+    def answer(self, whose: bytes, header: Header, *rest: Any) -> None:
+        self.answers.append((whose, header, ""))
+
+    def refuse(self, whose: bytes, header: Header, why: str) -> None:
+        self.answers.append((whose, header.answer(Kind.REFUSED), why))
 
 
-def wait(world: World, report: Any) -> None:
-    report(None)
-    signal.pause()
+def shard(text: str) -> Shard:
+    """A server that has all of 60 parameters in two tensors, under SGD with a rate of 1."""
+    chosen: Any = pg.strategy(text)
+    model = nn.Sequential(nn.Linear(10, 5, dtype=torch.float64), nn.Linear(5, 1, dtype=torch.float64, bias=False))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    names, tensors = zip(*model.named_parameters(), strict=True)
+    slot = Slot(torch.float64, tuple(Stretch(index, 0, each.numel()) for index, each in enumerate(tensors)))
+    replica = Replica(Summed(model, functional.mse_loss), torch.optim.SGD(model.parameters(), lr=1.0), full=12)
+    return Shard(chosen, replica, [slot], list(names), list(tensors), Log(None), JOB, 12)
 
 
-def tasks(pid: int) -> int:
-    return len(list(Path(f"/proc/{pid}/task").iterdir()))
+def frames(header: Header | bytes, *rest: bytes, whose: bytes = b"w0") -> list[Any]:
+    first = header if isinstance(header, bytes) else header.packed()
+    return [SimpleNamespace(bytes=each, buffer=memoryview(bytearray(each))) for each in (whose, first, *rest)]
 
 
-@pytest.mark.story
-def test_ranks_are_children_of_the_server_which_has_one_thread_and_serves_all_ranks(own: None) -> None:
-    with Ranks(2) as first, Ranks(1) as second:
-        pids = first.run(parents) + second.run(parents)
-        server = processes.server().popen.pid
-        assert {parent for _, parent in pids} == {server} != {os.getpid()}
-        assert tasks(server) == 1
-    with Ranks(2) as third:
-        assert {parent for _, parent in third.run(parents)} == {server}
-        assert not {pid for pid, _ in pids} & {pid for pid, _ in third.run(parents)}
+def push(value: float = 1.0, elements: int = 60, marks: bytes = b"\1\1\1", dtype: torch.dtype = torch.float64,
+         whose: bytes = b"w0", **more: Any) -> list[Any]:
+    vector = torch.full((elements,), value, dtype=dtype)
+    header = Header(Kind.PUSH, JOB, **{"sender": 1, "shares": 2, "dtype": dtype, "elements": elements,
+                                       "numbers": (6.0, 3.0, 0.0, 6.0), **more})
+    return frames(header, marks, bytes(bytes_of(vector)), whose=whose)
 
 
-def test_a_failure_leaves_the_server_and_starts_ranks_anew(two: Ranks) -> None:
-    before = two.run(parents)
-    with pytest.raises(RankFailed) as caught:
-        two.run(lambda world: os.kill(os.getpid(), signal.SIGKILL) if world.rank == 1 else world.barrier())
-    assert str(caught.value) == "rank 1: the process of rank 1 was killed by SIGKILL"
-    assert not any(Path(f"/proc/{pid}").exists() for pid, _ in before)
-    after = two.run(parents)
-    assert after[0][1] == before[0][1]
-    assert two.server is not None
-    assert [path.name for path in two.server.folder.glob("ranks-*")] == [Path(two.folder.name).name]      # type: ignore[union-attr]
+def said(served: Shard, message: list[Any]) -> str:
+    """Why a message was refused, or nothing."""
+    told: Any = Told()
+    served.taken(told, message)
+    return "".join(why for _, _, why in told.answers)
 
 
-@pytest.mark.story
-def test_a_killed_server_is_named_once_and_its_ranks_are_gone(own: None) -> None:
-    told = []
-
-    def on_report(rank: int, value: None) -> None:
-        told.append(os.pidfd_open(ranks.processes[rank].pid))
-        if len(told) == 2:
-            processes.server().popen.kill()
-
-    with Ranks(2) as ranks:
-        with pytest.raises(RankFailed) as caught:
-            ranks.run(wait, on_report=on_report)
-        assert caught.value.rank is None
-        assert str(caught.value) == "the server of the ranks was killed by SIGKILL, and its ranks ended with it"
-        wait_for_ends(told)
-        assert len(ranks.run(parents)) == 2                 # from a new server
+def step(served: Shard) -> None:
+    """A synchronous step of two shares."""
+    told: Any = Told()
+    number = served.step
+    served.taken(told, push(1.0, step=number, share=0))
+    served.taken(told, push(3.0, step=number, share=1, sender=2, whose=b"w1"))
+    assert [header.numbers[0] for _, header, _ in told.answers] == [12.0, 12.0]
+    served.taken(told, frames(Header(Kind.UPDATE, JOB, 1, number, shares=2, numbers=(12.0, 1.0))))
+    served.taken(told, frames(Header(Kind.UPDATE, JOB, 2, number, shares=2, numbers=(12.0, 1.0)), whose=b"w1"))
+    assert [header.kind for _, header, _ in told.answers[2:]] == [Kind.VALUES] * 2
 
 
-def test_a_server_that_is_dead_before_it_is_asked_is_named(own: None) -> None:
-    server = processes.server()
-    server.popen.kill()
-    with pytest.raises(RankFailed, match="the server of the ranks was killed by SIGKILL"):
-        server.start([server.folder / "stacks"])
+WHOLE = push()[1].bytes
+BAD: dict[str, Callable[[], list[Any]]] = {
+    "a header of 7 bytes": lambda: frames(b"nothing"),
+    "a header of": lambda: frames(WHOLE[:-1]),
+    "of another version": lambda: frames(b"pgr9" + WHOLE[4:]),
+    "no known kind (99)": lambda: frames(WHOLE[:4] + bytes([99]) + WHOLE[5:]),
+    "no known type (50)": lambda: frames(WHOLE[:5] + bytes([50]) + WHOLE[6:]),
+    "of another training": lambda: frames(replace(_header(), job=JOB + 1), b"", b""),
+    "a message of 0 parts": lambda: frames(_header())[:1],
+    "DONE is no question": lambda: frames(replace(_header(), kind=Kind.DONE)),
+    "without its marks and its vector": lambda: frames(_header()),
+    "gradients of type float32, and here are parameters of float64": lambda: push(dtype=torch.float32),
+    "a gradient of 61 elements for 60 parameters": lambda: push(elements=61),
+    "472 bytes, where its header says 480": lambda: frames(_header(), b"\1\1\1", bytes(472)),
+    "marks that do not fit the slice": lambda: push(marks=b"\1"),
+    "a gradient that is not finite": lambda: push(float("nan")),
+    "numbers that are not finite": lambda: push(numbers=(float("inf"), 0.0, 0.0, 0.0)),
+    "for a vector that is not here": lambda: push(slot=1),
+    "a gradient of a later step": lambda: push(step=1_000_000),
+    "a gradient of an earlier step": lambda: push(step=-1),
+    "a share that there is not (2 of 2)": lambda: push(share=2, step=1),
+    "an update of a later step": lambda: frames(Header(Kind.UPDATE, JOB, 1, 5, shares=2, numbers=(12.0, 1.0))),
+}
 
 
-def parallel(world: World) -> tuple[int, int, int]:
-    before = len(os.listdir("/proc/self/task"))
-    torch.nn.functional.gelu(torch.ones(2_000_000))
-    return torch.get_num_threads(), before, len(os.listdir("/proc/self/task"))
+def _header() -> Header:
+    return Header(Kind.PUSH, JOB, 1, step=1, shares=2, dtype=torch.float64, elements=60, numbers=(6.0, 3.0, 0.0, 6.0))
 
 
-def test_a_rank_computes_with_the_threads_it_was_given(two: Ranks) -> None:
-    """A fork of a process that had computed with two threads waits for ever for the second."""
-    for threads in (1, 2):
-        with Ranks(2, server=two.server) as fresh:
-            for had, before, after in fresh.run(parallel, threads=threads, deadline=60.0):
-                assert (had, after - before) == (threads, threads - 1)
+@pytest.mark.parametrize("why", BAD)
+def test_what_is_not_as_it_should_be_is_refused_by_name_and_changes_nothing(why: str) -> None:
+    served, undisturbed = shard("server(2)"), shard("server(2)")
+    step(served)
+    step(undisturbed)
+    assert why in said(served, BAD[why]())
+    step(served)
+    step(undisturbed)
+    assert torch.equal(served.values[0], undisturbed.values[0])
+    assert sum(served.refused.values()) == 1
 
 
-def surroundings(world: World) -> tuple[Any, ...]:
-    os.write(1, f"hello from {world.rank}\n".encode())
-    return (os.getcwd(), os.environ.get("OF_THE_LAUNCHER"), "TO_BE_GONE" in os.environ, sys.path, sys.argv, os.getpgid(0),
-            os.getpid(), signal.getsignal(signal.SIGCHLD), os.read(0, 1), sys.modules["__main__"].__name__,
-            channels(os.getpid()))
+def test_the_mean_of_all_shares_is_one_update() -> None:
+    served = shard("server(2)")
+    step(served)
+    assert torch.equal(served.values[0], torch.full((60,), 1 - (1 + 3) / 12, dtype=torch.float64))
 
 
-def channels(pid: int) -> set[str]:
-    """The sockets and pipes that a process has open."""
-    links = set()
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):                        # the one that looks
-            links.add(os.readlink(descriptor))
-    return {link for link in links if link.startswith(("socket:", "pipe:"))}
+def test_what_comes_twice_is_refused_and_what_is_of_no_complete_step_updates_nothing() -> None:
+    served = shard("server(2)")
+    assert said(served, push()) == ""
+    assert said(served, push(9.0)) == "a gradient that came before"
+    assert said(served, push(9.0, sender=5)) == "a gradient that came before"
+    assert "an update of a later step" in said(served, frames(Header(Kind.UPDATE, JOB, 1, 0, shares=2, numbers=(12.0, 1.0))))
+    assert said(served, push(3.0, share=1)) == ""
+    assert "cannot be" in said(served, frames(Header(Kind.UPDATE, JOB, 1, 0, shares=2, numbers=(0.0, 1.0))))
+    assert float(served.values[0].sum()) == 60.0
 
 
-def test_a_rank_has_the_surroundings_of_its_launcher(two: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                     capfd: pytest.CaptureFixture[str]) -> None:
-    """As they are now, not as they were when the server was started; and nothing of the server's or of another rank's."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OF_THE_LAUNCHER", "yes")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with Ranks(2, server=two.server) as fresh:
-        told = fresh.run(surroundings)
-    for folder, variable, left, path, words, group, pid, handler, read, main, open_ in told:
-        assert (folder, variable, left, path) == (str(tmp_path), "yes", False, sys.path)
-        assert (words, group, handler, read, main) == ([""], pid, signal.SIG_DFL, b"", "__main__")
-        assert not open_ & channels(two.server.popen.pid)           # type: ignore[union-attr]
-    printed = capfd.readouterr()
-    assert printed.out == ""
-    assert sorted(printed.err.splitlines()) == ["hello from 0", "hello from 1"]
+def test_asynchronous_updates_are_made_at_once_and_once() -> None:
+    served = shard("server(2, sync=asp)")
+    for ticket in (3, 0, 3):                            # who brings it again is told that it is done
+        assert said(served, push(1.0, step=ticket)) == ""
+    assert float(served.values[0][0]) == -1.0
+    assert served.refused == {"samples that were applied before": 1}
+    assert served.samples == 12
 
 
-@pytest.mark.story
-def test_random_numbers_of_numpy_are_not_the_same_in_all_ranks(own: None) -> None:
-    """A fork copies the state of the generator."""
-    with Ranks(2) as ranks:
-        one, other = ranks.run(lambda world: numpy.random.random())
-    assert one != other
+def test_the_rate_is_divided_by_the_staleness() -> None:
+    served = shard("server(2, sync=asp, rate=by_staleness)")
+    for ticket, version in ((0, 0), (1, 0), (2, 0)):    # late by 0, 1, 2 updates
+        said(served, push(1.0, step=ticket, version=version))
+    assert float(served.values[0][0]) == 1 - 1 - 1 - 0.5
+    assert served.staleness == {0: 1, 1: 1, 2: 1}
 
 
-def with_child(world: World, report: Any) -> None:
-    if world.rank == 1:
-        report(subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]).pid)
-    signal.pause()
+def test_backup_workers_are_not_waited_for() -> None:
+    """The first two of three make a step; the third hears that it was late, and nothing of it is used."""
+    served, told = shard("server(3, sync=bsp(backup=1))"), Told()
+    for ticket, value in ((0, 1.0), (2, 3.0), (1, 100.0)):
+        served.taken(told, push(value, step=ticket, sender=ticket, shares=2))       # type: ignore[arg-type]
+    assert [int(header.numbers[0]) for _, header, _ in told.answers] == [0, 0, LATE]
+    assert torch.equal(served.values[0], torch.full((60,), 1 - (1 + 3) / 12, dtype=torch.float64))
 
 
-def test_what_a_killed_rank_had_started_ends_with_it(two: Ranks) -> None:
-    """Processes that load samples hold the rank's sockets open and would look for their parent every five seconds."""
-    children = []
-
-    def on_report(rank: int, child: int) -> None:
-        children.append(os.pidfd_open(child))
-        os.kill(two.processes[rank].pid, signal.SIGKILL)
-
-    with pytest.raises(RankFailed, match="the process of rank 1 was killed by SIGKILL"):
-        two.run(with_child, on_report=on_report, deadline=60.0)
-    assert len(children) == 1
-    wait_for_ends(children)
-
-
-@pytest.mark.story
-def test_what_ranks_had_started_ends_with_a_killed_server(own: None) -> None:
-    children = []
-
-    def on_report(rank: int, child: int) -> None:
-        children.append(os.pidfd_open(child))
-        processes.server().popen.kill()
-
-    with Ranks(2) as ranks, pytest.raises(RankFailed, match="the server of the ranks was killed by SIGKILL"):
-        ranks.run(with_child, on_report=on_report, deadline=60.0)
-    wait_for_ends(children)
+# ---- sockets ---------------------------------------------------------------------------------------------------------------
+def test_between_hosts_only_who_is_known_is_let_in() -> None:
+    mine, others = Keys.made(), Keys.made()
+    listening = Listening(1000, "127.0.0.1", Keys.made())
+    try:
+        listening.allow([mine.public])
+        port = int(listening.address.at.rsplit(":", 1)[1])
+        for noise in (os.urandom(64), b"GET / HTTP/1.0\r\n\r\n", b"", os.urandom(10_000)):
+            with socket.create_connection(("127.0.0.1", port)) as raw:
+                raw.sendall(noise)
+        assert _answered(listening, others) == "nothing came"
+        assert _answered(listening, mine) == "DONE"
+        assert listening.address.key is not None
+        bare = replace(listening.address, key=None)
+        assert _answered(listening, mine, bare) == "nothing came"
+    finally:
+        listening.close()
 
 
-@pytest.mark.story
-def test_ranks_outlive_the_thread_that_started_them(own: None) -> None:
-    found = []
-    with Ranks(2) as ranks:
-        thread = threading.Thread(target=lambda: found.append(ranks.run(parents)))
-        thread.start()
-        thread.join(60)
-        assert ranks.run(parents) == found[0]
+def _answered(listening: Listening, keys: Keys, at: Any = None) -> str:
+    """How a question with those keys is answered."""
+    calling = Calling([at or listening.address], 1000, keys, 30.0)
+    try:
+        calling.sockets[0].send_multipart([Header(Kind.END, JOB).packed()])
+        got = listening.take(1.0)
+        if got is None:
+            return "nothing came"
+        shard("server(2)").taken(listening, got)
+        first, *_ = calling.sockets[0].recv_multipart()
+        return Kind(first[4]).name
+    finally:
+        calling.close()
 
 
-@pytest.mark.story
-def test_threads_share_a_server_and_keep_their_ranks_apart(own: None) -> None:
-    found: dict[int, list[tuple[int, int]]] = {}
-
-    def serve(number: int) -> None:
-        with Ranks(2) as ranks:
-            found[number] = [pid for _ in range(3) for pid in ranks.run(parents)]
-
-    threads = [threading.Thread(target=serve, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert {parent for pids in found.values() for _, parent in pids} == {processes.server().popen.pid}
-    assert len({pid for pids in found.values() for pid, _ in pids}) == 6
+def test_who_is_not_answered_says_so() -> None:
+    listening = Listening(1000, None, Keys.made())
+    calling = Calling([listening.address], 1000, Keys.made(), 0.2)
+    try:
+        with pytest.raises(StepFailed, match="no answer from server"):
+            list(calling.asked([(0, Header(Kind.PULL, JOB), ())]))
+    finally:
+        calling.close()
+        listening.close()
 
 
-def test_variables_that_libraries_read_when_loaded_have_a_server_of_their_own(
-        own: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = processes.server()
-    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
-    assert processes.server() is not server
-    monkeypatch.delenv("OMP_WAIT_POLICY")
-    assert processes.server() is server
+# ---- the office ------------------------------------------------------------------------------------------------------------
+class Desk:
+    """An office and its workers, without sockets."""
+
+    def __init__(self, bound: int | None = None, wanted: int | None = None, limit: float = 100.0) -> None:
+        self.heard: list[Ticket] = []
+        self.office = Office(JOB, bound, wanted, limit, lambda number, ticket, said: self.heard.append(ticket))
+        self.given: dict[int, Ticket] = {}
+
+    def answer(self, whose: bytes, header: Header, text: bytes) -> None:
+        self.given[int(whose)] = Ticket(**json.loads(text))
+
+    def asks(self, number: int, **said: Any) -> Ticket | None:
+        """A worker has done what it had, and asks for more."""
+        done = self.given.pop(number, None)
+        text = json.dumps([number, done and done.__dict__, said]).encode()
+        message = frames(Header(Kind.NEXT, JOB), text, whose=str(number).encode())
+        self.office.taken(self, message)                # type: ignore[arg-type]
+        self.office.hand_out(self)                      # type: ignore[arg-type]
+        return self.given.get(number)
+
+    def give(self, count: int) -> None:
+        self.office.give(Ticket(TRAIN, number) for number in range(count))
 
 
-def script(text: str, *words: str, **settings: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(text), *words], stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True, env={**os.environ, **settings})
+def test_nobody_is_further_ahead_than_the_bound() -> None:
+    desk = Desk(bound=2)
+    desk.give(20)
+    assert desk.asks(0) is not None
+    assert desk.asks(1) is not None                     # and is slow
+    assert [desk.asks(0) is not None for _ in range(4)] == [True, True, False, False]
+    desk.asks(1)
+    assert 0 in desk.given
 
 
-def test_a_server_that_still_imports_ends_with_its_launcher(tmp_path: Path) -> None:
-    with script("""
-            import signal
-            from paragrad.world.launching import processes
-            print(processes.server().popen.pid, flush=True)
-            signal.pause()""", TMPDIR=str(tmp_path)) as launcher:
-        assert launcher.stdout is not None
-        server = os.pidfd_open(int(launcher.stdout.readline()))
-        launcher.kill()
-    wait_for_ends([server])
-    assert list(tmp_path.glob("paragrad-*")) == []
+def test_what_a_lost_worker_was_at_is_somebody_elses_once() -> None:
+    desk = Desk()
+    desk.give(3)
+    lost = desk.asks(0)
+    desk.office.lost(0)
+    assert desk.asks(1) == lost
+    assert desk.asks(0) != lost                         # it comes back, and has done it after all
+    while desk.asks(1):
+        pass
+    desk.asks(0)
+    assert sorted(ticket.number for ticket in desk.heard) == [0, 1, 2]
+    assert desk.office.idle
 
 
-@pytest.mark.story
-def test_a_child_that_the_user_forks_has_a_server_of_its_own_and_leaves_the_other(tmp_path: Path) -> None:
-    with script("""
-            import os, sys
-            from paragrad.world.launching import Ranks, processes
-            first = processes.server().popen.pid
-            if child := os.fork():
-                assert os.waitpid(child, 0)[1] == 0
-                print(processes.server().popen.pid == first, Ranks(1).run(lambda world: world.size))
-            else:
-                assert processes.server().popen.pid != first
-                sys.exit()""", TMPDIR=str(tmp_path)) as launcher:
-        printed, complaints = launcher.communicate(timeout=60)
-    assert (printed, complaints) == ("True [1]\n", "")
-    assert list(tmp_path.glob("paragrad-*")) == []
+def test_who_is_silent_is_late() -> None:
+    desk = Desk(limit=-1.0)
+    desk.give(1)
+    desk.asks(0)
+    assert desk.office.late() == [0]
+    assert desk.asks(1) is not None
 
 
-def test_which_commands_start_a_server_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert starts_ranks(["train", "digits"])
-    assert starts_ranks(["compare", "digits"])
-    assert not starts_ranks(["train", "digits", "--dry-run"])
-    assert not starts_ranks(["draw", "data(2)"])
-    assert not starts_ranks([])
-    monkeypatch.setenv("RANK", "0")
-    assert not starts_ranks(["train", "digits"])                            # and WORLD_SIZE is missing: refused later
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert not starts_ranks(["train", "digits"])
+def test_a_step_with_backup_is_of_as_many_as_are_left() -> None:
+    desk = Desk(wanted=2)
+    desk.give(3)
+    first = [desk.asks(number) for number in range(3)]
+    assert [ticket and ticket.wanted for ticket in first] == [2, 2, 2]
+    assert desk.asks(0) is None                         # until the other of this step has said so
+    assert desk.asks(2, became=LATE) is None
+    desk.asks(1)
+    again, = desk.given.values()
+    assert again.number == 2
+    assert again.wanted == 1
+
+
+def test_what_is_no_question_is_refused() -> None:
+    desk, told = Desk(), Told()
+    for message in (frames(b"x"), frames(Header(Kind.NEXT, 5), b"[]"), frames(Header(Kind.PUSH, JOB), b""),
+                    frames(Header(Kind.NEXT, JOB), b"[1, {\"no\": 3}, {}]"), frames(Header(Kind.NEXT, JOB), b"\xff")):
+        desk.office.taken(told, message)                # type: ignore[arg-type]
+    assert [header.kind for _, header, _ in told.answers] == [Kind.REFUSED] * 5
+    assert sum(desk.office.refused.values()) == 5
+
+
+# ---- trainings -------------------------------------------------------------------------------------------------------------
+def vectors(**changes: Any) -> pg.Job:
+    return job("vectors", mlp, VECTORS, test=VECTORS, metric=pg.accuracy).replace(**{"epochs": 3, **changes})
+
+
+def halving(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def applied(run: pg.Run) -> list[int]:
+    """Samples that each server applied or lost."""
+    record = Record(run.folder)
+    return [line["samples"] + line["lost"]["samples"]
+            for rank in range(len(record.ranks)) for line in record.of("server", rank)]
+
+
+@pytest.mark.parametrize("made", [
+    job("deep", deep, Subset(VECTORS, range(24)), test=VECTORS, clip_norm=0.5, scheduler=halving),
+    pytest.param(job("normed", normed_cnn, Subset(IMAGES, range(24)), test=IMAGES,
+                     optimizer=functools.partial(torch.optim.AdamW, lr=0.01)), marks=pytest.mark.table)],
+    ids=lambda made: made.name)
+@pytest.mark.parametrize("servers", [1, pytest.param(2, marks=pytest.mark.table)])
+def test_one_worker_that_waits_for_nobody_is_serial(made: pg.Job, servers: int, tmp_path: Path) -> None:
+    """Dropout, clipping, a scheduler, batch norm with its buffers: nothing is stale, and all is as on one worker. Without a
+    short batch, which counts for as much less as it is shorter."""
+    made = made.replace(dtype=torch.float64)
+    run, serial = (pg.train(made, text, runs=tmp_path) for text in (f"server(1, servers={servers}, sync=asp)", "serial"))
+    assert run.losses == pytest.approx(serial.losses, rel=1e-9)
+    assert run.test == pytest.approx(serial.test)
+    rates = [[line["lr"] for line in Record(each.folder).of("step")] for each in (run, serial)]
+    assert rates[0] == rates[1]
+    for name, tensor in serial.model().state_dict().items():
+        assert torch.allclose(run.model().state_dict()[name], tensor, rtol=1e-9, atol=1e-12), name
+
+
+@pytest.mark.parametrize("text", ["server(3, servers=2, sync=asp)", "server(2, sync=ssp(1))", "server(3, sync=bsp(backup=1))"])
+def test_every_sample_is_applied_once_on_every_server(text: str, tmp_path: Path) -> None:
+    run = pg.train(vectors(), text, runs=tmp_path, save=1)
+    assert set(applied(run)) == {3 * 29}
+    assert (run.audit.epochs, run.audit.twice, run.audit.missed) == (3, 0, 0)
+    assert not run.header["exact"]
+    for other in ("serial", "data(2)", "server(2, sync=asp)", "server(2)"):
+        assert len(pg.train(vectors(epochs=4), other, runs=tmp_path, resume=run.folder).losses) == 3
+
+
+def test_servers_go_on_with_what_others_saved(tmp_path: Path) -> None:
+    half = pg.train(vectors(epochs=2), "serial", runs=tmp_path, save=100)
+    whole = pg.train(vectors(dtype=torch.float64), "serial", runs=tmp_path)
+    run = pg.train(vectors(), "server(1, sync=asp)", runs=tmp_path, resume=half.folder)
+    assert run.losses == pytest.approx(whole.losses[-3:], rel=1e-4)
+
+
+def test_it_is_stopped_and_goes_on(tmp_path: Path) -> None:
+    def stop(told: dict[str, Any]) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+    run = pg.train(vectors(epochs=200), "server(2, sync=asp)", runs=tmp_path, progress=stop)
+    assert run.stopped
+    made = len(run.losses)
+    on = pg.train(vectors(epochs=200), "server(2, sync=asp)", runs=tmp_path, resume=run.folder, limit=made + 3)
+    assert len(on.losses) == 3
+
+
+# ---- who dies --------------------------------------------------------------------------------------------------------------
+class Disturbed(elastic.Run):
+    """After so many tickets something happens to one of its processes."""
+    after, happens, number = 5, signal.SIGKILL, 0
+    stopped: Any = None
+
+    def heard(self, number: int, ticket: Ticket, said: dict[str, Any]) -> None:
+        super().heard(number, ticket, said)
+        if ticket.what != TRAIN:
+            return
+        if self.done == self.after:
+            victim = self.crew.members[self.number]
+            victim.signal(self.happens)
+            self.stopped = victim if self.happens == signal.SIGSTOP else None
+        if self.stopped is not None and self.office.members.get(self.number) is None and self.done > self.after + 6:
+            self.stopped.signal(signal.SIGCONT)
+            self.stopped = None
+
+
+@pytest.mark.parametrize(("number", "happens", "more", "event"), [
+    (0, signal.SIGKILL, {}, "replaced"), (1, signal.SIGSTOP, {"timeout": 0.5}, "late"),
+    (2, signal.SIGKILL, {}, "again"), (3, signal.SIGKILL, {}, "again")],
+    ids=["a worker is killed", "a worker is stopped", "the first server is killed", "the second server is killed"])
+def test_the_others_go_on(number: int, happens: signal.Signals, more: dict[str, Any], event: str, tmp_path: Path,
+                          monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic, "Run", type("Here", (Disturbed,), {"number": number, "happens": happens}))
+    run = pg.train(vectors(epochs=6), "server(2, servers=2, sync=asp)", runs=tmp_path, **more)
+    assert run.finished
+    assert set(applied(run)) == {6 * 29}
+    events = [line["name"] for line in Record(run.folder).own if line["kind"] == "event"]
+    assert event in events
+    lost = [line["lost"]["updates"] for rank in range(len(Record(run.folder).ranks))
+            for line in Record(run.folder).of("server", rank)]
+    assert sum(map(bool, lost)) == (event == "again")
+
+
+def raising(output: Tensor, target: Tensor) -> Tensor:
+    if torch.is_grad_enabled() and float(target.sum()) > 0 and os.environ.get("PARAGRAD_TEST_RAISES") and len(target) < 12:
+        raise ValueError("broken")
+    return functional.cross_entropy(output, target)
+
+
+def test_what_a_worker_raises_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = vectors(loss=raising)
+    calls: list[Any] = []
+    begin = elastic.Run.start
+
+    def start(self: elastic.Run, number: int, server: int | None, begun: bool = False) -> None:
+        monkeypatch.setenv("PARAGRAD_TEST_RAISES", "yes")
+        calls.append(number)
+        begin(self, number, server, begun)
+    monkeypatch.setattr(elastic.Run, "start", start)
+    with pytest.raises(pg.RankFailed, match="ValueError: broken"):
+        pg.train(made, "server(2, sync=asp)", runs=tmp_path)
+
+
+def test_tests_are_handed_out_to_who_has_trained() -> None:
+    desk = Desk()
+    desk.give(1)
+    desk.asks(0)
+    desk.asks(1)
+    desk.office.give([Ticket(TEST, part=part, parts=2) for part in range(2)])
+    desk.asks(0)
+    assert 1 not in desk.given

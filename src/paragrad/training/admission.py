@@ -100,6 +100,8 @@ def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, 
     check_cut(job, asked, resolved, settings.folder, facts.probe.known)
     refuse_crowded(job, asked, resolved, facts, settings.folder, settings.device)
     check_plans(asked, resolved, settings)
+    if resolved.hands_out and settings.loaders:
+        raise Refused(f"{asked} hands out samples one share at a time, so nothing can be loaded ahead; leave out --loaders")
     backend = backend_of(settings, resolved.size)
     saved = checkpoint.found(Path(settings.resume), job, facts) if settings.resume else None
     return Admitted(job, asked, resolved, settings, facts, here, backend, saved)

@@ -31,11 +31,11 @@ class Crew:
 
     def __exit__(self, *_: object) -> None:
         """Who has not ended does now: a stopped process too."""
-        for process in self.members.values():
+        every = [*self.members.values(), *self.spare]
+        for process in every:
             process.signal(signal.SIGKILL)
-        for process in self.members.values():
+        for process in every:
             process.end()
-        self.ranks.stop()
 
     def start(self, number: int, function: Callable[..., Any], *arguments: Any) -> None:
         """Have a member do function(world, *arguments). Raises RankFailed."""
