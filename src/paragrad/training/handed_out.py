@@ -110,7 +110,8 @@ class Worker:
         for fetched in trainer.feed.give(self.samples, [batch], 0):
             result = trainer.step(*parted(fetched))
             assert isinstance(trainer.exchange, Asking)
-            said = {"loss": result.loss, "weight": result.weight, "became": trainer.exchange.became}
+            said = {"loss": result.loss, "weight": result.weight, "became": trainer.exchange.became,
+                    "version": trainer.exchange.version}
         return said
 
     def rate(self, step: int) -> None:

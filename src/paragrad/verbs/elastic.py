@@ -186,6 +186,7 @@ class Run:
                 self.count += 1
         else:
             self.event("again", f"{value}; server {server} is started again from its last snapshot", rank=number)
+            self.office.anew()
             self.start(number, server, begun=True)
 
     def event(self, name: str, message: str, **numbers: float) -> None:

@@ -126,7 +126,7 @@ class Asking(_Side):
         self.largest = sum(each.nbytes for vectors in self.vectors for each in vectors)
         self.versions = [0] * strategy.servers
         self.told = [0.0] * 4
-        self.square, self.became, self.wanted = 0.0, APPLIED, meeting.wanted if meeting else strategy.wanted
+        self.square, self.version, self.became, self.wanted = 0.0, 0, APPLIED, meeting.wanted if meeting else strategy.wanted
         self.pulled: list[Tensor] = []              # what forwards change, as it was pulled
 
     # ---- in a step -----------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class Asking(_Side):
         squares: dict[int, float] = {}
         with self.log.detail("push", "wait"):
             for server, header, _ in self.calling.asked(questions()):
-                self.became = int(header.numbers[0]) if self.strategy.hands_out else APPLIED
+                self.became, self.version = int(header.numbers[0]) if self.strategy.hands_out else APPLIED, header.version
                 if not self.strategy.hands_out:
                     self.told, squares[server] = list(header.numbers[:4]), header.numbers[4]
         self.square = sum(squares.values())

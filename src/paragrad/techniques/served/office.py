@@ -66,8 +66,8 @@ class Office:
     left: deque[Ticket] = field(default_factory=deque)
     open: dict[Ticket, int] = field(default_factory=dict)          # who is at it
     begun_again: set[Ticket] = field(default_factory=set)          # of members that are lost
-    reported: int = 0               # of a step that is made: who said so
-    step_of: int = 0                # how many will
+    made: int | None = None         # updates of which all shares have been told of; of later ones somebody has
+    told: dict[int, int] = field(default_factory=dict)             # of how many, by the number of the update
     ended: bool = False
     refused: dict[str, int] = field(default_factory=dict)
 
@@ -118,14 +118,27 @@ class Office:
     def _done(self, member: Member, ticket: Ticket, said: dict[str, Any]) -> None:
         if ticket.what == TRAIN:
             member.trained = True
-            if said.get("became") == LATE:              # it is to be done again
+            late = said.get("became") == LATE           # it is to be done again
+            if self.wanted is not None:
+                self._made(int(said["version"]), 0 if late else 1, ticket.wanted)
+            if late:
                 self.left.appendleft(ticket)
                 return
             member.done += 1
-            if self.wanted is not None:
-                self.step_of = ticket.wanted if not self.reported else self.step_of
-                self.reported = (self.reported + 1) % self.step_of
         self.heard(member.number, ticket, said)
+
+    def _made(self, version: int, shares: int, wanted: int) -> None:
+        """Somebody says that so many updates were made; of the last one a share was, or was not, its own."""
+        self.made = version - 1 if self.made is None else self.made
+        self.told[version] = self.told.get(version, 0) + shares
+        while self.told.get(self.made + 1, 0) >= wanted:
+            self.made += 1
+            del self.told[self.made]
+
+    def anew(self) -> None:
+        """The server was started again, and counts from its snapshot."""
+        self.made = None
+        self.told.clear()
 
     def lost(self, number: int) -> None:
         """A worker is gone: what it was at is somebody else's."""
@@ -145,7 +158,8 @@ class Office:
 
     def _may(self, member: Member, ticket: Ticket, fewest: int) -> bool:
         """A worker that has not trained yet knows less of the model; it tests where nobody has."""
-        if ticket.what == TRAIN and self.reported and ticket not in self.begun_again:
+        partly = self.made is not None and any(version > self.made for version in self.told)
+        if ticket.what == TRAIN and partly and ticket not in self.begun_again:
             return False                                # until all of a step have said so: then it is known how many are left
         if ticket.what == TRAIN:
             return self.bound is None or member.done - fewest <= self.bound
