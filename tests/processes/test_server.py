@@ -25,11 +25,11 @@ from torch.utils.data import Subset
 import paragrad as pg
 from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed
-from paragrad.record.log import Log
 from paragrad.record.record import Record
 from paragrad.techniques.exchange import Replica
 from paragrad.techniques.served.header import Header, Kind, bytes_of
 from paragrad.techniques.served.office import LATE, TEST, TRAIN, Office, Ticket
+from paragrad.techniques.served.reception import Reception
 from paragrad.techniques.served.shard import Shard
 from paragrad.techniques.served.slicing import Slot
 from paragrad.techniques.served.sockets import Calling, Keys, Listening
@@ -52,8 +52,8 @@ class Told:
         self.answers.append((whose, header.answer(Kind.REFUSED), why))
 
 
-def shard(text: str) -> Shard:
-    """A server that has all of 60 parameters in two tensors, under SGD with a rate of 1."""
+def server(text: str) -> Reception:
+    """Of a server that has all of 60 parameters in two tensors, under SGD with a rate of 1."""
     chosen: Any = pg.strategy(text)
     model = nn.Sequential(nn.Linear(10, 5, dtype=torch.float64), nn.Linear(5, 1, dtype=torch.float64, bias=False))
     with torch.no_grad():
@@ -62,7 +62,7 @@ def shard(text: str) -> Shard:
     names, tensors = zip(*model.named_parameters(), strict=True)
     slot = Slot(torch.float64, tuple(Stretch(index, 0, each.numel()) for index, each in enumerate(tensors)))
     replica = Replica(Summed(model, functional.mse_loss), torch.optim.SGD(model.parameters(), lr=1.0), full=12)
-    return Shard(chosen, replica, [slot], list(names), list(tensors), Log(None), JOB, 12)
+    return Reception(Shard(chosen, replica, [slot], list(names), list(tensors), 12), JOB)
 
 
 def frames(header: Header | bytes, *rest: bytes, whose: bytes = b"w0") -> list[Any]:
@@ -78,17 +78,17 @@ def push(value: float = 1.0, elements: int = 60, marks: bytes = b"\1\1\1", dtype
     return frames(header, marks, bytes(bytes_of(vector)), whose=whose)
 
 
-def said(served: Shard, message: list[Any]) -> str:
+def said(served: Reception, message: list[Any]) -> str:
     """Why a message was refused, or nothing."""
     told: Any = Told()
     served.taken(told, message)
     return "".join(why for _, _, why in told.answers)
 
 
-def step(served: Shard) -> None:
+def step(served: Reception) -> None:
     """A synchronous step of two shares."""
     told: Any = Told()
-    number = served.step
+    number = served.shard.step
     served.taken(told, push(1.0, step=number, share=0))
     served.taken(told, push(3.0, step=number, share=1, sender=2, whose=b"w1"))
     assert [header.numbers[0] for _, header, _ in told.answers] == [12.0, 12.0]
@@ -128,57 +128,57 @@ def _header() -> Header:
 
 @pytest.mark.parametrize("why", BAD)
 def test_what_is_not_as_it_should_be_is_refused_by_name_and_changes_nothing(why: str) -> None:
-    served, undisturbed = shard("server(2)"), shard("server(2)")
+    served, undisturbed = server("server(2)"), server("server(2)")
     step(served)
     step(undisturbed)
     assert why in said(served, BAD[why]())
     step(served)
     step(undisturbed)
-    assert torch.equal(served.values[0], undisturbed.values[0])
-    assert sum(served.refused.values()) == 1
+    assert torch.equal(served.shard.values[0], undisturbed.shard.values[0])
+    assert sum(served.shard.refused.values()) == 1
 
 
 def test_the_mean_of_all_shares_is_one_update() -> None:
-    served = shard("server(2)")
+    served = server("server(2)")
     step(served)
-    assert torch.equal(served.values[0], torch.full((60,), 1 - (1 + 3) / 12, dtype=torch.float64))
+    assert torch.equal(served.shard.values[0], torch.full((60,), 1 - (1 + 3) / 12, dtype=torch.float64))
 
 
 def test_what_comes_twice_is_refused_and_what_is_of_no_complete_step_updates_nothing() -> None:
-    served = shard("server(2)")
+    served = server("server(2)")
     assert said(served, push()) == ""
     assert said(served, push(9.0)) == "a gradient that came before"
     assert said(served, push(9.0, sender=5)) == "a gradient that came before"
     assert "an update of a later step" in said(served, frames(Header(Kind.UPDATE, JOB, 1, 0, shares=2, numbers=(12.0, 1.0))))
     assert said(served, push(3.0, share=1)) == ""
     assert "cannot be" in said(served, frames(Header(Kind.UPDATE, JOB, 1, 0, shares=2, numbers=(0.0, 1.0))))
-    assert float(served.values[0].sum()) == 60.0
+    assert float(served.shard.values[0].sum()) == 60.0
 
 
 def test_asynchronous_updates_are_made_at_once_and_once() -> None:
-    served = shard("server(2, sync=asp)")
+    served = server("server(2, sync=asp)")
     for ticket in (3, 0, 3):                            # who brings it again is told that it is done
         assert said(served, push(1.0, step=ticket)) == ""
-    assert float(served.values[0][0]) == -1.0
-    assert served.refused == {"samples that were applied before": 1}
-    assert served.samples == 12
+    assert float(served.shard.values[0][0]) == -1.0
+    assert served.shard.refused == {"samples that were applied before": 1}
+    assert served.shard.samples == 12
 
 
 def test_the_rate_is_divided_by_the_staleness() -> None:
-    served = shard("server(2, sync=asp, rate=by_staleness)")
+    served = server("server(2, sync=asp, rate=by_staleness)")
     for ticket, version in ((0, 0), (1, 0), (2, 0)):    # late by 0, 1, 2 updates
         said(served, push(1.0, step=ticket, version=version))
-    assert float(served.values[0][0]) == 1 - 1 - 1 - 0.5
-    assert served.staleness == {0: 1, 1: 1, 2: 1}
+    assert float(served.shard.values[0][0]) == 1 - 1 - 1 - 0.5
+    assert served.shard.staleness == {0: 1, 1: 1, 2: 1}
 
 
 def test_backup_workers_are_not_waited_for() -> None:
     """The first two of three make a step; the third hears that it was late, and nothing of it is used."""
-    served, told = shard("server(3, sync=bsp(backup=1))"), Told()
+    served, told = server("server(3, sync=bsp(backup=1))"), Told()
     for ticket, value in ((0, 1.0), (2, 3.0), (1, 100.0)):
         served.taken(told, push(value, step=ticket, sender=ticket, shares=2))       # type: ignore[arg-type]
     assert [int(header.numbers[0]) for _, header, _ in told.answers] == [0, 0, LATE]
-    assert torch.equal(served.values[0], torch.full((60,), 1 - (1 + 3) / 12, dtype=torch.float64))
+    assert torch.equal(served.shard.values[0], torch.full((60,), 1 - (1 + 3) / 12, dtype=torch.float64))
 
 
 # ---- sockets ---------------------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def _answered(listening: Listening, keys: Keys, at: Any = None) -> str:
         got = listening.take(1.0)
         if got is None:
             return "nothing came"
-        shard("server(2)").taken(listening, got)
+        server("server(2)").taken(listening, got)
         first, *_ = calling.sockets[0].recv_multipart()
         return Kind(first[4]).name
     finally:
@@ -285,6 +285,7 @@ def test_who_is_silent_is_late() -> None:
 
 def test_a_step_with_backup_is_of_as_many_as_are_left() -> None:
     desk = Desk(wanted=2)
+    desk.office.made = 0
     desk.give(3)
     first = [desk.asks(number) for number in range(3)]
     assert [ticket and ticket.wanted for ticket in first] == [2, 2, 2]
@@ -293,7 +294,7 @@ def test_a_step_with_backup_is_of_as_many_as_are_left() -> None:
     desk.asks(1, version=1)
     again, = desk.given.values()
     assert again.number == 2
-    assert again.wanted == 1
+    assert (again.wanted, again.after) == (1, 1)
 
 
 def test_what_is_no_question_is_refused() -> None:

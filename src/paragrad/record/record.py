@@ -14,6 +14,9 @@
 | cpu        | host; seconds of the training; own: CPU seconds of this rank; all: of everybody on its cores, null where  |
 |            | the system does not say; switched: how often its core was given to another thread, whoever's              |
 | event      | name, numbers                                                                                             |
+| server     | number (of a server), parameters (bytes it has), received, sent (bytes), updates, samples (applied),      |
+|            | lost {updates, samples}, staleness {updates late: pushes}, refused {why: messages}                        |
+| handed_out | refused (by who hands out samples, as above), anew (processes that were started anew)                     |
 | end        | status (finished, failed, stopped, interrupted), seconds, error {rank, step, tensor, message} or null;    |
 |            | of a comparison: error a text or null                                                                    |
 | difference | baseline, run, value, tensor                                                                              |
@@ -45,14 +48,14 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from types import TracebackType
 from typing import Any
 
 from paragrad.errors import Refused
+from paragrad.record.audit import Audit, covered
 
 SCHEMA = 2          # 1 wrote every field of every step, and a line for every span; it is read as well
 Line = dict[str, Any]
@@ -159,31 +162,6 @@ def _spans(line: Line, named: list[Any]) -> list[Line]:
               "seconds": round(1e-6 * seconds, 6), "bytes": sent, "peer": None}
              for (name, lane, sent), start, seconds in zip(named, micros, micros, strict=True)]
     return sorted(found, key=lambda span: span["start"])
-
-
-@dataclass(frozen=True)
-class Audit:
-    """Which samples a run's epochs used, by its own record."""
-    epochs: int
-    samples: int                # of the dataset
-    seen: int                   # different ones, in the epoch that saw fewest
-    twice: int                  # used more than once in an epoch, over all epochs
-    missed: int                 # not used in an epoch, over all epochs
-
-    def __str__(self) -> str:
-        if not self.epochs:
-            return "no epoch was finished"
-        return (f"{self.seen} of {self.samples} samples seen in each of {self.epochs} epoch(s), "
-                f"{self.twice} twice, {self.missed} missed")
-
-
-def _covered(parts: Iterable[list[int]]) -> tuple[int, int]:
-    """How many places are in some of the parts [first, stop], and how many in more than one."""
-    once = more = depth = before = 0
-    for place, change in sorted(end for first, stop in parts for end in ((first, 1), (stop, -1))):
-        once, more = once + (place - before) * (depth > 0), more + (place - before) * (depth > 1)
-        depth, before = depth + change, place
-    return once, more
 
 
 class Record:
@@ -316,7 +294,7 @@ class Record:
         epochs = [line["epoch"] for line in self.of("epoch") if line["epoch"] in begun]     # not one whose beginning is lost
         seen, twice, missed = samples, 0, 0
         for epoch in epochs:
-            once, more = _covered(line["order"] for line in used[epoch])
+            once, more = covered(line["order"] for line in used[epoch])
             seen = min(seen, once)
             twice += more
             missed += samples - once

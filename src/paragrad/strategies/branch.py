@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from paragrad.errors import Refused
 from paragrad.notation.choices import Integer, option
-from paragrad.strategies.strategy import Facts, Promise, Strategy
+from paragrad.strategies.facts import Facts
+from paragrad.strategies.strategy import Promise, Strategy
 from paragrad.world.axes import Axis
 
 

@@ -10,10 +10,11 @@ from paragrad.errors import Refused
 from paragrad.notation.choices import Choice, Integer, Integers, One, Word, option
 from paragrad.schedules.all_reduce import AllReduce
 from paragrad.schedules.two_level import LEVELS, TwoLevel
+from paragrad.strategies.facts import Facts
 from paragrad.strategies.planned import COMPRESSORS
 from paragrad.strategies.serial import Serial
 from paragrad.strategies.shares import Division
-from paragrad.strategies.strategy import ELEMENT, Facts, Here, Plan, Promise, Strategy
+from paragrad.strategies.strategy import ELEMENT, Here, Plan, Promise, Strategy
 from paragrad.world.axes import Axis
 
 

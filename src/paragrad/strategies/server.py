@@ -8,7 +8,8 @@ from typing import Self
 
 from paragrad.errors import Refused
 from paragrad.notation.choices import Choice, Integer, One, Word, option
-from paragrad.strategies.strategy import Facts, Here, Promise, Strategy
+from paragrad.strategies.facts import Facts
+from paragrad.strategies.strategy import Here, Promise, Strategy
 
 
 class Bsp(Choice):

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from paragrad.errors import Refused
 from paragrad.notation.choices import Family, Several, option
 from paragrad.schedules.actions import Schedule
+from paragrad.strategies.facts import Facts
 from paragrad.strategies.shares import Division, divide, smallest
 from paragrad.world.axes import Axis
 
@@ -58,46 +59,6 @@ class Plan:
 
 
 KINDS = ELEMENT, TENSOR, ALL = "element", "tensor", "all"      # how an optimizer updates: the later, the more must be together
-
-
-class Facts(Protocol):
-    """What a strategy may ask about a job at the door."""
-
-    @property
-    def job(self) -> str: ...                   # its name
-
-    @property
-    def full(self) -> int: ...                  # samples of a full batch
-
-    @property
-    def uncut(self) -> str | None: ...          # why a batch cannot be cut into micro-batches
-
-    @property
-    def whole_loss(self) -> str | None: ...     # why the loss of a batch is not that of its parts
-
-    @property
-    def by_layout(self) -> str | None: ...      # what is drawn otherwise where a batch is divided
-
-    @property
-    def sizes(self) -> tuple[int, ...]: ...     # samples of a full batch, and of a short last one
-
-    @property
-    def alone(self) -> str | None: ...          # why the model cannot train on one sample alone
-
-    @property
-    def drawn_outside(self) -> tuple[str, ...]: ...     # generators that draws in the model move, besides torch's kernels
-
-    @property
-    def casts(self) -> bool: ...                # are forwards run under autocast?
-
-    @property
-    def elements(self) -> int: ...              # of all parameters that are trained
-
-    @property
-    def updates_by(self) -> str: ...            # how its optimizer updates: one of KINDS
-
-    @property
-    def optimizer(self) -> str: ...             # its name
 
 
 class Strategy(Family, abstract=True):

@@ -101,10 +101,9 @@ class Worker:
         self.rate(ticket.step)
         trainer.steps, trainer.division, trainer.replicas = ticket.step, self.division, [ticket.share]
         if isinstance(trainer.exchange, Asking):
-            trainer.exchange.ticket, trainer.exchange.wanted = ticket.number, ticket.wanted
+            trainer.exchange.ticket = ticket
         else:
-            meeting = replace(self.meeting, ticket=ticket.number, wanted=ticket.wanted)
-            trainer.how = replace(trainer.how, meeting=meeting)
+            trainer.how = replace(trainer.how, meeting=replace(self.meeting, ticket=ticket))
         batch = batch_of(order, ticket.epoch, order.at(ticket.step % order.steps), self.division, trainer.replicas)
         said: dict[str, Any] = {}
         for fetched in trainer.feed.give(self.samples, [batch], 0):

@@ -178,9 +178,8 @@ class Trainer:
             if self.given is not None and self.passes is not None:
                 self.given.reflects(self.passes.numbers())
         heap.give_back(self.taken == 0)                 # what the step was compared with, and a whole model
-        counts = self.leads and not self.exchange.again
-        loss, order = ([own.loss, own.weight], batch.recorded) if counts else ([0.0, 0.0], [0, 0])
-        self.log.step(self.steps, self.feed.began, epoch=batch.epoch, loss=loss, order=order, lr=rate,
+        mine, order = (own, batch.recorded) if self.leads and not self.exchange.again else (Sums(), [0, 0])
+        self.log.step(self.steps, self.feed.began, epoch=batch.epoch, loss=[mine.loss, mine.weight], order=order, lr=rate,
                       sent=dict(self.exchange.sent))
         self.steps, self.taken = self.steps + 1, self.taken + 1
         return result
@@ -192,14 +191,13 @@ class Trainer:
         for parameter in self.everything:               # also those that the optimizer does not hold
             parameter.grad = None
         self.exchange.begin()
-        self.layout.sent, self.exchange.stop = 0, self.world.stop.is_set()
+        samples, share = sum(len(each.positions) for each in batch.micros), self.batch_size / len(self.division.shares) or 1.0
+        self.layout.sent, self.exchange.stop, self.exchange.own_samples = 0, self.world.stop.is_set(), samples
         self.module.doubts, self.cast = 0.0, False
         looked = None if self.rehearsing or self.taken >= COUNTED or self.exchange.shards or not self.coarsest else self.model
         still = unmoved(self.exchange, self.parameters, self.layout, self.replicated.size)
         late = as_seen(self.draws, self.layout.cut and self.splits and (self.taken + 1).bit_count() == 1)
-        samples, share = sum(len(each.positions) for each in batch.micros), self.batch_size / len(self.division.shares)
-        self.exchange.own_samples = samples
-        paced = contextlib.nullcontext() if self.rehearsing else self.pace.over(self.steps, samples, share or 1.0, self.passes)
+        paced = contextlib.nullcontext() if self.rehearsing else self.pace.over(self.steps, samples, share, self.passes)
         with counting(self.passes, looked), still, late, paced, over(self.around, self.exchange.count):
             own = sums_of(self.passes, batch.parts(inputs, target), len(batch.micros))
         if self.autocast is not None and not self.rehearsing and not self.cast:

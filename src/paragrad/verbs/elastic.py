@@ -57,6 +57,7 @@ class Run:
         self.order, self.shares = checked.facts.order, self.strategy.shares
         self.office = Office(self.meeting.job, self.strategy.bound, self.strategy.wanted if self.strategy.waits else None,
                              checked.settings.timeout, self.heard)
+        self.office.made = checked.saved.step if checked.saved else 0
         self.listening = Listening(LONGEST, None, Keys.made(), self.meeting.office)
         self.count = self.strategy.size                 # the next number of a process
         self.anew = 0

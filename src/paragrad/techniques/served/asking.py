@@ -27,7 +27,8 @@ from paragrad.techniques.exchange import Exchange, Replica
 from paragrad.techniques.layout import State, state_together
 from paragrad.techniques.served.header import Header, Kind, bytes_of, vector_of
 from paragrad.techniques.served.meeting import Meeting
-from paragrad.techniques.served.shard import APPLIED, Shard
+from paragrad.techniques.served.reception import APPLIED, Reception
+from paragrad.techniques.served.shard import Shard
 from paragrad.techniques.served.slicing import Slot, changing, fill, held, marks, places, slots_of, trained_of
 from paragrad.techniques.served.snapshot import Snapshots
 from paragrad.techniques.served.sockets import Calling, Keys, Listening
@@ -92,14 +93,15 @@ class Serving(_Side):
             self.number, self.listening = world.rank - strategy.workers, Listening(self.longest, own_host(world), self.keys)
             job, told = self._met(self.listening.address)
             self.listening.allow(told[:strategy.workers])
-        self.shard = Shard(strategy, replica, self.slots[self.number], self.names, self.tensors(), log, job, replica.full)
+        self.shard = Shard(strategy, replica, self.slots[self.number], self.names, self.tensors(), replica.full)
+        self.reception = Reception(self.shard, job)
         self.largest = 2 * self.shard.nbytes
         if meeting:
             self.shard.snapshots = Snapshots(Path(meeting.folder), self.number)
             self.shard.snapshots.restore(self.shard)
 
     def serve(self) -> None:
-        self.shard.serve(self.listening, 1 if self.meeting else self.strategy.workers, self.everyone.timeout)
+        self.reception.serve(self.listening, 1 if self.meeting else self.strategy.workers, self.everyone.timeout)
         if self.log.recorder:
             self.log.recorder.write("server", number=self.number, **self.shard.told())
 
@@ -115,7 +117,7 @@ class Asking(_Side):
     def __init__(self, strategy: Server, replica: Replica, world: World, log: Log, meeting: Meeting | None) -> None:
         super().__init__(strategy, replica, world, log, meeting)
         self.step, self.full = replica.steps, replica.full
-        self.sender, self.ticket = secrets.randbits(63), meeting.ticket if meeting else -1
+        self.sender, self.ticket = secrets.randbits(63), meeting.ticket if meeting else None
         if meeting:
             self.job, self.number, servers = meeting.job, 0, meeting.addresses
         else:
@@ -126,7 +128,7 @@ class Asking(_Side):
         self.largest = sum(each.nbytes for vectors in self.vectors for each in vectors)
         self.versions = [0] * strategy.servers
         self.told = [0.0] * 4
-        self.square, self.version, self.became, self.wanted = 0.0, 0, APPLIED, meeting.wanted if meeting else strategy.wanted
+        self.square, self.version, self.became = 0.0, 0, APPLIED
         self.pulled: list[Tensor] = []              # what forwards change, as it was pulled
 
     # ---- in a step -----------------------------------------------------------------------------------------------------
@@ -190,7 +192,7 @@ class Asking(_Side):
 
     def update(self) -> None:
         self.optimizer._opt_called = True               # type: ignore[attr-defined]    # schedulers want to know
-        ticket = self.step * self.strategy.workers + self.number if self.ticket < 0 else self.ticket
+        ticket = self.ticket.number if self.ticket else self.step * self.strategy.workers + self.number
         numbers = self.told[0], 0.0, 0.0, float(self.own_samples)
         if not self.strategy.hands_out:
             factor = 1.0
@@ -198,7 +200,9 @@ class Asking(_Side):
                 factor = min(1.0, self.clip_norm / (math.sqrt(self.square) / self.weight + 1e-6))
             self._values(Kind.UPDATE, numbers=(self.weight, factor))
         elif self.strategy.waits:
-            self._push(numbers, ticket, self.wanted)
+            assert self.ticket is not None              # it is handed out, or another strategy
+            self.versions = [self.ticket.after]         # who pulled later has done it for nothing
+            self._push(numbers, ticket, self.ticket.wanted)
         elif self.weight:
             if self.clip_norm is not None:              # by its own: nobody knows the others'
                 nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)

@@ -27,8 +27,8 @@ LATE = 2                # of a ticket: its gradient was of older parameters, and
 @dataclass(frozen=True)
 class Ticket:
     """What one worker is to do. number: of all that are trained;  step, share: which part of which batch;  part of parts: of a
-    test;  wanted: of how many shares a step is made;  keep: a checkpoint ("checkpoint") or the model ("model") is to be kept,
-    of `step` steps."""
+    test;  wanted: of how many shares the step after `after` updates is made (-1: nobody knows);  keep: a checkpoint
+    ("checkpoint") or the model ("model") is to be kept, of `step` steps."""
     what: str
     number: int = 0
     epoch: int = 0
@@ -38,6 +38,7 @@ class Ticket:
     parts: int = 1
     keep: str = ""
     wanted: int = 1
+    after: int = -1
 
 
 @dataclass
@@ -120,18 +121,20 @@ class Office:
             member.trained = True
             late = said.get("became") == LATE           # it is to be done again
             if self.wanted is not None:
-                self._made(int(said["version"]), 0 if late else 1, ticket.wanted)
+                self._made(int(said["version"]), 0 if late else 1, ticket)
             if late:
                 self.left.appendleft(ticket)
                 return
             member.done += 1
         self.heard(member.number, ticket, said)
 
-    def _made(self, version: int, shares: int, wanted: int) -> None:
+    def _made(self, version: int, shares: int, ticket: Ticket) -> None:
         """Somebody says that so many updates were made; of the last one a share was, or was not, its own."""
-        self.made = version - 1 if self.made is None else self.made
-        self.told[version] = self.told.get(version, 0) + shares
-        while self.told.get(self.made + 1, 0) >= wanted:
+        if self.made is None:
+            self.made = version                         # who came first was late: nothing was made since
+        if version > self.made:
+            self.told[version] = self.told.get(version, 0) + shares
+        while self.told.get(self.made + 1, 0) >= ticket.wanted:
             self.made += 1
             del self.told[self.made]
 
@@ -158,8 +161,7 @@ class Office:
 
     def _may(self, member: Member, ticket: Ticket, fewest: int) -> bool:
         """A worker that has not trained yet knows less of the model; it tests where nobody has."""
-        partly = self.made is not None and any(version > self.made for version in self.told)
-        if ticket.what == TRAIN and partly and ticket not in self.begun_again:
+        if ticket.what == TRAIN and self.told and ticket not in self.begun_again:
             return False                                # until all of a step have said so: then it is known how many are left
         if ticket.what == TRAIN:
             return self.bound is None or member.done - fewest <= self.bound
@@ -179,7 +181,8 @@ class Office:
                 ticket = self.left.popleft()
                 if self.wanted is not None and ticket.what == TRAIN:
                     remaining = 1 + sum(each.what == TRAIN for each in (*self.left, *self.open))
-                    ticket = replace(ticket, wanted=min(self.wanted, remaining))
+                    ticket = replace(ticket, wanted=min(self.wanted, remaining),
+                                     after=-1 if self.made is None else self.made)
                 member.holds = ticket
                 self.open[ticket] = member.number
             whose, header = member.asking

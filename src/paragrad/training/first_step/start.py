@@ -157,17 +157,16 @@ def wire(trainer: Trainer, some_unused: bool, example: Any, forward: Callable[[]
                              "call, and in parts calls have others; write them as instance_norm, or train it with data(n)")
         for choice in part.chose if trainer.world.rank == 0 else ():
             trainer.log.choice(*choice)
-    replica = Replica(trainer.module, trainer.optimizer, trainer.clip_norm, some_unused, trainer.layout, forward,
-                      trainer.proof is not None, trainer.steps, trainer.layout.parted(trainer.restored), trainer.scheduler,
-                      trainer.alike, trainer.batch_size or 1)
-    world = trainer.everyone if trainer.strategy.servers else trainer.world
-    trainer.exchange = exchange_of(trainer.strategy, replica, world, trainer.log, trainer.how)
-    if (shards := trainer.exchange.shards) is not None:
-        exchange = trainer.exchange
-        trainer.hold(Holding(exchange.summed, trainer.layout, exchange.hollow, trainer.draws, (), trainer.groups))
-        trainer.held, trainer.parameters, trainer.everything = shards, dict(exchange.parts), exchange.every
-    trainer.passes = passes_of(trainer.strategy, trainer, trainer.exchange)
-    return trainer.exchange
+    restored = trainer.layout.parted(trainer.restored)
+    replica = Replica(trainer.module, trainer.optimizer, trainer.clip_norm, some_unused, trainer.layout, forward, trainer.proof
+                      is not None, trainer.steps, restored, trainer.scheduler, trainer.alike, trainer.batch_size or 1)
+    among = trainer.everyone if trainer.strategy.servers else trainer.world
+    made = trainer.exchange = exchange_of(trainer.strategy, replica, among, trainer.log, trainer.how)
+    if (shards := made.shards) is not None:
+        trainer.hold(Holding(made.summed, trainer.layout, made.hollow, trainer.draws, (), trainer.groups))
+        trainer.held, trainer.parameters, trainer.everything = shards, dict(made.parts), made.every
+    trainer.passes = passes_of(trainer.strategy, trainer, made)
+    return made
 
 
 def vacate_given(trainer: Trainer) -> None:

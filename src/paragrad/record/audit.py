@@ -1,0 +1,31 @@
+"""Did every epoch use every sample once?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Which samples a run's epochs used, by its own record."""
+    epochs: int
+    samples: int                # of the dataset
+    seen: int                   # different ones, in the epoch that saw fewest
+    twice: int                  # used more than once in an epoch, over all epochs
+    missed: int                 # not used in an epoch, over all epochs
+
+    def __str__(self) -> str:
+        if not self.epochs:
+            return "no epoch was finished"
+        return (f"{self.seen} of {self.samples} samples seen in each of {self.epochs} epoch(s), "
+                f"{self.twice} twice, {self.missed} missed")
+
+
+def covered(parts: Iterable[list[int]]) -> tuple[int, int]:
+    """How many places are in some of the parts [first, stop], and how many in more than one."""
+    once = more = depth = before = 0
+    for place, change in sorted(end for first, stop in parts for end in ((first, 1), (stop, -1))):
+        once, more = once + (place - before) * (depth > 0), more + (place - before) * (depth > 1)
+        depth, before = depth + change, place
+    return once, more

@@ -1,0 +1,45 @@
+"""What a strategy may ask about a job at the door."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Facts(Protocol):
+    """What a strategy may ask about a job at the door."""
+
+    @property
+    def job(self) -> str: ...                   # its name
+
+    @property
+    def full(self) -> int: ...                  # samples of a full batch
+
+    @property
+    def uncut(self) -> str | None: ...          # why a batch cannot be cut into micro-batches
+
+    @property
+    def whole_loss(self) -> str | None: ...     # why the loss of a batch is not that of its parts
+
+    @property
+    def by_layout(self) -> str | None: ...      # what is drawn otherwise where a batch is divided
+
+    @property
+    def sizes(self) -> tuple[int, ...]: ...     # samples of a full batch, and of a short last one
+
+    @property
+    def alone(self) -> str | None: ...          # why the model cannot train on one sample alone
+
+    @property
+    def drawn_outside(self) -> tuple[str, ...]: ...     # generators that draws in the model move, besides torch's kernels
+
+    @property
+    def casts(self) -> bool: ...                # are forwards run under autocast?
+
+    @property
+    def elements(self) -> int: ...              # of all parameters that are trained
+
+    @property
+    def updates_by(self) -> str: ...            # how its optimizer updates: one of KINDS
+
+    @property
+    def optimizer(self) -> str: ...             # its name

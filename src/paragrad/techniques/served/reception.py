@@ -1,0 +1,253 @@
+"""What a server is asked, checked field by field, and what it answers.
+
+Synchronous (`bsp`): the gradients of all shares of a step are kept until all are there, added up in the order of shares, and
+applied once a worker says by what they are to be divided: it knows the norm over all servers. With backup workers the first
+shares make a step. Otherwise what a worker pushes is applied at once. Each ticket is applied once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paragrad.errors import StepFailed
+from paragrad.techniques.served.header import Header, Kind, Unfit, bytes_of, vector_of
+from paragrad.techniques.served.office import LATE
+from paragrad.techniques.served.shard import Shard
+from paragrad.techniques.served.sockets import Listening, header_of
+from paragrad.techniques.updating import in_eval_mode
+
+APPLIED, AGAIN = 0, 1    # what became of a push, or LATE
+LOOK = 0.5              # seconds after which a server looks whether somebody is there
+
+
+@dataclass
+class Push:
+    """What came of one share: by slot its marks and its vector, and who waits for an answer. sender: whose."""
+    sender: int
+    numbers: tuple[float, ...]
+    vectors: dict[int, tuple[bytes, Tensor]]
+    waiting: list[tuple[bytes, Header]]
+
+
+class Reception:
+    """Of one shard. job: the training's number. To be read: pushes, those that wait for others, by share or ticket."""
+
+    def __init__(self, shard: Shard, job: int) -> None:
+        self.shard, self.job = shard, job
+        self.pushes: dict[int, Push] = {}
+        self.met = False                                # somebody was there
+
+    # ---- its loop ----------------------------------------------------------------------------------------------------------
+    def serve(self, listening: Listening, wanted: int, seconds: float) -> None:
+        """Until so many workers have left. Raises StepFailed where nobody is there any more, or comes in time."""
+        left, since = 0, time.monotonic()
+        while left < wanted:
+            frames = listening.take(LOOK)
+            if frames is None:
+                alone = not listening.connections
+                since = since if alone else time.monotonic()
+                if alone and (self.met or time.monotonic() - since > seconds):
+                    raise StepFailed("no worker is there any more" if self.met else f"no worker came within {seconds:g} s")
+                continue
+            since, self.met = time.monotonic(), True
+            left += self.taken(listening, frames)
+
+    def taken(self, listening: Listening, frames: list[Any]) -> bool:
+        """Do what a message asks for; True where somebody left."""
+        whose, header = frames[0].bytes, Header(Kind.REFUSED, self.job)
+        try:
+            header = header_of(frames)
+            if header.job != self.job:
+                raise Unfit("it is of another training")
+            if header.kind == Kind.END:
+                listening.answer(whose, header.answer(Kind.DONE))
+                return True
+            self._does(header, listening, whose, frames[2:])
+        except Unfit as error:
+            self.shard.refused[str(error)] += 1
+            listening.refuse(whose, header, str(error))
+        return False
+
+    def _does(self, header: Header, listening: Listening, whose: bytes, rest: list[Any]) -> None:
+        handlers: dict[Kind, Callable[[Header, Listening, bytes, list[Any]], None]] = {
+            Kind.PUSH: self._push, Kind.UPDATE: self._update, Kind.PULL: self._pull, Kind.GRADIENTS: self._tell_gradients,
+            Kind.STATE: self._state}
+        if header.kind not in handlers:
+            raise Unfit(f"{header.kind.name} is no question")
+        handlers[header.kind](header, listening, whose, rest)
+
+    # ---- gradients come ----------------------------------------------------------------------------------------------------
+    def _push(self, header: Header, listening: Listening, whose: bytes, rest: list[Any]) -> None:
+        vector, marked = self._checked(header, rest)
+        if not self.shard.strategy.hands_out:
+            self._collect(header, listening, whose, marked, vector)
+        elif header.step in self.shard.applied:         # who brings it again is told that it is done
+            self.shard.refused["samples that were applied before"] += 1
+            self._say(listening, [(whose, header)], AGAIN)
+        elif self.shard.strategy.waits:
+            self._first(header, listening, whose, marked, vector)
+        else:
+            self._apply(header, listening, whose, marked, vector)
+
+    def _say(self, listening: Listening, waiting: list[tuple[bytes, Header]], how: int) -> None:
+        for whose, header in waiting:
+            listening.answer(whose, header.answer(Kind.DONE, version=self.shard.updates, numbers=(float(how),)))
+
+    def _checked(self, header: Header, rest: list[Any]) -> tuple[Tensor, bytes]:
+        """(the vector, its marks). Raises Unfit where this is not what belongs into a slot, or came before."""
+        if header.slot >= len(self.shard.slots):
+            raise Unfit("it is for a vector that is not here")
+        slot = self.shard.slots[header.slot]
+        if len(rest) != 2:
+            raise Unfit("a push without its marks and its vector")
+        if header.dtype != slot.dtype:
+            raise Unfit(f"gradients of type {str(header.dtype).removeprefix('torch.')}, and here are parameters of "
+                        f"{str(slot.dtype).removeprefix('torch.')}")
+        if header.elements != slot.elements:
+            raise Unfit(f"a gradient of {header.elements} elements for {slot.elements} parameters")
+        marked = rest[0].bytes
+        if len(marked) != len(slot.stretches) or not set(marked) <= {0, 1}:
+            raise Unfit("marks that do not fit the slice")
+        vector = vector_of(header, rest[1].buffer)
+        if not all(number == number and abs(number) != float("inf") for number in header.numbers):
+            raise Unfit("numbers that are not finite")
+        if not bool(vector.isfinite().all()):
+            raise Unfit("a gradient that is not finite")
+        self.shard.received += vector.nbytes
+        return vector, marked
+
+    def _collect(self, header: Header, listening: Listening, whose: bytes, marked: bytes, vector: Tensor) -> None:
+        """Of a synchronous step: once all is there, tell all."""
+        if header.step != self.shard.step or self.shard.complete:
+            raise Unfit(f"a gradient of {'an earlier' if header.step <= self.shard.step else 'a later'} step")
+        if header.shares != self.shard.strategy.shares or header.share >= header.shares:
+            raise Unfit(f"a share that there is not ({header.share} of {header.shares})")
+        push = self.pushes.setdefault(header.share, Push(header.sender, header.numbers, {}, []))
+        if push.sender != header.sender or header.slot in push.vectors:
+            raise Unfit("a gradient that came before")
+        push.vectors[header.slot] = marked, vector
+        push.waiting.append((whose, header))
+        there = [each for each in self.pushes.values() if len(each.vectors) == len(self.shard.slots)]
+        if len(there) < header.shares:
+            return
+        told, square = self._sums(), self.shard.add_up([self.pushes[share].vectors for share in sorted(self.pushes)])
+        for each in self.pushes.values():
+            each.vectors.clear()                        # what came is let go of
+            for asking, asked in each.waiting:
+                listening.answer(asking, asked.answer(Kind.DONE, numbers=(*told[:4], square), version=self.shard.updates))
+
+    def _apply(self, header: Header, listening: Listening, whose: bytes, marked: bytes, vector: Tensor) -> None:
+        """At once, when all vectors of a ticket are there."""
+        push = self._gathered(header, whose, marked, vector)
+        if len(push.vectors) == len(self.shard.slots):
+            del self.pushes[header.step]
+            self._done(header.step, header.numbers)
+            self.shard.at_once(push.vectors, header.version, int(header.numbers[3]))
+        self._say(listening, [(whose, header)], APPLIED)
+
+    def _sums(self) -> list[float]:
+        """Of what was said of the shares of a step."""
+        return [sum(numbers) for numbers in zip(*(each.numbers for each in self.pushes.values()), strict=True)]
+
+    def _gathered(self, header: Header, whose: bytes, marked: bytes, vector: Tensor) -> Push:
+        """What came of a ticket until now."""
+        push = self.pushes.get(header.step)
+        if push is None or push.sender != header.sender:            # nobody began with it, or who did is gone
+            push = self.pushes[header.step] = Push(header.sender, header.numbers, {}, [])
+        push.vectors[header.slot] = marked, vector
+        push.waiting.append((whose, header))
+        return push
+
+    def _done(self, ticket: int, numbers: tuple[float, ...]) -> None:
+        """A ticket is applied now."""
+        if self.shard.snapshots is not None:
+            self.shard.snapshots.before(self.shard, ticket, int(numbers[3]))
+        self.shard.applied.add(ticket)
+
+    def _first(self, header: Header, listening: Listening, whose: bytes, marked: bytes, vector: Tensor) -> None:
+        """With backup workers: the first shares of those parameters make a step; who is late is told so."""
+        if header.version != self.shard.updates:
+            self._say(listening, [(whose, header)], LATE)
+            return
+        self._gathered(header, whose, marked, vector)
+        whole = [each for each in self.pushes.values() if len(each.vectors) == len(self.shard.slots)]
+        first = whole[:max(1, header.shares)]
+        if len(first) < header.shares:
+            return
+        others = [waiting for each in self.pushes.values() if each not in first for waiting in each.waiting]
+        tickets = [ticket for ticket, each in self.pushes.items() if each in first]
+        self.pushes = dict(zip(tickets, first, strict=True))
+        told, square = self._sums(), self.shard.add_up([each.vectors for each in first])
+        for ticket, push in self.pushes.items():
+            self._done(ticket, push.numbers)
+        if told[0]:                                     # something in it counts
+            self.shard.divided(told[0], 1.0 if self.shard.clip_norm is None else min(1.0, self.shard.clip_norm / (
+                math.sqrt(square) / told[0] + 1e-6)))
+            self.shard.make(1.0, int(told[3]))
+        self.pushes, self.shard.complete = {}, False
+        self._say(listening, [waiting for each in first for waiting in each.waiting], APPLIED)
+        self._say(listening, others, LATE)
+
+    def _update(self, header: Header, listening: Listening, whose: bytes, rest: list[Any]) -> None:
+        """Of a synchronous step, by the first who says so; all are told the parameters."""
+        divisor, factor = header.numbers[:2]
+        if header.step == self.shard.step and self.shard.complete:
+            if not divisor > 0 or not 0 < factor <= 1:
+                raise Unfit("a divisor or a factor that cannot be")
+            self.shard.divided(divisor, factor)
+            self.shard.make(1.0, self.shard.full)
+            self.shard.step, self.shard.complete, self.pushes = self.shard.step + 1, False, {}
+        elif header.step != self.shard.step - 1:
+            raise Unfit(f"an update of {'an earlier' if header.step < self.shard.step else 'a later'} step")
+        self._tell(header, listening, whose, self.shard.values, False)
+
+    # ---- answers -----------------------------------------------------------------------------------------------------------
+    def _tell(self, header: Header, listening: Listening, whose: bytes, vectors: list[Tensor], copied: bool,
+              marked: bytes = b"", **more: Any) -> None:
+        """One of the vectors; a copy where the next update may come while it travels."""
+        if header.slot >= len(self.shard.slots):
+            raise Unfit("it is for a vector that is not here")
+        if header.slot >= len(vectors):                 # of what has no gradients
+            raise Unfit("it is for a vector that has none")
+        slot, vector = self.shard.slots[header.slot], vectors[header.slot]
+        self.shard.sent += vector.nbytes
+        said = header.answer(Kind.VALUES, dtype=slot.dtype, elements=slot.elements, version=self.shard.updates, **more)
+        listening.answer(whose, said, marked, bytes_of(vector.clone() if copied else vector))
+
+    def _pull(self, header: Header, listening: Listening, whose: bytes, rest: list[Any]) -> None:
+        with in_eval_mode(self.shard.optimizer, self.shard.own) if header.numbers[0] else nullcontext():
+            self._tell(header, listening, whose, self.shard.values, True)
+
+    def _tell_gradients(self, header: Header, listening: Listening, whose: bytes, rest: list[Any]) -> None:
+        marked = iter(self.shard.anyone)
+        every = [bytes(next(marked) for _ in slot.stretches) for slot in self.shard.trained]
+        own = every[header.slot] if header.slot < len(every) else b""
+        self._tell(header, listening, whose, self.shard.gradients, True, own, numbers=(float(self.shard.complete),))
+
+    def _state(self, header: Header, listening: Listening, whose: bytes, rest: list[Any]) -> None:
+        """The optimizer's: [stretch, what, number] or [stretch, what, type, shape] in the order of the bytes."""
+        said: list[list[Any]] = []
+        parts: list[Tensor] = []
+        for number, place in enumerate(self.shard.own):
+            for what, value in self.shard.optimizer.state.get(place, {}).items():
+                if isinstance(value, Tensor):
+                    said.append([number, what, str(value.dtype).removeprefix("torch."), list(value.shape)])
+                    parts.append(value.detach().reshape(-1).contiguous().view(torch.uint8))
+                else:
+                    said.append([number, what, value])
+        try:
+            text = json.dumps(said)
+        except TypeError as error:
+            raise Unfit(f"the optimizer's state cannot travel: {error}") from None
+        vector = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+        listening.answer(whose, header.answer(Kind.VALUES, dtype=torch.uint8, elements=vector.numel()), text.encode(),
+                         bytes_of(vector))
