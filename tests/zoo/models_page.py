@@ -14,7 +14,7 @@ HEAD = """# Models from elsewhere
 
 Written by {command} (torch {torch}{libraries}).
 
-Models and jobs that were not written for paragrad, each under eight strategies beside one worker, those on images under a
+Models and jobs that were not written for paragrad, each under nine strategies beside one worker, those on images under a
 ninth. *difference*: the largest of
 any gradient, parameter or buffer over the steps of [verify](verify.md), in float64; *twin*: the same of one worker whose
 parameters are moved by one unit in the last place, which is what rounding alone does. A job that no split trains as one worker
