@@ -85,11 +85,16 @@ def unpacked(frame: bytes) -> Header:
 
 
 def vector_of(header: Header, frame: Any) -> Tensor:
-    """The elements that follow a header, where the frame's bytes lie. Raises Unfit."""
+    """The elements that follow a header, where the frame's bytes lie; a copy where numbers of that type must not lie there
+    (torch ends the process that adds up complex numbers at an odd address). Raises Unfit."""
     wanted = header.elements * header.dtype.itemsize
     if len(frame) != wanted:
         raise Unfit(f"{len(frame)} bytes, where its header says {wanted}")
-    return torch.frombuffer(frame, dtype=header.dtype) if wanted else torch.empty(0, dtype=header.dtype)
+    if not wanted:
+        return torch.empty(0, dtype=header.dtype)
+    if torch.frombuffer(frame, dtype=torch.uint8).data_ptr() % header.dtype.itemsize:
+        frame = bytearray(frame)
+    return torch.frombuffer(frame, dtype=header.dtype)
 
 
 def bytes_of(vector: Tensor) -> memoryview:
