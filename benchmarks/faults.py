@@ -38,6 +38,7 @@ import paragrad as pg
 from paragrad.record.record import Record
 from paragrad.world.launching import crew
 from paragrad.world.launching.processes import Process
+from paragrad.world.launching.processes import server as processes_of
 
 KINDS = {"worker killed": ("asp", "ssp(4)"), "worker stopped": ("asp", "ssp(4)"), "server killed": ("asp", "ssp(4)")}
 LIMIT = 2.0             # seconds for a worker's ticket, where one is stopped
@@ -92,10 +93,10 @@ def trained(text: str, seed: int, data: str, folder: str, kind: str | None) -> d
 
 
 def left_over() -> int:
-    """Folders of ours whose owner is gone, and ranks that still run under this process."""
+    """Ranks that still run under this process, and what trainings of it left in its folder."""
     processes = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
     ranks = [child for parent in processes for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
-    return len(ranks) + sum(Path(folder, "office").exists() for folder in glob.glob(f"{tempfile.gettempdir()}/paragrad-*"))
+    return len(ranks) + len(glob.glob(f"{processes_of().folder}/**/office", recursive=True))
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -36,7 +36,7 @@ ANEW = 5                # times as many processes as there are may be started an
 def run_handed_out(ranks: Ranks, checked: Admitted, folder: Path, record: Recorder, asked: Request,
                    progress: Progress | None) -> str:
     """Train; how it ended: "finished" or "stopped". Raises RankFailed."""
-    shared = tempfile.mkdtemp(prefix="paragrad-")                   # mode 0700
+    shared = tempfile.mkdtemp(dir=ranks.meeting())          # mode 0700, and cleared also where this process is killed
     try:
         with Crew(ranks, checked.threads, checked.settings.device, checked.settings.timeout) as crew:
             return Run(checked, folder, record, crew, shared, asked, progress).run()
@@ -62,6 +62,7 @@ class Run:
         self.count = self.strategy.size                 # the next number of a process
         self.anew = 0
         self.servers: dict[int, int] = {}               # number of a process -> which server it is
+        self.tickets = (checked.saved.step if checked.saved else 0) * self.shares
         self.tested = {"sum": 0.0, "weight": 0.0}
         self.loss, self.done, self.told = 0.0, 0, -1.0
         self.ended: set[int] = set()
@@ -117,8 +118,9 @@ class Run:
         step = epoch * self.order.steps + start
         while step < (epoch + 1) * self.order.steps and not self.asked.is_set() and step != self.checked.settings.limit:
             samples = len(self.order.at(step % self.order.steps))
-            self.office.give(Ticket(TRAIN, step * self.shares + share, epoch, step, share)
-                             for share in range(min(self.shares, samples)))
+            for share in range(min(self.shares, samples)):          # numbers follow each other: servers remember where from
+                self.office.give([Ticket(TRAIN, self.tickets, epoch, step, share)])
+                self.tickets += 1
             step += 1
             while len(self.office.left) >= 3 * self.shares:         # somebody can always be given something
                 self.look(epoch)
@@ -142,9 +144,9 @@ class Run:
 
     def heard(self, number: int, ticket: Ticket, said: dict[str, Any]) -> None:
         if ticket.what == TEST:
-            self.tested = {name: self.tested[name] + float(said[name]) for name in self.tested}
+            self.tested = {name: self.tested[name] + said.get(name, 0.0) for name in self.tested}
         elif ticket.what == TRAIN:
-            self.done, self.loss = self.done + 1, float(said.get("loss", self.loss))
+            self.done, self.loss = self.done + 1, said.get("loss", self.loss)
 
     # ---- what comes ----------------------------------------------------------------------------------------------------------
     def look(self, epoch: int | None) -> None:

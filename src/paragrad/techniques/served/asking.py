@@ -8,10 +8,8 @@ it pushes its mean gradient, as much of a full batch's as its share is of one, a
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import secrets
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,12 +27,11 @@ from paragrad.techniques.served.header import Header, Kind, bytes_of, vector_of
 from paragrad.techniques.served.meeting import Meeting
 from paragrad.techniques.served.reception import APPLIED, Reception
 from paragrad.techniques.served.shard import Shard
-from paragrad.techniques.served.slicing import Slot, changing, fill, held, marks, places, slots_of, trained_of
+from paragrad.techniques.served.slicing import Slot, changing, fill, held, marks, places, slots_of, state_of, trained_of
 from paragrad.techniques.served.snapshot import Snapshots
-from paragrad.techniques.served.sockets import Calling, Keys, Listening
+from paragrad.techniques.served.sockets import Calling, Keys, Listening, own_host
 from paragrad.techniques.slices import Stretch, slices
 from paragrad.techniques.updating import has_modes
-from paragrad.world.launched import address, launched
 from paragrad.world.world import World
 
 AGAIN = 1.0             # seconds after which a worker asks again, where a server may have died
@@ -129,25 +126,33 @@ class Asking(_Side):
         self.versions = [0] * strategy.servers
         self.told = [0.0] * 4
         self.square, self.version, self.became = 0.0, 0, APPLIED
+        self.summing = False                        # the servers have the sum of a step that is not made yet
         self.pulled: list[Tensor] = []              # what forwards change, as it was pulled
 
     # ---- in a step -----------------------------------------------------------------------------------------------------
     def begin(self) -> None:
         super().begin()
         self.refuse_refrozen()
+        self.became = APPLIED
+        if self.summing:                                # it was made up to its update, to be looked at
+            list(self.calling.asked((server, self._header(Kind.FORGET), ()) for server in self._servers()))
+            self.summing = False
         if self.strategy.hands_out:
             self._pull()
 
     def finish(self, weight: float, loss: float) -> None:
         self.told = [weight, loss, float(self.stop), self.doubt]
         if not self.strategy.hands_out:
-            self._push((weight, loss, float(self.stop), self.doubt), self.step, self.strategy.shares, self.number)
+            self.summing = True
+            numbers = weight, loss, float(self.stop), self.doubt, float(self.own_samples)
+            self._push(numbers, self.step, self.strategy.shares, self.number)
 
     def _push(self, numbers: tuple[float, ...], ticket: int, shares: int = 1, share: int = 0) -> None:
         """shares: that make a step. Where all wait for all, what comes back are the sums over all shares, the same from every
         server, and of each the square of its part of the norm."""
         own = self.tensors()[len(self.parameters):]
-        gradients = [*(each.grad for each in self.parameters), *(new - old for new, old in zip(own, self.pulled, strict=True))]
+        gradients = [*(each.grad for each in self.parameters),
+                     *(self._change(new - old) for new, old in zip(own, self.pulled, strict=True))]
 
         def questions() -> Iterator[tuple[int, Header, Any]]:
             for server, number, slot in self._slots():
@@ -160,10 +165,16 @@ class Asking(_Side):
         squares: dict[int, float] = {}
         with self.log.detail("push", "wait"):
             for server, header, _ in self.calling.asked(questions()):
-                self.became, self.version = int(header.numbers[0]) if self.strategy.hands_out else APPLIED, header.version
-                if not self.strategy.hands_out:
+                if self.strategy.hands_out:
+                    if not server:                      # what the first one says is recorded
+                        self.became, self.version = int(header.numbers[0]), header.version
+                else:
                     self.told, squares[server] = list(header.numbers[:4]), header.numbers[4]
         self.square = sum(squares.values())
+
+    def _change(self, change: Tensor) -> Tensor:
+        """Of what a forward changed, as much as its share is of a full batch; under backup the server takes the mean."""
+        return change if self.strategy.waits or not change.is_floating_point() else change * (self.own_samples / self.full)
 
     def _servers(self) -> range:
         return range(self.strategy.servers)
@@ -179,6 +190,7 @@ class Asking(_Side):
 
     def average(self, weight: float) -> None:
         """The servers do, in the update."""
+        self.weight = weight
         if not self.strategy.waits:
             super().average(weight)
 
@@ -199,11 +211,16 @@ class Asking(_Side):
             if self.clip_norm is not None:              # as torch.nn.utils.clip_grad_norm_
                 factor = min(1.0, self.clip_norm / (math.sqrt(self.square) / self.weight + 1e-6))
             self._values(Kind.UPDATE, numbers=(self.weight, factor))
+            self.summing = False
         elif self.strategy.waits:
             assert self.ticket is not None              # it is handed out, or another strategy
             self.versions = [self.ticket.after]         # who pulled later has done it for nothing
             self._push(numbers, ticket, self.ticket.wanted)
-        elif self.weight:
+        elif not self.weight:                           # nothing counts, and that is done
+            for each in self.parameters:
+                each.grad = None
+            self._push(numbers, ticket)
+        else:
             if self.clip_norm is not None:              # by its own: nobody knows the others'
                 nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
             mine = [each.grad for each in self.parameters if each.grad is not None]
@@ -284,7 +301,7 @@ class Asking(_Side):
         for server, header, rest in self.calling.asked((server, self._header(Kind.STATE), ()) for server in self._servers()):
             stretches = [held(each, self.names, self.parameters) for slot in self.slots[server] if not slot.added
                          for each in slot.stretches]
-            parts += list(zip(stretches, read_state(bytes(rest[0]), vector_of(header, rest[1]), len(stretches)), strict=True))
+            parts += list(zip(stretches, state_of(bytes(rest[0]), vector_of(header, rest[1]), len(stretches)), strict=True))
         return state_together(parts)
 
     def dismiss(self) -> None:
@@ -293,28 +310,3 @@ class Asking(_Side):
 
     def close(self) -> None:
         self.calling.close()
-
-
-def read_state(text: bytes, vector: Tensor, stretches: int) -> list[dict[str, Any]]:
-    """What `Shard` tells of its optimizer's state, by stretch."""
-    found: list[dict[str, Any]] = [{} for _ in range(stretches)]
-    start = 0
-    for number, what, *said in json.loads(text):
-        if len(said) == 1:
-            found[number][what] = said[0]
-            continue
-        dtype, shape = getattr(torch, said[0]), said[1]
-        stop = start + math.prod(shape) * dtype.itemsize
-        found[number][what] = vector[start:stop].clone().view(dtype).reshape(shape)
-        start = stop
-    return found
-
-
-def own_host(world: World) -> str | None:
-    """By which address the others reach this process; None where all are on this host."""
-    told = launched()
-    if world.backend == "shm" or told is None or told.on_one_host:
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:        # connecting sends nothing
-        probe.connect((place[0] if isinstance(place := address(told), tuple) else socket.gethostname(), 9))
-        return str(probe.getsockname()[0])

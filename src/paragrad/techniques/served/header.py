@@ -24,12 +24,14 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.com
 
 class Kind(enum.IntEnum):
     """What a message is: what workers ask, and what they are answered."""
-    PUSH = 1            # of a step: gradients of a slice, summed over a share;  numbers: weight, loss, stop, doubt
+    PUSH = 1            # of a step: gradients of a slice, summed over a share;  numbers: weight, loss, stop, doubt, samples;
+                        # where samples are handed out, weight, 0, 0, samples
     UPDATE = 2          # by the mean gradient, and a vector of parameters;  numbers: its divisor, what it is multiplied by then
     PULL = 3            # a vector of parameters;  numbers: 1 where they are wanted as for a test
     GRADIENTS = 4       # the same of gradients: as the last update used them, or will
     STATE = 5           # the optimizer's, and the scheduler's
     END = 6             # who asks leaves
+    FORGET = 8          # the sum of gradients of a step that is not to be made
     NEXT = 7            # of the office: what is to be done;  text: [who, the ticket that is done or null, what to say of it]
     DONE = 11           # answer: it is;  numbers: under bsp, the sums of all shares, and the square of the gradient's norm
     VALUES = 12         # answer: a vector

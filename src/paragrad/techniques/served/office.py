@@ -44,13 +44,15 @@ class Ticket:
 @dataclass
 class Member:
     """A worker. done: tickets, counted from the fewest that anybody had done when it came;  holds: what it is at;  since: when
-    it got that, or asked;  trained: it has done so once;  asking: whom to answer, while it waits."""
+    it got that, or asked;  trained: it has done so once;  asking: whom to answer, while it waits;
+    answered: the number of its last question that was, and the answer."""
     number: int
     done: int
     since: float
     holds: Ticket | None = None
     trained: bool = False
     asking: tuple[bytes, Header] | None = None
+    answered: tuple[int, bytes] | None = None
 
 
 @dataclass
@@ -94,14 +96,18 @@ class Office:
             try:
                 number, done, said = json.loads(frames[2].bytes)
                 ticket = Ticket(**done) if done else None
-                number = int(number)
-            except (ValueError, TypeError) as error:
+                number, said = int(number), {str(name): float(value) for name, value in dict(said).items()}
+            except (ValueError, TypeError, RecursionError) as error:
                 raise Unfit("a question that cannot be read") from error
         except Unfit as error:
             self.refused[str(error)] = self.refused.get(str(error), 0) + 1
             listening.refuse(whose, header, str(error))
             return
-        self._asked(number, ticket, dict(said), (whose, header))
+        member = self.members.get(number)
+        if member is not None and member.answered is not None and member.answered[0] == header.call:
+            listening.answer(whose, header.answer(Kind.GIVEN), member.answered[1])          # it asked twice
+        else:
+            self._asked(number, ticket, said, (whose, header))
 
     def _asked(self, number: int, ticket: Ticket | None, said: dict[str, Any], asking: tuple[bytes, Header]) -> None:
         now = time.monotonic()
@@ -113,7 +119,7 @@ class Office:
             self._done(member, ticket, said)
         elif ticket is not None and ticket in self.left:        # it was late, and nobody else has begun
             self.left.remove(ticket)
-            self.heard(number, ticket, said)
+            self._done(member, ticket, said)
         member.asking, member.since, member.holds = asking, now, None
 
     def _done(self, member: Member, ticket: Ticket, said: dict[str, Any]) -> None:
@@ -121,7 +127,7 @@ class Office:
             member.trained = True
             late = said.get("became") == LATE           # it is to be done again
             if self.wanted is not None:
-                self._made(int(said["version"]), 0 if late else 1, ticket)
+                self._made(int(said.get("version", -1)), 0 if late else 1, ticket)
             if late:
                 self.left.appendleft(ticket)
                 return
@@ -132,7 +138,10 @@ class Office:
         """Somebody says that so many updates were made; of the last one a share was, or was not, its own."""
         if self.made is None:
             self.made = version                         # who came first was late: nothing was made since
-        if version > self.made:
+        if not shares and ticket.after == self.made and version < self.made:        # the server is behind: it was started again
+            self.made = version
+            self.told.clear()
+        if version == self.made + 1:
             self.told[version] = self.told.get(version, 0) + shares
         while self.told.get(self.made + 1, 0) >= ticket.wanted:
             self.made += 1
@@ -187,4 +196,5 @@ class Office:
                 self.open[ticket] = member.number
             whose, header = member.asking
             member.asking, member.since = None, time.monotonic()
-            listening.answer(whose, header.answer(Kind.GIVEN), json.dumps(asdict(ticket)).encode())
+            member.answered = header.call, json.dumps(asdict(ticket)).encode()
+            listening.answer(whose, header.answer(Kind.GIVEN), member.answered[1])

@@ -29,7 +29,7 @@ APPLIED, AGAIN = 0, 1    # what became of a push, or LATE
 LOOK = 0.5              # seconds after which a server looks whether somebody is there
 
 
-@dataclass
+@dataclass(eq=False)
 class Push:
     """What came of one share: by slot its marks and its vector, and who waits for an answer. sender: whose."""
     sender: int
@@ -44,16 +44,18 @@ class Reception:
     def __init__(self, shard: Shard, job: int) -> None:
         self.shard, self.job = shard, job
         self.pushes: dict[int, Push] = {}
+        self.forgetting: dict[int, tuple[bytes, Header]] = {}           # who wants the sum of this step gone
         self.met = False                                # somebody was there
 
     # ---- its loop ----------------------------------------------------------------------------------------------------------
     def serve(self, listening: Listening, wanted: int, seconds: float) -> None:
-        """Until so many workers have left. Raises StepFailed where nobody is there any more, or comes in time."""
+        """Until so many workers have left. Raises StepFailed where nobody is there any more, or comes in time; but where others
+        come for those that go, whoever started this process ends it."""
         left, since = 0, time.monotonic()
         while left < wanted:
             frames = listening.take(LOOK)
             if frames is None:
-                alone = not listening.connections
+                alone = not self.shard.strategy.hands_out and not listening.connections
                 since = since if alone else time.monotonic()
                 if alone and (self.met or time.monotonic() - since > seconds):
                     raise StepFailed("no worker is there any more" if self.met else f"no worker came within {seconds:g} s")
@@ -80,7 +82,7 @@ class Reception:
     def _does(self, header: Header, listening: Listening, whose: bytes, rest: list[Any]) -> None:
         handlers: dict[Kind, Callable[[Header, Listening, bytes, list[Any]], None]] = {
             Kind.PUSH: self._push, Kind.UPDATE: self._update, Kind.PULL: self._pull, Kind.GRADIENTS: self._tell_gradients,
-            Kind.STATE: self._state}
+            Kind.STATE: self._state, Kind.FORGET: self._forget}
         if header.kind not in handlers:
             raise Unfit(f"{header.kind.name} is no question")
         handlers[header.kind](header, listening, whose, rest)
@@ -120,6 +122,9 @@ class Reception:
         vector = vector_of(header, rest[1].buffer)
         if not all(number == number and abs(number) != float("inf") for number in header.numbers):
             raise Unfit("numbers that are not finite")
+        if self.shard.strategy.hands_out and not (0 <= header.numbers[3] <= self.shard.full and 1 <= header.shares <=
+                                                  self.shard.strategy.shares):
+            raise Unfit("samples or shares that cannot be")
         if not bool(vector.isfinite().all()):
             raise Unfit("a gradient that is not finite")
         self.shard.received += vector.nbytes
@@ -150,13 +155,13 @@ class Reception:
         push = self._gathered(header, whose, marked, vector)
         if len(push.vectors) == len(self.shard.slots):
             del self.pushes[header.step]
-            self._done(header.step, header.numbers)
-            self.shard.at_once(push.vectors, header.version, int(header.numbers[3]))
-        self._say(listening, [(whose, header)], APPLIED)
+            self._done({header.step: push})
+            self.shard.at_once(push.vectors, header.version, int(header.numbers[3]), counts=header.numbers[0] > 0)
+            self._say(listening, push.waiting, APPLIED)
 
     def _sums(self) -> list[float]:
         """Of what was said of the shares of a step."""
-        return [sum(numbers) for numbers in zip(*(each.numbers for each in self.pushes.values()), strict=True)]
+        return [sum(numbers) for numbers in zip(*(self.pushes[share].numbers for share in sorted(self.pushes)), strict=True)]
 
     def _gathered(self, header: Header, whose: bytes, marked: bytes, vector: Tensor) -> Push:
         """What came of a ticket until now."""
@@ -167,11 +172,12 @@ class Reception:
         push.waiting.append((whose, header))
         return push
 
-    def _done(self, ticket: int, numbers: tuple[float, ...]) -> None:
-        """A ticket is applied now."""
+    def _done(self, pushes: dict[int, Push]) -> None:
+        """These tickets are about to be applied, in one update."""
         if self.shard.snapshots is not None:
-            self.shard.snapshots.before(self.shard, ticket, int(numbers[3]))
-        self.shard.applied.add(ticket)
+            self.shard.snapshots.before(self.shard, [(ticket, int(each.numbers[3])) for ticket, each in pushes.items()])
+        for ticket in pushes:
+            self.shard.applied.add(ticket)
 
     def _first(self, header: Header, listening: Listening, whose: bytes, marked: bytes, vector: Tensor) -> None:
         """With backup workers: the first shares of those parameters make a step; who is late is told so."""
@@ -186,9 +192,8 @@ class Reception:
         others = [waiting for each in self.pushes.values() if each not in first for waiting in each.waiting]
         tickets = [ticket for ticket, each in self.pushes.items() if each in first]
         self.pushes = dict(zip(tickets, first, strict=True))
+        self._done(self.pushes)
         told, square = self._sums(), self.shard.add_up([each.vectors for each in first])
-        for ticket, push in self.pushes.items():
-            self._done(ticket, push.numbers)
         if told[0]:                                     # something in it counts
             self.shard.divided(told[0], 1.0 if self.shard.clip_norm is None else min(1.0, self.shard.clip_norm / (
                 math.sqrt(square) / told[0] + 1e-6)))
@@ -201,14 +206,25 @@ class Reception:
         """Of a synchronous step, by the first who says so; all are told the parameters."""
         divisor, factor = header.numbers[:2]
         if header.step == self.shard.step and self.shard.complete:
-            if not divisor > 0 or not 0 < factor <= 1:
+            if not 0 < divisor < math.inf or not 0 < factor <= 1:
                 raise Unfit("a divisor or a factor that cannot be")
             self.shard.divided(divisor, factor)
-            self.shard.make(1.0, self.shard.full)
+            self.shard.make(1.0, int(self._sums()[4]))
             self.shard.step, self.shard.complete, self.pushes = self.shard.step + 1, False, {}
         elif header.step != self.shard.step - 1:
             raise Unfit(f"an update of {'an earlier' if header.step < self.shard.step else 'a later'} step")
         self._tell(header, listening, whose, self.shard.values, False)
+
+    def _forget(self, header: Header, listening: Listening, whose: bytes, rest: list[Any]) -> None:
+        """Once all have said so: until then somebody may look at it."""
+        if header.step != self.shard.step or not self.shard.complete:
+            raise Unfit("no step that is there is to be forgotten")
+        self.forgetting[header.sender] = whose, header
+        if len(self.forgetting) == self.shard.strategy.shares:
+            self.shard.complete, self.pushes = False, {}
+            for asking, asked in self.forgetting.values():
+                listening.answer(asking, asked.answer(Kind.DONE))
+            self.forgetting.clear()
 
     # ---- answers -----------------------------------------------------------------------------------------------------------
     def _tell(self, header: Header, listening: Listening, whose: bytes, vectors: list[Tensor], copied: bool,

@@ -110,11 +110,14 @@ class Shard:
         self.anyone, self.complete = anyone, True
         return square
 
-    def at_once(self, vectors: Vectors, version: int, samples: int) -> None:
-        """An update by one share, of parameters of that version."""
+    def at_once(self, vectors: Vectors, version: int, samples: int, counts: bool = True) -> None:
+        """An update by one share, of parameters of that version. counts: something in it does."""
         self.add_up([vectors])
         self.complete, late = False, max(0, self.updates - version)
         self.staleness[late] += 1
+        if not counts:
+            self.samples += samples
+            return
         self.make(1.0 / max(1, late) if self.strategy.rate == "by_staleness" else 1.0, samples)
 
     # ---- updates -----------------------------------------------------------------------------------------------------------
@@ -131,9 +134,10 @@ class Shard:
             place.grad = gradient if there else None
         with self._slower(rate):
             self.alike("update", self.updates, lambda: updated(self.optimizer))
-        self.updates, before = self.updates + 1, self.samples // self.full
-        self.samples += samples
-        for step in range(before, self.samples // self.full) if self.scheduler is not None else ():
+        before = self.samples // self.full if self.strategy.hands_out else self.updates
+        self.updates, self.samples = self.updates + 1, self.samples + samples
+        after = self.samples // self.full if self.strategy.hands_out else self.updates
+        for step in range(before, after) if self.scheduler is not None else ():
             self.alike("schedule", step, self.scheduler.step)
 
     @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,3 +85,18 @@ def trained_of(named: Mapping[str, Any]) -> tuple[list[str], list[Tensor]]:
     """(names, tensors) of the parameters that are trained, in the model's order."""
     trained = {name: each for name, each in named.items() if each.requires_grad}
     return list(trained), list(trained.values())
+
+
+def state_of(text: bytes, vector: Tensor, stretches: int) -> list[dict[str, Any]]:
+    """What `Shard` tells of its optimizer's state, by stretch."""
+    found: list[dict[str, Any]] = [{} for _ in range(stretches)]
+    start = 0
+    for number, what, *said in json.loads(text):
+        if len(said) == 1:
+            found[number][what] = said[0]
+            continue
+        dtype, shape = getattr(torch, said[0]), said[1]
+        stop = start + math.prod(shape) * dtype.itemsize
+        found[number][what] = vector[start:stop].clone().view(dtype).reshape(shape)
+        start = stop
+    return found

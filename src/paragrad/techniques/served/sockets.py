@@ -14,7 +14,10 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
+from socket import AF_INET, SOCK_DGRAM, gethostname
+from socket import socket as plain_socket
 from typing import Any
 
 import zmq
@@ -23,6 +26,8 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from paragrad.errors import StepFailed
 from paragrad.techniques.served.header import FORMAT, Header, Kind, Unfit, unpacked
+from paragrad.world.launched import address, launched
+from paragrad.world.world import World
 
 ROOM = 2**20            # bytes that a part of a message may have beside the largest vector: texts
 WAITING = 64            # messages of one peer that are kept until they are looked at
@@ -72,7 +77,7 @@ class Listening:
             Path(at.at.removeprefix("ipc://")).unlink(missing_ok=True)          # of one that was killed
             self.socket.bind(at.at)
         elif host is None:
-            self.folder = tempfile.mkdtemp(prefix="paragrad-")              # mode 0700
+            self.folder = tempfile.mkdtemp(dir=get_temp_dir())              # mode 0700; cleared with what this process is of
             self.address = Address(f"ipc://{Path(self.folder) / 'server'}")
             self.socket.bind(self.address.at)
         else:
@@ -149,10 +154,10 @@ class Calling:
             poller.register(socket, zmq.POLLIN)
         while open_calls:
             left = until - time.monotonic()
-            if left <= 0:
+            if left <= 0 and not poller.poll(0):
                 raise StepFailed(f"no answer from server(s) {sorted({server for server, _ in open_calls.values()})} within "
                                  f"{self.seconds:g} s: it, or a worker that it waits for, does not go on")
-            ready = dict(poller.poll(int(1000 * min(left, self.again)) + 1))
+            ready = dict(poller.poll(int(1000 * min(max(left, 0.0), self.again)) + 1))
             for each in () if ready else open_calls.values():
                 self._send(*each)
             for server, socket in enumerate(self.sockets):
@@ -204,3 +209,13 @@ def header_of(frames: Sequence[Any]) -> Header:
     if len(frames[1].buffer) != FORMAT.size:
         raise Unfit(f"a header of {len(frames[1].buffer)} bytes, which has {FORMAT.size}")
     return unpacked(frames[1].bytes)
+
+
+def own_host(world: World) -> str | None:
+    """By which address the others reach this process; None where all are on this host."""
+    told = launched()
+    if world.backend == "shm" or told is None or told.on_one_host:
+        return None
+    with plain_socket(AF_INET, SOCK_DGRAM) as probe:        # connecting sends nothing
+        probe.connect((place[0] if isinstance(place := address(told), tuple) else gethostname(), 9))
+        return str(probe.getsockname()[0])
