@@ -47,13 +47,10 @@ class Told:
         self.answers: list[tuple[bytes, Header, str]] = []
 
     def answer(self, whose: bytes, header: Header, *rest: Any) -> None:
-        self.answers.append((whose, header, ""))
-
-    def refuse(self, whose: bytes, header: Header, why: str) -> None:
-        self.answers.append((whose, header.answer(Kind.REFUSED), why))
+        self.answers.append((whose, header, rest[0].decode() if header.kind == Kind.REFUSED else ""))
 
 
-def server(text: str) -> Reception:
+def server(text: str, listening: Any = None) -> Reception:
     """Of a server that has all of 60 parameters in two tensors, under SGD with a rate of 1."""
     chosen: Any = pg.strategy(text)
     model = nn.Sequential(nn.Linear(10, 5, dtype=torch.float64), nn.Linear(5, 1, dtype=torch.float64, bias=False))
@@ -63,7 +60,7 @@ def server(text: str) -> Reception:
     names, tensors = zip(*model.named_parameters(), strict=True)
     slot = Slot(torch.float64, tuple(Stretch(index, 0, each.numel()) for index, each in enumerate(tensors)))
     replica = Replica(Summed(model, functional.mse_loss), torch.optim.SGD(model.parameters(), lr=1.0), full=12)
-    return Reception(Shard(chosen, replica, [slot], list(names), list(tensors), 12), JOB)
+    return Reception(Shard(chosen, replica, [slot], list(names), list(tensors), 12), listening or Told(), JOB)
 
 
 def frames(header: Header | bytes, *rest: bytes, whose: bytes = b"w0") -> list[Any]:
@@ -81,20 +78,22 @@ def push(value: float = 1.0, elements: int = 60, marks: bytes = b"\1\1\1", dtype
 
 def said(served: Reception, message: list[Any]) -> str:
     """Why a message was refused, or nothing."""
-    told: Any = Told()
-    served.taken(told, message)
-    return "".join(why for _, _, why in told.answers)
+    told: Any = served.listening
+    before = len(told.answers)
+    served.taken(message)
+    return "".join(why for _, _, why in told.answers[before:])
 
 
 def step(served: Reception) -> None:
     """A synchronous step of two shares."""
     told: Any = Told()
-    number = served.shard.step
-    served.taken(told, push(1.0, step=number, share=0))
-    served.taken(told, push(3.0, step=number, share=1, sender=2, whose=b"w1"))
+    served.listening = told
+    number = served.shard.updates
+    served.taken(push(1.0, step=number, share=0))
+    served.taken(push(3.0, step=number, share=1, sender=2, whose=b"w1"))
     assert [header.numbers[0] for _, header, _ in told.answers] == [12.0, 12.0]
-    served.taken(told, frames(Header(Kind.UPDATE, JOB, 1, number, shares=2, numbers=(12.0, 1.0))))
-    served.taken(told, frames(Header(Kind.UPDATE, JOB, 2, number, shares=2, numbers=(12.0, 1.0)), whose=b"w1"))
+    served.taken(frames(Header(Kind.UPDATE, JOB, 1, number, shares=2, numbers=(12.0, 1.0))))
+    served.taken(frames(Header(Kind.UPDATE, JOB, 2, number, shares=2, numbers=(12.0, 1.0)), whose=b"w1"))
     assert [header.kind for _, header, _ in told.answers[2:]] == [Kind.VALUES] * 2
 
 
@@ -186,9 +185,10 @@ def test_the_rate_is_divided_by_the_staleness() -> None:
 
 def test_backup_workers_are_not_waited_for() -> None:
     """The first two of three make a step; the third hears that it was late, and nothing of it is used."""
-    served, told = server("server(3, sync=bsp(backup=1))"), Told()
+    told = Told()
+    served = server("server(3, sync=bsp(backup=1))", told)
     for ticket, value in ((0, 1.0), (2, 3.0), (1, 100.0)):
-        served.taken(told, push(value, step=ticket, sender=ticket, shares=2))       # type: ignore[arg-type]
+        served.taken(push(value, step=ticket, sender=ticket, shares=2))
     assert [int(header.numbers[0]) for _, header, _ in told.answers] == [0, 0, LATE]
     assert torch.equal(served.shard.values[0], torch.full((60,), 1 - (1 + 3) / 12, dtype=torch.float64))
 
@@ -220,7 +220,7 @@ def _answered(listening: Listening, keys: Keys, at: Any = None) -> str:
         got = listening.take(1.0)
         if got is None:
             return "nothing came"
-        server("server(2)").taken(listening, got)
+        server("server(2)", listening).taken(got)
         first, *_ = calling.sockets[0].recv_multipart()
         return Kind(first[4]).name
     finally:
@@ -465,13 +465,11 @@ def raising(output: Tensor, target: Tensor) -> Tensor:
 
 def test_what_a_worker_raises_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = vectors(loss=raising)
-    calls: list[Any] = []
     begin = elastic.Run.start
 
-    def start(self: elastic.Run, number: int, server: int | None, begun: bool = False) -> None:
+    def start(self: elastic.Run, number: int, server: int | None) -> None:
         monkeypatch.setenv("PARAGRAD_TEST_RAISES", "yes")
-        calls.append(number)
-        begin(self, number, server, begun)
+        begin(self, number, server)
     monkeypatch.setattr(elastic.Run, "start", start)
     with pytest.raises(pg.RankFailed, match="ValueError: broken"):
         pg.train(made, "server(2, sync=asp)", runs=tmp_path)

@@ -225,6 +225,11 @@ class Alike:
         return generator_states(), self.own and self.own.get_state().numpy().tobytes()
 
 
+def clip_factor(norm: float, most: float | None) -> float:
+    """What gradients of that norm are multiplied by, as torch.nn.utils.clip_grad_norm_ does (None: not at all)."""
+    return 1.0 if most is None else min(1.0, most / (norm + 1e-6))
+
+
 # ---- optimizers with modes (schedule-free), whose parameters differ in training and evaluation ---------------------------
 def has_modes(optimizer: torch.optim.Optimizer) -> bool:
     return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))

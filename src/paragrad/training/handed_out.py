@@ -19,7 +19,6 @@ from paragrad.errors import StepFailed
 from paragrad.jobs.job import opened
 from paragrad.record.cpu import Cpu
 from paragrad.record.record import Recorder
-from paragrad.strategies.shares import Division
 from paragrad.techniques.served.asking import AGAIN, Asking
 from paragrad.techniques.served.header import Header, Kind
 from paragrad.techniques.served.meeting import Meeting
@@ -75,8 +74,6 @@ class Worker:
         self.scheduler, trainer.scheduler = trainer.scheduler, None
         self.rate_of = trainer.steps                        # of which step the learning rate is
         self.office = Calling([meeting.office], LONGEST, Keys.made(), math.inf, AGAIN)       # it ends us
-        shares = checked.resolved.division.shares
-        self.division = Division(tuple(1 for _ in shares))
 
     def run(self) -> None:
         does: dict[str, Callable[[Ticket], dict[str, Any]]] = {TRAIN: self.trains, TEST: self.tests, KEEP: self.keeps}
@@ -99,12 +96,12 @@ class Worker:
     def trains(self, ticket: Ticket) -> dict[str, Any]:
         trainer, order = self.trainer, self.checked.facts.order
         self.rate(ticket.step)
-        trainer.steps, trainer.division, trainer.replicas = ticket.step, self.division, [ticket.share]
+        trainer.steps, trainer.replicas = ticket.step, [ticket.share]
         if isinstance(trainer.exchange, Asking):
             trainer.exchange.ticket = ticket
         else:
             trainer.how = replace(trainer.how, meeting=replace(self.meeting, ticket=ticket))
-        batch = batch_of(order, ticket.epoch, order.at(ticket.step % order.steps), self.division, trainer.replicas)
+        batch = batch_of(order, ticket.epoch, order.at(ticket.step % order.steps), trainer.division, trainer.replicas)
         said: dict[str, Any] = {}
         for fetched in trainer.feed.give(self.samples, [batch], 0):
             result = trainer.step(*parted(fetched))

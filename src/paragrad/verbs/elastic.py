@@ -26,7 +26,7 @@ from paragrad.training.admission import Admitted
 from paragrad.training.handed_out import LONGEST, rank_of
 from paragrad.training.loop import Progress
 from paragrad.world.launching import Ranks
-from paragrad.world.launching.crew import DIED, DONE, FAILED, Crew
+from paragrad.world.launching.crew import DIED, FAILED, Crew
 from paragrad.world.signals import Request
 
 LOOK = 0.2              # seconds after which somebody looks whether a worker is late
@@ -65,7 +65,6 @@ class Run:
         self.tickets = (checked.saved.step if checked.saved else 0) * self.shares
         self.tested = {"sum": 0.0, "weight": 0.0}
         self.loss, self.done, self.told = 0.0, 0, -1.0
-        self.ended: set[int] = set()
 
     def run(self) -> str:
         for number in range(self.strategy.size):
@@ -80,10 +79,10 @@ class Run:
         self.record.write("handed_out", refused=self.office.refused, anew=self.anew)
         return status
 
-    def start(self, number: int, server: int | None, begun: bool = False) -> None:
+    def start(self, number: int, server: int | None) -> None:
         if server is not None:
             self.servers[number] = server
-        self.crew.start(number, rank_of, self.checked, self.folder, self.record.origin, self.meeting.of(number, server, begun))
+        self.crew.start(number, rank_of, self.checked, self.folder, self.record.origin, self.meeting.of(number, server))
 
     # ---- what is to be done --------------------------------------------------------------------------------------------------
     def epochs(self) -> str:
@@ -173,8 +172,6 @@ class Run:
         what, value = self.crew.heard(number)
         if what == FAILED:
             raise value
-        if what == DONE:
-            self.ended.add(number)
         if what != DIED:
             return
         self.anew += 1
@@ -190,7 +187,7 @@ class Run:
         else:
             self.event("again", f"{value}; server {server} is started again from its last snapshot", rank=number)
             self.office.anew()
-            self.start(number, server, begun=True)
+            self.start(number, server)
 
     def event(self, name: str, message: str, **numbers: float) -> None:
         self.record.write("event", name=name, numbers=numbers, message=message)

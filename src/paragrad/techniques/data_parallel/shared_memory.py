@@ -28,7 +28,7 @@ from paragrad.techniques.data_parallel.host_memory import HostMemory
 from paragrad.techniques.exchange import Exchange, Replica
 from paragrad.techniques.layout import Held, State, hand_over, state_together
 from paragrad.techniques.slices import FOREACH, Stretch, slices, updated
-from paragrad.techniques.updating import has_modes, in_eval_mode, set_mode, updates_by
+from paragrad.techniques.updating import clip_factor, has_modes, in_eval_mode, set_mode, updates_by
 from paragrad.world.backends.shm.region import aligned
 from paragrad.world.world import World
 
@@ -203,7 +203,7 @@ class SharedMemory(Exchange):
         self._meet("taking the norm of gradients")
         norm = float(self.memory.norms.sum().sqrt())
         for mean, *_ in self.sums:
-            mean.mul_(min(1.0, most / (norm + 1e-6)))
+            mean.mul_(clip_factor(norm, most))
 
     def _barrier(self, doing: str) -> None:
         self.memory.barrier(lambda: f"{doing}, step {self.step}")

@@ -20,85 +20,59 @@ from torch import Tensor, nn
 from paragrad.errors import StepFailed
 from paragrad.record.log import Log
 from paragrad.strategies.server import Server
-from paragrad.strategies.strategy import ELEMENT
-from paragrad.techniques.exchange import Exchange, Replica
+from paragrad.techniques.exchange import Alone, Exchange, Replica
 from paragrad.techniques.layout import State, state_together
 from paragrad.techniques.served.header import Header, Kind, bytes_of, vector_of
 from paragrad.techniques.served.meeting import Meeting
 from paragrad.techniques.served.reception import APPLIED, Reception
 from paragrad.techniques.served.shard import Shard
-from paragrad.techniques.served.slicing import Slot, changing, fill, held, marks, places, slots_of, state_of, trained_of
+from paragrad.techniques.served.slicing import Slot, cut_of, fill, held, marks, places, state_of
 from paragrad.techniques.served.snapshot import Snapshots
 from paragrad.techniques.served.sockets import Calling, Keys, Listening, own_host
-from paragrad.techniques.slices import Stretch, slices
-from paragrad.techniques.updating import has_modes
+from paragrad.techniques.updating import clip_factor, has_modes
 from paragrad.world.world import World
 
 AGAIN = 1.0             # seconds after which a worker asks again, where a server may have died
 SHARE = 4               # times its slice that a server's state is at most, as it travels: Adam keeps two of it
 
 
-class _Side(Exchange):
-    """What both have: slices, keys, and who is where. Collective."""
+def met(world: World, own: Any) -> tuple[int, list[Any]]:
+    """The training's number, and what every rank says of itself. Collective: by what made the world, which is trusted."""
+    every = world.agreed(world.collected((secrets.randbits(63), own)))
+    return every[0][0], [each for _, each in every]
+
+
+def workers_of(strategy: Server, world: World) -> World | None:
+    """The world of the workers, or of the servers. Collective of both."""
+    return world.among([range(strategy.workers), range(strategy.workers, world.size)])
+
+
+class Serving(Alone):
+    """A server's, which has no steps."""
 
     def __init__(self, strategy: Server, replica: Replica, world: World, log: Log, meeting: Meeting | None) -> None:
         super().__init__(replica)
-        self.strategy, self.log, self.everyone = strategy, log, world
-        self.names, self.parameters = trained_of(dict(replica.module.model.named_parameters()))
-        lengths = [each.numel() for each in self.parameters]
-        kind = ELEMENT if strategy.servers > 1 else "whole"
-        cut = slices(replica.optimizer, kind, lengths, strategy.servers, grain=1)[0] if kind == ELEMENT else [
-            [Stretch(index, 0, length) for index, length in enumerate(lengths)]]
-        self.slots = [slots_of(each, self.parameters) for each in cut]
-        # where all wait for all they are equal
-        buffers = list(changing(replica.module.model).values()) if strategy.hands_out else []
-        first = len(self.parameters)
-        self.slots[0] += slots_of([Stretch(first + index, 0, each.numel()) for index, each in enumerate(buffers)],
-                                  [*self.parameters, *buffers], added=True)
-        self.longest = max((slot.nbytes for slots in self.slots for slot in slots), default=0)
-        self.keys = Keys.made()
-        self.meeting: Meeting | None = meeting
-        self.workers = None if meeting else world.among([range(strategy.workers), range(strategy.workers, world.size)])
-
-    def tensors(self) -> list[Tensor]:
-        """What the slots are of, as it is now: parameters, and what forwards change."""
-        return [*self.parameters, *([] if not self.strategy.hands_out else changing(self.summed.model).values())]
-
-    def _met(self, own: Any) -> tuple[int, list[Any]]:
-        """The training's number, and what every rank says of itself. Collective: by what made the world, which is trusted."""
-        told = self.everyone.collected((secrets.randbits(64), own))
-        every = self.everyone.agreed(told)
-        return every[0][0], [each for _, each in every]
-
-    def finish(self, weight: float, loss: float) -> None:
-        raise NotImplementedError
-
-    def counted(self) -> list[float]:
-        raise NotImplementedError
-
-
-class Serving(_Side):
-    """A server's."""
-
-    def __init__(self, strategy: Server, replica: Replica, world: World, log: Log, meeting: Meeting | None) -> None:
-        super().__init__(strategy, replica, world, log, meeting)
+        self.log, self.seconds, keys, model = log, world.timeout, Keys.made(), replica.module.model
+        cut = cut_of(strategy, replica.optimizer, model)
         if meeting:
             assert meeting.server is not None
-            self.number, job = meeting.server, meeting.job
-            self.listening = Listening(self.longest, None, self.keys, meeting.addresses[meeting.server])
+            self.number, self.dismissals, job = meeting.server, 1, meeting.job          # the office's
+            self.listening = Listening(cut.longest, None, keys, meeting.addresses[meeting.server])
         else:
-            self.number, self.listening = world.rank - strategy.workers, Listening(self.longest, own_host(world), self.keys)
-            job, told = self._met(self.listening.address)
+            self.number, self.dismissals = world.rank - strategy.workers, strategy.workers
+            self.listening = Listening(cut.longest, own_host(world), keys)
+            workers_of(strategy, world)
+            job, told = met(world, self.listening.address)
             self.listening.allow(told[:strategy.workers])
-        self.shard = Shard(strategy, replica, self.slots[self.number], self.names, self.tensors(), replica.full)
-        self.reception = Reception(self.shard, job)
+        self.shard = Shard(strategy, replica, cut.slots[self.number], cut.names, cut.tensors(model), replica.full)
+        self.reception = Reception(self.shard, self.listening, job)
         self.largest = 2 * self.shard.nbytes
         if meeting:
             self.shard.snapshots = Snapshots(Path(meeting.folder), self.number)
             self.shard.snapshots.restore(self.shard)
 
     def serve(self) -> None:
-        self.reception.serve(self.listening, 1 if self.meeting else self.strategy.workers, self.everyone.timeout)
+        self.reception.serve(self.dismissals, self.seconds)
         if self.log.recorder:
             self.log.recorder.write("server", number=self.number, **self.shard.told())
 
@@ -108,20 +82,24 @@ class Serving(_Side):
             self.shard.snapshots.close()
 
 
-class Asking(_Side):
+class Asking(Exchange):
     """A worker's."""
 
     def __init__(self, strategy: Server, replica: Replica, world: World, log: Log, meeting: Meeting | None) -> None:
-        super().__init__(strategy, replica, world, log, meeting)
-        self.step, self.full = replica.steps, replica.full
+        super().__init__(replica)
+        self.strategy, self.log, self.meeting, keys = strategy, log, meeting, Keys.made()
+        self.cut = cut_of(strategy, replica.optimizer, replica.module.model)
+        self.step, self.full, self.number = replica.steps, replica.full, world.rank
         self.sender, self.ticket = secrets.randbits(63), meeting.ticket if meeting else None
+        self.workers: World | None = None
         if meeting:
-            self.job, self.number, servers = meeting.job, 0, meeting.addresses
+            self.job, servers = meeting.job, meeting.addresses
         else:
-            self.number, (self.job, told) = world.rank, self._met(self.keys.public)
+            self.workers = workers_of(strategy, world)
+            self.job, told = met(world, keys.public)
             servers = told[strategy.workers:]
-        self.calling = Calling(servers, SHARE * self.longest, self.keys, world.timeout, AGAIN if meeting else math.inf)
-        self.vectors = [[torch.empty(slot.elements, dtype=slot.dtype) for slot in slots] for slots in self.slots]
+        self.calling = Calling(servers, SHARE * self.cut.longest, keys, world.timeout, AGAIN if meeting else math.inf)
+        self.vectors = [[torch.empty(slot.elements, dtype=slot.dtype) for slot in slots] for slots in self.cut.slots]
         self.largest = sum(each.nbytes for vectors in self.vectors for each in vectors)
         self.versions = [0] * strategy.servers
         self.told = [0.0] * 4
@@ -150,12 +128,12 @@ class Asking(_Side):
     def _push(self, numbers: tuple[float, ...], ticket: int, shares: int = 1, share: int = 0) -> None:
         """shares: that make a step. Where all wait for all, what comes back are the sums over all shares, the same from every
         server, and of each the square of its part of the norm."""
-        own = self.tensors()[len(self.parameters):]
-        gradients = [*(each.grad for each in self.parameters),
+        own = self.cut.tensors(self.summed.model)[len(self.cut.parameters):]
+        gradients = [*(each.grad for each in self.cut.parameters),
                      *(self._change(new - old) for new, old in zip(own, self.pulled, strict=True))]
 
         def questions() -> Iterator[tuple[int, Header, Any]]:
-            for server, number, slot in self._slots():
+            for server, number, slot in self.cut.every():
                 vector = self.vectors[server][number]
                 fill(slot, gradients, vector)           # while what came before travels
                 self.count("gradients", vector.nbytes, computed=False)
@@ -179,12 +157,6 @@ class Asking(_Side):
     def _servers(self) -> range:
         return range(self.strategy.servers)
 
-    def _slots(self) -> Iterator[tuple[int, int, Slot]]:
-        """(server, number, slot) of all."""
-        for server, slots in enumerate(self.slots):
-            for number, slot in enumerate(slots):
-                yield server, number, slot
-
     def counted(self) -> list[float]:
         return self.told
 
@@ -207,9 +179,7 @@ class Asking(_Side):
         ticket = self.ticket.number if self.ticket else self.step * self.strategy.workers + self.number
         numbers = self.told[0], 0.0, 0.0, float(self.own_samples)
         if not self.strategy.hands_out:
-            factor = 1.0
-            if self.clip_norm is not None:              # as torch.nn.utils.clip_grad_norm_
-                factor = min(1.0, self.clip_norm / (math.sqrt(self.square) / self.weight + 1e-6))
+            factor = clip_factor(math.sqrt(self.square) / self.weight, self.clip_norm)
             self._values(Kind.UPDATE, numbers=(self.weight, factor))
             self.summing = False
         elif self.strategy.waits:
@@ -217,13 +187,13 @@ class Asking(_Side):
             self.versions = [self.ticket.after]         # who pulled later has done it for nothing
             self._push(numbers, ticket, self.ticket.wanted)
         elif not self.weight:                           # nothing counts, and that is done
-            for each in self.parameters:
+            for each in self.cut.parameters:
                 each.grad = None
             self._push(numbers, ticket)
         else:
             if self.clip_norm is not None:              # by its own: nobody knows the others'
-                nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
-            mine = [each.grad for each in self.parameters if each.grad is not None]
+                nn.utils.clip_grad_norm_(self.cut.parameters, self.clip_norm)
+            mine = [each.grad for each in self.cut.parameters if each.grad is not None]
             torch._foreach_mul_(mine, self.own_samples / self.full)
             self._push(numbers, ticket)
         self.step += 1
@@ -238,17 +208,17 @@ class Asking(_Side):
     def _values(self, kind: Kind, numbers: tuple[float, ...]) -> None:
         """Ask every server; what they have becomes the parameters."""
         with self.log.detail(kind.name.lower(), "wait"), torch.no_grad():
-            tensors = self.tensors()
+            tensors = self.cut.tensors(self.summed.model)
             for server, slot, header, _, vector in self._vectors(kind, numbers):
                 torch._foreach_copy_(places(slot, tensors), slot.views(vector))
                 self.versions[server] = header.version
-            self.pulled = [each.detach().clone() for each in tensors[len(self.parameters):]]
+            self.pulled = [each.detach().clone() for each in tensors[len(self.cut.parameters):]]
 
     def _vectors(self, kind: Kind, numbers: tuple[float, ...]) -> Iterator[tuple[int, Slot, Header, bytes, Tensor]]:
-        questions = [(server, self._header(kind, slot=number, numbers=numbers), ()) for server, number, slot in self._slots()
+        questions = [(server, self._header(kind, slot=number, numbers=numbers), ()) for server, number, slot in self.cut.every()
                      if kind != Kind.GRADIENTS or not slot.added]
         for server, header, rest in self.calling.asked(questions):
-            slot = self.slots[server][header.slot]
+            slot = self.cut.slots[server][header.slot]
             if header.kind != Kind.VALUES or header.elements != slot.elements or header.dtype != slot.dtype:
                 raise StepFailed(f"server {server} answered with another vector than was asked for")
             yield server, slot, header, bytes(rest[0]), vector_of(header, rest[1])
@@ -258,13 +228,13 @@ class Asking(_Side):
         if self.strategy.hands_out:
             return super().gradients()
         found: dict[str, Tensor | None] = {name: None for name, _ in self.summed.model.named_parameters()}
-        whole = [torch.zeros_like(each) for each in self.parameters]
+        whole = [torch.zeros_like(each) for each in self.cut.parameters]
         for _, slot, header, marked, vector in self._vectors(Kind.GRADIENTS, ()):
             into = places(slot, whole)
             torch._foreach_copy_(into, slot.views(vector))
             if header.numbers[0]:                       # not averaged yet
                 torch._foreach_div_(into, self.weight)
-            found.update({self.names[each.index]: whole[each.index]
+            found.update({self.cut.names[each.index]: whole[each.index]
                           for each, there in zip(slot.stretches, marked, strict=True) if there})
         return found
 
@@ -282,7 +252,7 @@ class Asking(_Side):
         if not self.strategy.hands_out and not for_tests:
             yield
             return
-        before = [each.detach().clone() for each in self.tensors()]
+        before = [each.detach().clone() for each in self.cut.tensors(self.summed.model)]
         self._meet()
         self._pull(for_tests)
         self._meet()
@@ -290,7 +260,7 @@ class Asking(_Side):
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_([each.detach() for each in self.tensors()], before)
+                torch._foreach_copy_([each.detach() for each in self.cut.tensors(self.summed.model)], before)
 
     def _meet(self) -> None:
         if self.workers is not None:                    # otherwise nobody is given something to train now
@@ -299,7 +269,7 @@ class Asking(_Side):
     def state(self) -> State:
         parts = []
         for server, header, rest in self.calling.asked((server, self._header(Kind.STATE), ()) for server in self._servers()):
-            stretches = [held(each, self.names, self.parameters) for slot in self.slots[server] if not slot.added
+            stretches = [held(each, self.cut.names, self.cut.parameters) for slot in self.cut.slots[server] if not slot.added
                          for each in slot.stretches]
             parts += list(zip(stretches, state_of(bytes(rest[0]), vector_of(header, rest[1]), len(stretches)), strict=True))
         return state_together(parts)

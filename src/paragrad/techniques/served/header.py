@@ -29,10 +29,10 @@ class Kind(enum.IntEnum):
     UPDATE = 2          # by the mean gradient, and a vector of parameters;  numbers: its divisor, what it is multiplied by then
     PULL = 3            # a vector of parameters;  numbers: 1 where they are wanted as for a test
     GRADIENTS = 4       # the same of gradients: as the last update used them, or will
-    STATE = 5           # the optimizer's, and the scheduler's
+    STATE = 5           # the optimizer's
     END = 6             # who asks leaves
-    FORGET = 8          # the sum of gradients of a step that is not to be made
-    NEXT = 7            # of the office: what is to be done;  text: [who, the ticket that is done or null, what to say of it]
+    FORGET = 7          # the sum of gradients of a step that is not to be made
+    NEXT = 8            # of the office: what is to be done;  text: [who, the ticket that is done or null, what to say of it]
     DONE = 11           # answer: it is;  numbers: under bsp, the sums of all shares, and the square of the gradient's norm
     VALUES = 12         # answer: a vector
     REFUSED = 13        # answer: why, as text

@@ -12,18 +12,17 @@ from paragrad.techniques.served.sockets import Address
 @dataclass(frozen=True)
 class Meeting:
     """What a rank is told when it is started. job: the training's number;  folder: which only its owner may enter;  number: of
-    this rank;  server: which one it is, or None;  servers: how many;  begun: it is started anew, after one that died;  ticket:
-    what a worker is at, as its exchange is made."""
+    this rank;  server: which one it is, or None;  servers: how many;  ticket: what a worker is
+    at, as its exchange is made."""
     job: int
     folder: str
     servers: int
     number: int = 0
     server: int | None = None
-    begun: bool = False
     ticket: Ticket | None = None
 
-    def of(self, number: int, server: int | None = None, begun: bool = False) -> Meeting:
-        return replace(self, number=number, server=server, begun=begun)
+    def of(self, number: int, server: int | None = None) -> Meeting:
+        return replace(self, number=number, server=server)
 
     @property
     def office(self) -> Address:

@@ -10,15 +10,16 @@ Under ssp(s) nobody gets a ticket who has done more than s more than the one who
 
 from __future__ import annotations
 
+import functools
 import json
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from paragrad.techniques.served.header import Header, Kind, Unfit
-from paragrad.techniques.served.sockets import Listening, header_of
+from paragrad.techniques.served.sockets import Listening, heard
 
 TRAIN, TEST, KEEP, END = "train", "test", "keep", "end"
 LATE = 2                # of a ticket: its gradient was of older parameters, and was not used
@@ -57,14 +58,13 @@ class Member:
 
 @dataclass
 class Office:
-    """bound: of ssp, or None;  wanted: shares that a step waits for, or None;  limit: seconds for a ticket;  heard(member,
+    """bound: of ssp, or None;  wanted: shares that a step waits for, or None;  limit: seconds for a ticket;  told_of(member,
     ticket, said): called when one was done for the first time."""
     job: int
     bound: int | None
     wanted: int | None
     limit: float
-    heard: Callable[[int, Ticket, dict[str, Any]], None]
-    tell: Callable[..., None] = lambda name, message, **numbers: None
+    told_of: Callable[[int, Ticket, dict[str, Any]], None]
     members: dict[int, Member] = field(default_factory=dict)
     left: deque[Ticket] = field(default_factory=deque)
     open: dict[Ticket, int] = field(default_factory=dict)          # who is at it
@@ -72,7 +72,7 @@ class Office:
     made: int | None = None         # updates of which all shares have been told of; of later ones somebody has
     told: dict[int, int] = field(default_factory=dict)             # of how many, by the number of the update
     ended: bool = False
-    refused: dict[str, int] = field(default_factory=dict)
+    refused: Counter[str] = field(default_factory=Counter)
 
     def give(self, tickets: Iterable[Ticket]) -> None:
         """More to do."""
@@ -86,23 +86,17 @@ class Office:
     # ---- messages ----------------------------------------------------------------------------------------------------------
     def taken(self, listening: Listening, frames: list[Any]) -> None:
         """A worker says what it has done, and asks for more."""
-        whose, header = frames[0].bytes, Header(Kind.REFUSED, self.job)
+        heard(listening, frames, self.job, functools.partial(self._question, listening), self.refused)
+
+    def _question(self, listening: Listening, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
+        if header.kind != Kind.NEXT or len(rest) != 1:
+            raise Unfit(f"{header.kind.name} is no question of a worker's")
         try:
-            header = header_of(frames)
-            if header.job != self.job:
-                raise Unfit("it is of another training")
-            if header.kind != Kind.NEXT or len(frames) != 3:
-                raise Unfit(f"{header.kind.name} is no question of a worker's")
-            try:
-                number, done, said = json.loads(frames[2].bytes)
-                ticket = Ticket(**done) if done else None
-                number, said = int(number), {str(name): float(value) for name, value in dict(said).items()}
-            except (ValueError, TypeError, RecursionError) as error:
-                raise Unfit("a question that cannot be read") from error
-        except Unfit as error:
-            self.refused[str(error)] = self.refused.get(str(error), 0) + 1
-            listening.refuse(whose, header, str(error))
-            return
+            number, done, said = json.loads(rest[0].bytes)
+            ticket = Ticket(**done) if done else None
+            number, said = int(number), {str(name): float(value) for name, value in dict(said).items()}
+        except (ValueError, TypeError, RecursionError) as error:
+            raise Unfit("a question that cannot be read") from error
         member = self.members.get(number)
         if member is not None and member.answered is not None and member.answered[0] == header.call:
             listening.answer(whose, header.answer(Kind.GIVEN), member.answered[1])          # it asked twice
@@ -132,7 +126,7 @@ class Office:
                 self.left.appendleft(ticket)
                 return
             member.done += 1
-        self.heard(member.number, ticket, said)
+        self.told_of(member.number, ticket, said)
 
     def _made(self, version: int, shares: int, ticket: Ticket) -> None:
         """Somebody says that so many updates were made; of the last one a share was, or was not, its own."""

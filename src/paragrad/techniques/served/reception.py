@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +22,8 @@ from paragrad.errors import StepFailed
 from paragrad.techniques.served.header import Header, Kind, Unfit, bytes_of, vector_of
 from paragrad.techniques.served.office import LATE
 from paragrad.techniques.served.shard import Shard
-from paragrad.techniques.served.sockets import Listening, header_of
-from paragrad.techniques.updating import in_eval_mode
+from paragrad.techniques.served.sockets import Listening, heard
+from paragrad.techniques.updating import clip_factor, in_eval_mode
 
 APPLIED, AGAIN = 0, 1    # what became of a push, or LATE
 LOOK = 0.5              # seconds after which a server looks whether somebody is there
@@ -41,70 +41,60 @@ class Push:
 class Reception:
     """Of one shard. job: the training's number. To be read: pushes, those that wait for others, by share or ticket."""
 
-    def __init__(self, shard: Shard, job: int) -> None:
-        self.shard, self.job = shard, job
+    def __init__(self, shard: Shard, listening: Listening, job: int) -> None:
+        self.shard, self.listening, self.job = shard, listening, job
         self.pushes: dict[int, Push] = {}
         self.forgetting: dict[int, tuple[bytes, Header]] = {}           # who wants the sum of this step gone
-        self.met = False                                # somebody was there
+        self.left, self.met = 0, False                  # workers that left; somebody was there
 
     # ---- its loop ----------------------------------------------------------------------------------------------------------
-    def serve(self, listening: Listening, wanted: int, seconds: float) -> None:
+    def serve(self, wanted: int, seconds: float) -> None:
         """Until so many workers have left. Raises StepFailed where nobody is there any more, or comes in time; but where others
         come for those that go, whoever started this process ends it."""
-        left, since = 0, time.monotonic()
-        while left < wanted:
-            frames = listening.take(LOOK)
-            if frames is None:
-                alone = not self.shard.strategy.hands_out and not listening.connections
-                since = since if alone else time.monotonic()
-                if alone and (self.met or time.monotonic() - since > seconds):
-                    raise StepFailed("no worker is there any more" if self.met else f"no worker came within {seconds:g} s")
-                continue
-            since, self.met = time.monotonic(), True
-            left += self.taken(listening, frames)
+        since = time.monotonic()
+        while self.left < wanted:
+            if (frames := self.listening.take(LOOK)) is not None:
+                since, self.met = time.monotonic(), True
+                self.taken(frames)
+            elif self.shard.strategy.hands_out or self.listening.connections:
+                since = time.monotonic()
+            elif self.met or time.monotonic() - since > seconds:
+                raise StepFailed("no worker is there any more" if self.met else f"no worker came within {seconds:g} s")
 
-    def taken(self, listening: Listening, frames: list[Any]) -> bool:
-        """Do what a message asks for; True where somebody left."""
-        whose, header = frames[0].bytes, Header(Kind.REFUSED, self.job)
-        try:
-            header = header_of(frames)
-            if header.job != self.job:
-                raise Unfit("it is of another training")
-            if header.kind == Kind.END:
-                listening.answer(whose, header.answer(Kind.DONE))
-                return True
-            self._does(header, listening, whose, frames[2:])
-        except Unfit as error:
-            self.shard.refused[str(error)] += 1
-            listening.refuse(whose, header, str(error))
-        return False
+    def taken(self, frames: Sequence[Any]) -> None:
+        """Do what a message asks for."""
+        heard(self.listening, frames, self.job, self._does, self.shard.refused)
 
-    def _does(self, header: Header, listening: Listening, whose: bytes, rest: list[Any]) -> None:
-        handlers: dict[Kind, Callable[[Header, Listening, bytes, list[Any]], None]] = {
+    def _does(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
+        handlers: dict[Kind, Callable[[bytes, Header, Sequence[Any]], None]] = {
             Kind.PUSH: self._push, Kind.UPDATE: self._update, Kind.PULL: self._pull, Kind.GRADIENTS: self._tell_gradients,
-            Kind.STATE: self._state, Kind.FORGET: self._forget}
+            Kind.STATE: self._state, Kind.FORGET: self._forget, Kind.END: self._end}
         if header.kind not in handlers:
             raise Unfit(f"{header.kind.name} is no question")
-        handlers[header.kind](header, listening, whose, rest)
+        handlers[header.kind](whose, header, rest)
+
+    def _end(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
+        self.left += 1
+        self.listening.answer(whose, header.answer(Kind.DONE))
 
     # ---- gradients come ----------------------------------------------------------------------------------------------------
-    def _push(self, header: Header, listening: Listening, whose: bytes, rest: list[Any]) -> None:
+    def _push(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
         vector, marked = self._checked(header, rest)
         if not self.shard.strategy.hands_out:
-            self._collect(header, listening, whose, marked, vector)
+            self._collect(whose, header, marked, vector)
         elif header.step in self.shard.applied:         # who brings it again is told that it is done
             self.shard.refused["samples that were applied before"] += 1
-            self._say(listening, [(whose, header)], AGAIN)
+            self._say([(whose, header)], AGAIN)
         elif self.shard.strategy.waits:
-            self._first(header, listening, whose, marked, vector)
+            self._first(whose, header, marked, vector)
         else:
-            self._apply(header, listening, whose, marked, vector)
+            self._apply(whose, header, marked, vector)
 
-    def _say(self, listening: Listening, waiting: list[tuple[bytes, Header]], how: int) -> None:
+    def _say(self, waiting: list[tuple[bytes, Header]], how: int) -> None:
         for whose, header in waiting:
-            listening.answer(whose, header.answer(Kind.DONE, version=self.shard.updates, numbers=(float(how),)))
+            self.listening.answer(whose, header.answer(Kind.DONE, version=self.shard.updates, numbers=(float(how),)))
 
-    def _checked(self, header: Header, rest: list[Any]) -> tuple[Tensor, bytes]:
+    def _checked(self, header: Header, rest: Sequence[Any]) -> tuple[Tensor, bytes]:
         """(the vector, its marks). Raises Unfit where this is not what belongs into a slot, or came before."""
         if header.slot >= len(self.shard.slots):
             raise Unfit("it is for a vector that is not here")
@@ -120,7 +110,7 @@ class Reception:
         if len(marked) != len(slot.stretches) or not set(marked) <= {0, 1}:
             raise Unfit("marks that do not fit the slice")
         vector = vector_of(header, rest[1].buffer)
-        if not all(number == number and abs(number) != float("inf") for number in header.numbers):
+        if not all(map(math.isfinite, header.numbers)):
             raise Unfit("numbers that are not finite")
         if self.shard.strategy.hands_out and not (0 <= header.numbers[3] <= self.shard.full and 1 <= header.shares <=
                                                   self.shard.strategy.shares):
@@ -130,10 +120,10 @@ class Reception:
         self.shard.received += vector.nbytes
         return vector, marked
 
-    def _collect(self, header: Header, listening: Listening, whose: bytes, marked: bytes, vector: Tensor) -> None:
+    def _collect(self, whose: bytes, header: Header, marked: bytes, vector: Tensor) -> None:
         """Of a synchronous step: once all is there, tell all."""
-        if header.step != self.shard.step or self.shard.complete:
-            raise Unfit(f"a gradient of {'an earlier' if header.step <= self.shard.step else 'a later'} step")
+        if header.step != self.shard.updates or self.shard.complete:
+            raise Unfit(f"a gradient of {'an earlier' if header.step <= self.shard.updates else 'a later'} step")
         if header.shares != self.shard.strategy.shares or header.share >= header.shares:
             raise Unfit(f"a share that there is not ({header.share} of {header.shares})")
         push = self.pushes.setdefault(header.share, Push(header.sender, header.numbers, {}, []))
@@ -148,22 +138,22 @@ class Reception:
         for each in self.pushes.values():
             each.vectors.clear()                        # what came is let go of
             for asking, asked in each.waiting:
-                listening.answer(asking, asked.answer(Kind.DONE, numbers=(*told[:4], square), version=self.shard.updates))
+                self.listening.answer(asking, asked.answer(Kind.DONE, numbers=(*told[:4], square), version=self.shard.updates))
 
-    def _apply(self, header: Header, listening: Listening, whose: bytes, marked: bytes, vector: Tensor) -> None:
+    def _apply(self, whose: bytes, header: Header, marked: bytes, vector: Tensor) -> None:
         """At once, when all vectors of a ticket are there."""
-        push = self._gathered(header, whose, marked, vector)
+        push = self._gathered(whose, header, marked, vector)
         if len(push.vectors) == len(self.shard.slots):
             del self.pushes[header.step]
             self._done({header.step: push})
             self.shard.at_once(push.vectors, header.version, int(header.numbers[3]), counts=header.numbers[0] > 0)
-            self._say(listening, push.waiting, APPLIED)
+            self._say(push.waiting, APPLIED)
 
     def _sums(self) -> list[float]:
         """Of what was said of the shares of a step."""
         return [sum(numbers) for numbers in zip(*(self.pushes[share].numbers for share in sorted(self.pushes)), strict=True)]
 
-    def _gathered(self, header: Header, whose: bytes, marked: bytes, vector: Tensor) -> Push:
+    def _gathered(self, whose: bytes, header: Header, marked: bytes, vector: Tensor) -> Push:
         """What came of a ticket until now."""
         push = self.pushes.get(header.step)
         if push is None or push.sender != header.sender:            # nobody began with it, or who did is gone
@@ -179,12 +169,12 @@ class Reception:
         for ticket in pushes:
             self.shard.applied.add(ticket)
 
-    def _first(self, header: Header, listening: Listening, whose: bytes, marked: bytes, vector: Tensor) -> None:
+    def _first(self, whose: bytes, header: Header, marked: bytes, vector: Tensor) -> None:
         """With backup workers: the first shares of those parameters make a step; who is late is told so."""
         if header.version != self.shard.updates:
-            self._say(listening, [(whose, header)], LATE)
+            self._say([(whose, header)], LATE)
             return
-        self._gathered(header, whose, marked, vector)
+        self._gathered(whose, header, marked, vector)
         whole = [each for each in self.pushes.values() if len(each.vectors) == len(self.shard.slots)]
         first = whole[:max(1, header.shares)]
         if len(first) < header.shares:
@@ -195,39 +185,38 @@ class Reception:
         self._done(self.pushes)
         told, square = self._sums(), self.shard.add_up([each.vectors for each in first])
         if told[0]:                                     # something in it counts
-            self.shard.divided(told[0], 1.0 if self.shard.clip_norm is None else min(1.0, self.shard.clip_norm / (
-                math.sqrt(square) / told[0] + 1e-6)))
+            self.shard.divided(told[0], clip_factor(math.sqrt(square) / told[0], self.shard.clip_norm))
             self.shard.make(1.0, int(told[3]))
         self.pushes, self.shard.complete = {}, False
-        self._say(listening, [waiting for each in first for waiting in each.waiting], APPLIED)
-        self._say(listening, others, LATE)
+        self._say([waiting for each in first for waiting in each.waiting], APPLIED)
+        self._say(others, LATE)
 
-    def _update(self, header: Header, listening: Listening, whose: bytes, rest: list[Any]) -> None:
+    def _update(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
         """Of a synchronous step, by the first who says so; all are told the parameters."""
         divisor, factor = header.numbers[:2]
-        if header.step == self.shard.step and self.shard.complete:
+        if header.step == self.shard.updates and self.shard.complete:
             if not 0 < divisor < math.inf or not 0 < factor <= 1:
                 raise Unfit("a divisor or a factor that cannot be")
             self.shard.divided(divisor, factor)
             self.shard.make(1.0, int(self._sums()[4]))
-            self.shard.step, self.shard.complete, self.pushes = self.shard.step + 1, False, {}
-        elif header.step != self.shard.step - 1:
-            raise Unfit(f"an update of {'an earlier' if header.step < self.shard.step else 'a later'} step")
-        self._tell(header, listening, whose, self.shard.values, False)
+            self.shard.complete, self.pushes = False, {}
+        elif header.step != self.shard.updates - 1:
+            raise Unfit(f"an update of {'an earlier' if header.step < self.shard.updates else 'a later'} step")
+        self._tell(whose, header, self.shard.values, False)
 
-    def _forget(self, header: Header, listening: Listening, whose: bytes, rest: list[Any]) -> None:
+    def _forget(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
         """Once all have said so: until then somebody may look at it."""
-        if header.step != self.shard.step or not self.shard.complete:
+        if header.step != self.shard.updates or not self.shard.complete:
             raise Unfit("no step that is there is to be forgotten")
         self.forgetting[header.sender] = whose, header
         if len(self.forgetting) == self.shard.strategy.shares:
             self.shard.complete, self.pushes = False, {}
             for asking, asked in self.forgetting.values():
-                listening.answer(asking, asked.answer(Kind.DONE))
+                self.listening.answer(asking, asked.answer(Kind.DONE))
             self.forgetting.clear()
 
     # ---- answers -----------------------------------------------------------------------------------------------------------
-    def _tell(self, header: Header, listening: Listening, whose: bytes, vectors: list[Tensor], copied: bool,
+    def _tell(self, whose: bytes, header: Header, vectors: list[Tensor], copied: bool,
               marked: bytes = b"", **more: Any) -> None:
         """One of the vectors; a copy where the next update may come while it travels."""
         if header.slot >= len(self.shard.slots):
@@ -237,19 +226,19 @@ class Reception:
         slot, vector = self.shard.slots[header.slot], vectors[header.slot]
         self.shard.sent += vector.nbytes
         said = header.answer(Kind.VALUES, dtype=slot.dtype, elements=slot.elements, version=self.shard.updates, **more)
-        listening.answer(whose, said, marked, bytes_of(vector.clone() if copied else vector))
+        self.listening.answer(whose, said, marked, bytes_of(vector.clone() if copied else vector))
 
-    def _pull(self, header: Header, listening: Listening, whose: bytes, rest: list[Any]) -> None:
+    def _pull(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
         with in_eval_mode(self.shard.optimizer, self.shard.own) if header.numbers[0] else nullcontext():
-            self._tell(header, listening, whose, self.shard.values, True)
+            self._tell(whose, header, self.shard.values, True)
 
-    def _tell_gradients(self, header: Header, listening: Listening, whose: bytes, rest: list[Any]) -> None:
+    def _tell_gradients(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
         marked = iter(self.shard.anyone)
         every = [bytes(next(marked) for _ in slot.stretches) for slot in self.shard.trained]
         own = every[header.slot] if header.slot < len(every) else b""
-        self._tell(header, listening, whose, self.shard.gradients, True, own, numbers=(float(self.shard.complete),))
+        self._tell(whose, header, self.shard.gradients, True, own, numbers=(float(self.shard.complete),))
 
-    def _state(self, header: Header, listening: Listening, whose: bytes, rest: list[Any]) -> None:
+    def _state(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
         """The optimizer's: [stretch, what, number] or [stretch, what, type, shape] in the order of the bytes."""
         said: list[list[Any]] = []
         parts: list[Tensor] = []
@@ -265,5 +254,5 @@ class Reception:
         except TypeError as error:
             raise Unfit(f"the optimizer's state cannot travel: {error}") from None
         vector = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-        listening.answer(whose, header.answer(Kind.VALUES, dtype=torch.uint8, elements=vector.numel()), text.encode(),
+        self.listening.answer(whose, header.answer(Kind.VALUES, dtype=torch.uint8, elements=vector.numel()), text.encode(),
                          bytes_of(vector))

@@ -65,7 +65,7 @@ class Shard:
             hand_over(self.optimizer, parts)
         set_mode(self.optimizer, "train")
         self.anyone = [False] * len(self.own)           # had a gradient in the last update
-        self.step, self.samples = replica.steps, replica.steps * full
+        self.samples = replica.steps * full
         self.complete = False                           # all of them were added up
         self.applied = Applied()
         self.applied.below = replica.steps * strategy.shares

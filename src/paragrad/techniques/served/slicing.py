@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from paragrad.strategies.server import Server
+from paragrad.strategies.strategy import ELEMENT
 from paragrad.techniques.layout import Held
 from paragrad.techniques.served.header import DTYPES
-from paragrad.techniques.slices import Stretch
+from paragrad.techniques.slices import Stretch, slices
 
 
 @dataclass(frozen=True)
@@ -75,16 +77,48 @@ def fill(slot: Slot, gradients: Sequence[Tensor | None], vector: Tensor) -> None
         torch._foreach_copy_(there, values)
 
 
-def changing(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that are saved with a model, by name, as they are now: a forward may make them anew."""
+@dataclass(frozen=True)
+class Cut:
+    """How a model is divided over servers. names, parameters: of what is trained;  slots: of every server;  added: what
+    forwards change goes to the first one."""
+    names: list[str]
+    parameters: list[Tensor]
+    slots: list[list[Slot]]
+    added: bool
+
+    def tensors(self, model: nn.Module) -> list[Tensor]:
+        """What the slots are of, as it is now: parameters, and what forwards change."""
+        return [*self.parameters, *(changing(model) if self.added else ())]
+
+    @property
+    def longest(self) -> int:
+        """Bytes of the longest vector."""
+        return max((slot.nbytes for slots in self.slots for slot in slots), default=0)
+
+    def every(self) -> Iterator[tuple[int, int, Slot]]:
+        """(server, number, slot) of all."""
+        return ((server, number, slot) for server, slots in enumerate(self.slots) for number, slot in enumerate(slots))
+
+
+def cut_of(strategy: Server, optimizer: torch.optim.Optimizer, model: nn.Module) -> Cut:
+    """Flat ranges of all parameters of equal length; of one server all, each whole."""
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    names, parameters = list(trained), list(trained.values())
+    lengths = [each.numel() for each in parameters]
+    stretches = [[Stretch(index, 0, length) for index, length in enumerate(lengths)]]
+    if strategy.servers > 1:
+        stretches, _ = slices(optimizer, ELEMENT, lengths, strategy.servers, grain=1)
+    slots = [slots_of(each, parameters) for each in stretches]
+    buffers = changing(model) if strategy.hands_out else []             # where all wait for all they are equal
+    slots[0] += slots_of([Stretch(len(parameters) + index, 0, each.numel()) for index, each in enumerate(buffers)],
+                         [*parameters, *buffers], added=True)
+    return Cut(names, parameters, slots, strategy.hands_out)
+
+
+def changing(model: nn.Module) -> list[Tensor]:
+    """Buffers that are saved with a model, as they are now: a forward may make them anew."""
     saved = model.state_dict(keep_vars=True)
-    return {name: each for name, each in model.named_buffers() if name in saved and each.dtype in DTYPES and each.numel()}
-
-
-def trained_of(named: Mapping[str, Any]) -> tuple[list[str], list[Tensor]]:
-    """(names, tensors) of the parameters that are trained, in the model's order."""
-    trained = {name: each for name, each in named.items() if each.requires_grad}
-    return list(trained), list(trained.values())
+    return [each for name, each in model.named_buffers() if name in saved and each.dtype in DTYPES and each.numel()]
 
 
 def state_of(text: bytes, vector: Tensor, stretches: int) -> list[dict[str, Any]]:

@@ -12,7 +12,8 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
@@ -25,7 +26,7 @@ import zmq.utils.monitor
 from zmq.auth.thread import ThreadAuthenticator
 
 from paragrad.errors import StepFailed
-from paragrad.techniques.served.header import FORMAT, Header, Kind, Unfit, unpacked
+from paragrad.techniques.served.header import Header, Kind, Unfit, unpacked
 from paragrad.world.launched import address, launched
 from paragrad.world.world import World
 
@@ -102,11 +103,8 @@ class Listening:
 
     def answer(self, whose: bytes, header: Header, *rest: Any) -> None:
         """Never waits: who does not take what it is told is told no more."""
-        with contextlib.suppress(zmq.Again, zmq.ZMQError):
+        with contextlib.suppress(zmq.Again):
             self.socket.send_multipart([whose, header.packed(), *rest], flags=zmq.NOBLOCK, copy=False)
-
-    def refuse(self, whose: bytes, header: Header, why: str) -> None:
-        self.answer(whose, header.answer(Kind.REFUSED), why.encode())
 
     @property
     def connections(self) -> int:
@@ -202,13 +200,20 @@ def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def header_of(frames: Sequence[Any]) -> Header:
-    """Of a question's frames. Raises Unfit."""
-    if not 2 <= len(frames) <= 4:
-        raise Unfit(f"a message of {len(frames) - 1} parts")
-    if len(frames[1].buffer) != FORMAT.size:
-        raise Unfit(f"a header of {len(frames[1].buffer)} bytes, which has {FORMAT.size}")
-    return unpacked(frames[1].bytes)
+def heard(listening: Listening, frames: Sequence[Any], job: int, does: Callable[[bytes, Header, Sequence[Any]], None],
+          refused: Counter[str]) -> None:
+    """Have a question done (by whom, its header, what follows it); or refuse it, and count why. job: of which it is to be."""
+    whose, header = frames[0].bytes, Header(Kind.REFUSED, job)
+    try:
+        if not 2 <= len(frames) <= 4:
+            raise Unfit(f"a message of {len(frames) - 1} parts")
+        header = unpacked(frames[1].bytes)
+        if header.job != job:
+            raise Unfit("it is of another training")
+        does(whose, header, frames[2:])
+    except Unfit as error:
+        refused[str(error)] += 1
+        listening.answer(whose, header.answer(Kind.REFUSED), str(error).encode())
 
 
 def own_host(world: World) -> str | None:

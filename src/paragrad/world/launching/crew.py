@@ -14,7 +14,7 @@ from paragrad.world.launching.messages import Failure, Task
 from paragrad.world.launching.processes import Process
 from paragrad.world.launching.ranks import Ranks
 
-REPORT, DONE, FAILED, DIED = "report", "done", "failed", "died"
+DONE, FAILED, DIED = "done", "failed", "died"
 
 
 class Crew:
@@ -66,8 +66,6 @@ class Crew:
             failure = process.failed(number)
             process.end()
             return DIED, failure
-        if kind == "report":
-            return REPORT, value
         del self.members[number]
         self.spare.append(process)
         if kind == "failed":
