@@ -66,4 +66,4 @@ def test_others_are_not(name: str) -> None:
         warnings.simplefilter("error")
         admitted(stepped_by(SOUND[name]), "serial", Settings())
     assert Counting.asked == (name == "a state of its own")             # as torch asks when it is made
-    assert torch.equal(torch.random.get_rng_state(), drawn)
+    assert torch.equal(torch.random.get_rng_state(), drawn)             # also the first time in a process: models are built

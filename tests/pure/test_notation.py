@@ -50,7 +50,7 @@ def choices(draw: st.DrawFn, cls: type[Choice]) -> Choice:
     if cls is Data:                         # options that must fit together
         if isinstance(arguments.get("shares"), tuple):
             arguments["workers"] = len(arguments["shares"])
-        if "reduce" in arguments:
+        if "reduce" in arguments or (arguments.get("shares"), arguments.get("state")) == ("auto", "fully_sharded"):
             arguments.pop("state", None)
         if arguments.get("dense") == "tensor":
             arguments = {name: value for name, value in arguments.items() if name in ("workers", "batch_norm", "dense")}

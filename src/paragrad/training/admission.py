@@ -37,6 +37,7 @@ from paragrad.training.saved import Saved
 from paragrad.training.settings import Settings
 from paragrad.world.axes import grid
 from paragrad.world.backends.shm.region import unavailable
+from paragrad.world.generators import generators_kept
 from paragrad.world.joining import check_interfaces, launched_size, ranks_here
 from paragrad.world.launched import cores
 from paragrad.world.launching import Ranks, files
@@ -80,8 +81,10 @@ class Admitted:
                          device=self.settings.device, timeout=self.settings.timeout, on_report=on_report)
 
 
+@generators_kept()
 def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, facts: Findings | None = None) -> Admitted:
-    """Check job, strategy and settings at the door. Raises Refused with the repair."""
+    """Check job, strategy and settings at the door, which leaves the generators of this process, a user's, as they are. Raises
+    Refused with the repair."""
     if not isinstance(job, Job):
         raise Refused(f"a job is a paragrad.Job; got {type(job).__name__}")
     if files.running:

@@ -119,8 +119,7 @@ class Worker:
     def tests(self, ticket: Ticket) -> dict[str, Any]:
         assert self.test is not None
         self.wired()
-        found = self.trainer.evaluation(self.test, self.checked.job.metric, self.checked.settings.loaders,
-                                        (ticket.part, ticket.parts))
+        found = self.trainer.evaluation(self.test, self.checked.job.metric, part=(ticket.part, ticket.parts))
         return {"sum": found["value"] * found["weight"] if found["weight"] else 0.0, "weight": found["weight"]}
 
     def wired(self) -> None:
