@@ -71,8 +71,8 @@ def frames(header: Header | bytes, *rest: bytes, whose: bytes = b"w0") -> list[A
 def push(value: float = 1.0, elements: int = 60, marks: bytes = b"\1\1\1", dtype: torch.dtype = torch.float64,
          whose: bytes = b"w0", **more: Any) -> list[Any]:
     vector = torch.full((elements,), value, dtype=dtype)
-    header = Header(Kind.PUSH, JOB, **{"sender": 1, "shares": 2, "dtype": dtype, "elements": elements,
-                                       "numbers": (6.0, 3.0, 0.0, 6.0, 6.0), **more})
+    header = Header(**{"kind": Kind.PUSH, "job": JOB, "sender": 1, "shares": 2, "dtype": dtype, "elements": elements,
+                       "numbers": (6.0, 3.0, 0.0, 6.0, 6.0), **more})
     return frames(header, marks, bytes(bytes_of(vector)), whose=whose)
 
 

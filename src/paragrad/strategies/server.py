@@ -58,6 +58,10 @@ class Server(Strategy):
         return self.sync != Bsp()
 
     @property
+    def recovers(self) -> bool:
+        return not self.hands_out
+
+    @property
     def bound(self) -> int | None:
         """Steps that a worker may be ahead of the slowest."""
         return self.sync.bound if isinstance(self.sync, Ssp) else None

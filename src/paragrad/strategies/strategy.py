@@ -79,6 +79,8 @@ class Strategy(Family, abstract=True):
         @property
         def hands_out(self) -> bool: ...
         @property
+        def recovers(self) -> bool: ...
+        @property
         def workers(self) -> int | str: ...
         @property
         def servers(self) -> int: ...
@@ -96,6 +98,7 @@ class Strategy(Family, abstract=True):
         def share(self, model: Any, example: Any, axis: Any) -> Any: ...
     else:
         hands_out = False                           # samples are handed out, to workers that come and go
+        recovers = False                            # its servers keep all of a training: workers that die begin again
         servers = 0                                 # ranks beside the workers, after them, that serve (`Exchange.serve`)
         threads = None                              # of each rank: the cores are divided
         sharded = False     # replicas hold the parameters together, each some: no rank can run the model alone

@@ -49,6 +49,8 @@ def placed(strategy: Strategy, world: World) -> World:
         return world.with_axes(*strategy.axes)
     if world.size == 1:                                 # workers come and go, and are each in a world of their own
         return world
+    if world.size == strategy.size - strategy.servers:  # servers are in none
+        return world.with_axes(*strategy.axes)
     workers = world.size - strategy.servers
     found = world.among([range(workers), range(workers, world.size)])
     assert found is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from paragrad.record.cpu import Cpu
 from paragrad.record.record import Recorder
 from paragrad.record.tensorboard import events
 from paragrad.techniques.exchange import TESTS
+from paragrad.techniques.served.meeting import Meeting
 from paragrad.techniques.updating import in_eval_mode
 from paragrad.training import checkpoint, saving
 from paragrad.training.admission import Admitted
+from paragrad.training.again import taken_up
 from paragrad.training.first_step.start import dismiss, serve
-from paragrad.training.saved import Saved
+from paragrad.training.saved import Saved, tested
 from paragrad.training.tensor_files import save_weights
 from paragrad.training.trainer import Trainer
 from paragrad.world.world import World
@@ -27,12 +30,15 @@ from paragrad.world.world import World
 Progress = Callable[[dict[str, Any]], None]         # told {"epoch", "step", "steps", "loss"} some times a second
 
 
-def train_rank(world: World, checked: Admitted, folder: Path, origin: float, report: Progress | None = None) -> str:
-    """What every rank does; how it ended: "finished" or "stopped"."""
+def train_rank(world: World, checked: Admitted, folder: Path, origin: float, meeting: Meeting | None = None,
+               report: Progress | None = None) -> str:
+    """What every rank does; how it ended: "finished" or "stopped". meeting: where servers are, of a training that goes on when
+    ranks die."""
     settings = checked.settings
     with Recorder(folder / f"rank-{world.rank}.jsonl", origin) as record, \
             events(folder if settings.tensorboard and world.rank == 0 else None) as show:
-        trainer = Trainer.of_job(world, checked.job, checked.resolved, settings, record=record, seen=checked.facts.probe)
+        trainer = Trainer.of_job(world, checked.job, checked.resolved, settings, record=record, seen=checked.facts.probe,
+                                 how=replace(settings.how, meeting=meeting))
         trainer.log.always = settings.trace is not None
         try:
             training, cpu = Training(trainer, checked, folder, record, report or (lambda told: None), show), Cpu()
@@ -89,9 +95,11 @@ class Training:
         if self.trainer.serves:
             serve(self.trainer)
             return self.status
-        if self.checked.saved is not None:
+        if (meeting := self.trainer.how.meeting) is not None and meeting.step is not None:
+            taken_up(self.trainer, self.checked.facts.order, self.folder, meeting)
+        if self.trainer.steps:
             first, start = divmod(self.trainer.steps, self.per_epoch)
-            if first and not start and self.ended(first - 1, self.checked.saved):
+            if first and not start and self.ended(first - 1):
                 return self.status
         for epoch in range(first, self.checked.job.epochs):
             begun = self.record.now()
@@ -139,10 +147,11 @@ class Training:
             self.show(self.trainer.steps, **{f"test {job.metric_name}": test["value"]})
         return bool(goal and test and goal.reached(test["value"]))
 
-    def ended(self, epoch: int, saved: Saved) -> bool:
-        """Going on from the last step of an epoch: its test, unless the run that was saved made it; True where the goal is
-        reached."""
-        line = self.trainer.world.agreed(saved.tested(epoch))
+    def ended(self, epoch: int) -> bool:
+        """Going on from the last step of an epoch: its test, unless it was made before, here or by the run that was saved; True
+        where the goal is reached."""
+        saved = self.checked.saved
+        line = self.trainer.world.agreed(tested(self.folder, epoch) or (saved and saved.tested(epoch)))
         if line is None:
             return self.end_epoch(epoch, self.record.now())
         goal, test = self.checked.settings.goal, line["test"]

@@ -41,8 +41,13 @@ class Saved:
 
     def tested(self, epoch: int) -> dict[str, Any] | None:
         """What the record of the run that was saved says of an epoch's end and test; None if it did not come to it."""
-        return next((line for line in lines_of(self.folder.parent / "rank-0.jsonl", spans=False)
-                     if line["kind"] == "epoch" and line["epoch"] == epoch), None)
+        return tested(self.folder.parent, epoch)
+
+
+def tested(run: Path, epoch: int) -> dict[str, Any] | None:
+    """What the record of a run's first rank says of an epoch's end and test."""
+    return next((line for line in lines_of(run / "rank-0.jsonl", spans=False)
+                 if line["kind"] == "epoch" and line["epoch"] == epoch), None)
 
 
 def newest(parent: Path) -> Saved:

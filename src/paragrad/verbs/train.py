@@ -31,6 +31,7 @@ from paragrad.training.settings import Settings, settings_of
 from paragrad.verbs.elastic import run_handed_out
 from paragrad.verbs.fit import fitted
 from paragrad.verbs.lockstep import difference
+from paragrad.verbs.recovering import run_recovering
 from paragrad.verbs.trial import tried
 from paragrad.version import __version__
 from paragrad.world import heap
@@ -91,6 +92,8 @@ def run(ranks: Ranks, checked: Admitted, folder: Path, *, progress: Progress | N
         try:
             if checked.resolved.hands_out:
                 statuses = [run_handed_out(ranks, checked, folder, record, asked or Request(), progress)]
+            elif checked.resolved.recovers:
+                statuses = [run_recovering(ranks, checked, folder, record, asked or Request(), progress)]
             else:
                 statuses = checked.on(ranks, train_rank, checked, folder, record.origin,
                                       on_report=lambda rank, value: progress(value) if progress else None)

@@ -42,6 +42,24 @@ def met(world: World, own: Any) -> tuple[int, list[Any]]:
     return every[0][0], [each for _, each in every]
 
 
+def pulled_into(model: nn.Module, strategy: Server, optimizer: torch.optim.Optimizer, meeting: Meeting,
+                seconds: float) -> None:
+    """What the servers have becomes a model's, before its first step."""
+    cut = cut_of(strategy, optimizer, model, True)
+    tensors, calling = cut.tensors(model), Calling(meeting.addresses, cut.longest, Keys.made(), seconds)
+    with contextlib.closing(calling), torch.no_grad():
+        for server, header, rest in calling.asked((server, Header(Kind.PULL, meeting.job, slot=number), ())
+                                                  for server, number, _ in cut.every()):
+            slot = cut.slots[server][header.slot]
+            torch._foreach_copy_(places(slot, tensors), slot.views(vector_of(header, rest[1])))
+
+
+def dismissed(meeting: Meeting, seconds: float) -> None:
+    """Servers are told to end, by whoever started them. Raises StepFailed where one does not answer."""
+    with contextlib.closing(Calling(meeting.addresses, 0, Keys.made(), seconds, AGAIN)) as calling:
+        list(calling.asked((server, Header(Kind.END, meeting.job), ()) for server in range(meeting.servers)))
+
+
 def workers_of(strategy: Server, world: World) -> World | None:
     """The world of the workers, or of the servers. Collective of both."""
     return world.among([range(strategy.workers), range(strategy.workers, world.size)])
@@ -52,8 +70,9 @@ class Serving(Alone):
 
     def __init__(self, strategy: Server, replica: Replica, world: World, log: Log, meeting: Meeting | None) -> None:
         super().__init__(replica)
-        self.log, self.seconds, keys, model = log, world.timeout, Keys.made(), replica.module.model
-        cut = cut_of(strategy, replica.optimizer, model)
+        self.log, keys, model = log, Keys.made(), replica.module.model
+        self.seconds = None if meeting else world.timeout
+        cut = cut_of(strategy, replica.optimizer, model, meeting is not None)
         if meeting:
             assert meeting.server is not None
             self.number, self.dismissals, job = meeting.server, 1, meeting.job          # the office's
@@ -69,7 +88,7 @@ class Serving(Alone):
         self.largest = 2 * self.shard.nbytes
         if meeting:
             self.shard.snapshots = Snapshots(Path(meeting.folder), self.number)
-            self.shard.snapshots.restore(self.shard)
+            self.shard.snapshots.restore(self.shard, meeting.step)
 
     def serve(self) -> None:
         self.reception.serve(self.dismissals, self.seconds)
@@ -88,17 +107,19 @@ class Asking(Exchange):
     def __init__(self, strategy: Server, replica: Replica, world: World, log: Log, meeting: Meeting | None) -> None:
         super().__init__(replica)
         self.strategy, self.log, self.meeting, keys = strategy, log, meeting, Keys.made()
-        self.cut = cut_of(strategy, replica.optimizer, replica.module.model)
+        self.cut = cut_of(strategy, replica.optimizer, replica.module.model, meeting is not None)
         self.step, self.full, self.number = replica.steps, replica.full, world.rank
         self.sender, self.ticket = secrets.randbits(63), meeting.ticket if meeting else None
-        self.workers: World | None = None
+        self.workers: World | None = None               # where they are ranks of one
         if meeting:
             self.job, servers = meeting.job, meeting.addresses
+            self.workers = None if strategy.hands_out else world
         else:
             self.workers = workers_of(strategy, world)
             self.job, told = met(world, keys.public)
             servers = told[strategy.workers:]
-        self.calling = Calling(servers, SHARE * self.cut.longest, keys, world.timeout, AGAIN if meeting else math.inf)
+        self.calling = Calling(servers, SHARE * self.cut.longest, keys, world.timeout,
+                               AGAIN if strategy.hands_out and meeting else math.inf)
         self.vectors = [[torch.empty(slot.elements, dtype=slot.dtype) for slot in slots] for slots in self.cut.slots]
         self.largest = sum(each.nbytes for vectors in self.vectors for each in vectors)
         self.versions = [0] * strategy.servers
@@ -128,12 +149,15 @@ class Asking(Exchange):
     def _push(self, numbers: tuple[float, ...], ticket: int, shares: int = 1, share: int = 0) -> None:
         """shares: that make a step. Where all wait for all, what comes back are the sums over all shares, the same from every
         server, and of each the square of its part of the norm."""
-        own = self.cut.tensors(self.summed.model)[len(self.cut.parameters):]
-        gradients = [*(each.grad for each in self.cut.parameters),
-                     *(self._change(new - old) for new, old in zip(own, self.pulled, strict=True))]
+        own = [each.detach() for each in self.cut.tensors(self.summed.model)[len(self.cut.parameters):]]
+        if self.strategy.hands_out:
+            own = [self._change(new, old) for new, old in zip(own, self.pulled, strict=True)]
+        gradients = [*(each.grad for each in self.cut.parameters), *own]
 
         def questions() -> Iterator[tuple[int, Header, Any]]:
             for server, number, slot in self.cut.every():
+                if slot.added and share:                # where they are numbered, all have the same: the first one tells
+                    continue
                 vector = self.vectors[server][number]
                 fill(slot, gradients, vector)           # while what came before travels
                 self.count("gradients", vector.nbytes, computed=False)
@@ -150,8 +174,9 @@ class Asking(Exchange):
                     self.told, squares[server] = list(header.numbers[:4]), header.numbers[4]
         self.square = sum(squares.values())
 
-    def _change(self, change: Tensor) -> Tensor:
+    def _change(self, new: Tensor, old: Tensor) -> Tensor:
         """Of what a forward changed, as much as its share is of a full batch; under backup the server takes the mean."""
+        change = torch.where(new == old, torch.zeros_like(new), new - old)          # not of infinity from itself: a mask's
         return change if self.strategy.waits or not change.is_floating_point() else change * (self.own_samples / self.full)
 
     def _servers(self) -> range:
@@ -212,11 +237,12 @@ class Asking(Exchange):
             for server, slot, header, _, vector in self._vectors(kind, numbers):
                 torch._foreach_copy_(places(slot, tensors), slot.views(vector))
                 self.versions[server] = header.version
-            self.pulled = [each.detach().clone() for each in tensors[len(self.cut.parameters):]]
+            if self.strategy.hands_out:
+                self.pulled = [each.detach().clone() for each in tensors[len(self.cut.parameters):]]
 
     def _vectors(self, kind: Kind, numbers: tuple[float, ...]) -> Iterator[tuple[int, Slot, Header, bytes, Tensor]]:
         questions = [(server, self._header(kind, slot=number, numbers=numbers), ()) for server, number, slot in self.cut.every()
-                     if kind != Kind.GRADIENTS or not slot.added]
+                     if not (slot.added and kind in (Kind.GRADIENTS, Kind.UPDATE))]
         for server, header, rest in self.calling.asked(questions):
             slot = self.cut.slots[server][header.slot]
             if header.kind != Kind.VALUES or header.elements != slot.elements or header.dtype != slot.dtype:

@@ -33,10 +33,13 @@ class Kind(enum.IntEnum):
     END = 6             # who asks leaves
     FORGET = 7          # the sum of gradients of a step that is not to be made
     NEXT = 8            # of the office: what is to be done;  text: [who, the ticket that is done or null, what to say of it]
+    HALT = 9            # of the launching process, where workers are gone: nothing of theirs counts any more;  version: the
+                        # training's number from here on;  answered by where the server stands, as text
+    RESUME = 10         # workers begin again;  numbers: 1 where a step that is there is to be made, and as UPDATE has them
     DONE = 11           # answer: it is;  numbers: under bsp, the sums of all shares, and the square of the gradient's norm
     VALUES = 12         # answer: a vector
     REFUSED = 13        # answer: why, as text
-    GIVEN = 14          # answer: a ticket, as text
+    GIVEN = 14          # answer: a ticket, or where a server stands, as text
 
 
 class Unfit(ValueError):

@@ -45,18 +45,19 @@ class Reception:
         self.shard, self.listening, self.job = shard, listening, job
         self.pushes: dict[int, Push] = {}
         self.forgetting: dict[int, tuple[bytes, Header]] = {}           # who wants the sum of this step gone
+        self.last: dict[str, list[Any]] = {"made": [0.0, 0.0], "shares": []}        # how the last step was, and of what
         self.left, self.met = 0, False                  # workers that left; somebody was there
 
     # ---- its loop ----------------------------------------------------------------------------------------------------------
-    def serve(self, wanted: int, seconds: float) -> None:
-        """Until so many workers have left. Raises StepFailed where nobody is there any more, or comes in time; but where others
-        come for those that go, whoever started this process ends it."""
+    def serve(self, wanted: int, seconds: float | None) -> None:
+        """Until so many workers have left. Raises StepFailed where nobody is there any more, or comes within so many seconds;
+        None: whoever started this process ends it, for others come for those that go."""
         since = time.monotonic()
         while self.left < wanted:
             if (frames := self.listening.take(LOOK)) is not None:
                 since, self.met = time.monotonic(), True
                 self.taken(frames)
-            elif self.shard.strategy.hands_out or self.listening.connections:
+            elif seconds is None or self.listening.connections:
                 since = time.monotonic()
             elif self.met or time.monotonic() - since > seconds:
                 raise StepFailed("no worker is there any more" if self.met else f"no worker came within {seconds:g} s")
@@ -68,7 +69,8 @@ class Reception:
     def _does(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
         handlers: dict[Kind, Callable[[bytes, Header, Sequence[Any]], None]] = {
             Kind.PUSH: self._push, Kind.UPDATE: self._update, Kind.PULL: self._pull, Kind.GRADIENTS: self._tell_gradients,
-            Kind.STATE: self._state, Kind.FORGET: self._forget, Kind.END: self._end}
+            Kind.STATE: self._state, Kind.FORGET: self._forget, Kind.HALT: self._halt, Kind.RESUME: self._resume,
+            Kind.END: self._end}
         if header.kind not in handlers:
             raise Unfit(f"{header.kind.name} is no question")
         handlers[header.kind](whose, header, rest)
@@ -115,7 +117,7 @@ class Reception:
         if self.shard.strategy.hands_out and not (0 <= header.numbers[3] <= self.shard.full and 1 <= header.shares <=
                                                   self.shard.strategy.shares):
             raise Unfit("samples or shares that cannot be")
-        if not bool(vector.isfinite().all()):
+        if (self.shard.strategy.hands_out or not slot.added) and not bool(vector.isfinite().all()):
             raise Unfit("a gradient that is not finite")
         self.shard.received += vector.nbytes
         return vector, marked
@@ -126,13 +128,15 @@ class Reception:
             raise Unfit(f"a gradient of {'an earlier' if header.step <= self.shard.updates else 'a later'} step")
         if header.shares != self.shard.strategy.shares or header.share >= header.shares:
             raise Unfit(f"a share that there is not ({header.share} of {header.shares})")
+        if header.share and self.shard.slots[header.slot].added:
+            raise Unfit("what forwards change the first share tells")
         push = self.pushes.setdefault(header.share, Push(header.sender, header.numbers, {}, []))
         if push.sender != header.sender or header.slot in push.vectors:
             raise Unfit("a gradient that came before")
         push.vectors[header.slot] = marked, vector
         push.waiting.append((whose, header))
-        there = [each for each in self.pushes.values() if len(each.vectors) == len(self.shard.slots)]
-        if len(there) < header.shares:
+        wanted = {share: len(self.shard.trained if share else self.shard.slots) for share in range(header.shares)}
+        if {share: len(each.vectors) for share, each in sorted(self.pushes.items())} != wanted:
             return
         told, square = self._sums(), self.shard.add_up([self.pushes[share].vectors for share in sorted(self.pushes)])
         for each in self.pushes.values():
@@ -197,12 +201,19 @@ class Reception:
         if header.step == self.shard.updates and self.shard.complete:
             if not 0 < divisor < math.inf or not 0 < factor <= 1:
                 raise Unfit("a divisor or a factor that cannot be")
-            self.shard.divided(divisor, factor)
-            self.shard.make(1.0, int(self._sums()[4]))
-            self.shard.complete, self.pushes = False, {}
+            self._make(divisor, factor)
         elif header.step != self.shard.updates - 1:
             raise Unfit(f"an update of {'an earlier' if header.step < self.shard.updates else 'a later'} step")
         self._tell(whose, header, self.shard.values, False)
+
+    def _make(self, divisor: float, factor: float) -> None:
+        """The synchronous step of which all is there."""
+        self.last = {"made": [divisor, factor], "shares": [self.pushes[share].numbers[:2] for share in sorted(self.pushes)]}
+        self.shard.divided(divisor, factor)
+        self.shard.make(1.0, int(self._sums()[4]))
+        self.shard.complete, self.pushes = False, {}
+        if self.shard.snapshots is not None:
+            self.shard.snapshots.after_step(self.shard)
 
     def _forget(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
         """Once all have said so: until then somebody may look at it."""
@@ -214,6 +225,21 @@ class Reception:
             for asking, asked in self.forgetting.values():
                 self.listening.answer(asking, asked.answer(Kind.DONE))
             self.forgetting.clear()
+
+    # ---- workers are gone, and begin again -----------------------------------------------------------------------------------
+    def _halt(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
+        """What they sent and nobody has looked at yet is of another training from here on."""
+        self.job = header.version
+        said = {"updates": self.shard.updates, "complete": self.shard.complete, **self.last}
+        self.listening.answer(whose, header.answer(Kind.GIVEN), json.dumps(said).encode())
+
+    def _resume(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
+        finish, divisor, factor = header.numbers[:3]
+        if finish and self.shard.complete:              # another server has made it
+            self._make(divisor, factor)
+        self.shard.complete, self.shard.changed, self.pushes = False, {}, {}
+        self.forgetting.clear()
+        self.listening.answer(whose, header.answer(Kind.DONE, version=self.shard.updates))
 
     # ---- answers -----------------------------------------------------------------------------------------------------------
     def _tell(self, whose: bytes, header: Header, vectors: list[Tensor], copied: bool,

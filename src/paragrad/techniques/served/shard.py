@@ -67,6 +67,7 @@ class Shard:
         self.anyone = [False] * len(self.own)           # had a gradient in the last update
         self.samples = replica.steps * full
         self.complete = False                           # all of them were added up
+        self.changed: dict[int, Tensor] = {}            # then, what forwards changed, which is so once the update is made
         self.applied = Applied()
         self.applied.below = replica.steps * strategy.shares
         self.received = self.sent = 0
@@ -104,8 +105,11 @@ class Shard:
             wide = torch.promote_types(total.dtype, torch.float32)
             square += float(torch.linalg.vector_norm(total, dtype=wide)) ** 2 if total.numel() else 0.0
             anyone += [any(found) for found in zip(*(marked for marked, _ in (first, *others)), strict=True)]
-        for number in range(len(self.trained), len(self.slots)):         # what forwards changed: the mean over the shares
-            change = sum(each[number][1] for each in shares)
+        for number in range(len(self.trained), len(self.slots)):
+            if not self.strategy.hands_out:             # exact, and so the same on all workers: of the first
+                self.changed[number] = shares[0][number][1]
+                continue
+            change = sum(each[number][1] for each in shares)            # the mean over the shares
             self.values[number].add_(torch.div(change, len(shares)).to(self.values[number].dtype))
         self.anyone, self.complete = anyone, True
         return square
@@ -134,6 +138,9 @@ class Shard:
             place.grad = gradient if there else None
         with self._slower(rate):
             self.alike("update", self.updates, lambda: updated(self.optimizer))
+        for number, value in self.changed.items():
+            self.values[number].copy_(value)
+        self.changed = {}
         before = self.samples // self.full if self.strategy.hands_out else self.updates
         self.updates, self.samples = self.updates + 1, self.samples + samples
         after = self.samples // self.full if self.strategy.hands_out else self.updates

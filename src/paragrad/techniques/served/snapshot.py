@@ -1,9 +1,11 @@
 """What a server needs to be started again: a snapshot every so many updates, and a journal of the tickets applied since.
 
-    FOLDER/server-N.snapshot    its vectors and the optimizer's state (torch.save, whole or not at all by a rename)
-    FOLDER/server-N.journal     (ticket, samples) of every update since, written before it is made
+    FOLDER/server-N-UPDATES.snapshot    its vectors and the optimizer's state (torch.save, whole or not at all by a rename)
+    FOLDER/server-N.journal             (ticket, samples) of every update since, written before it is made
 
-What is in the journal and not in the snapshot is lost to this server, and counted: its tickets are not applied again.
+Where samples are handed out, what is in the journal and not in the snapshot is lost to this server, and counted: its tickets
+are not applied again. Where all wait for all nothing is in the journal: all servers go back to the last step of which all have
+a snapshot (`common`), and steps are made again.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 
 EVERY = 100             # updates
+KEPT = 2                # snapshots: another server may not have the newest yet
 ENTRY = struct.Struct("<qq")
 
 
@@ -27,6 +30,7 @@ class Shard(Protocol):
     own: list[Tensor]
     optimizer: torch.optim.Optimizer
     scheduler: Any
+    updates: int
 
     def counts(self) -> dict[str, Any]: ...
 
@@ -35,11 +39,22 @@ class Shard(Protocol):
     def lose(self, ticket: int, samples: int) -> None: ...
 
 
+def snapshots(folder: Path, number: int) -> dict[int, Path]:
+    """Those of a server, by updates, in their order."""
+    found = {int(path.stem.rsplit("-", 1)[1]): path for path in folder.glob(f"server-{number}-*.snapshot")}
+    return dict(sorted(found.items()))
+
+
+def common(folder: Path, servers: int) -> int | None:
+    """The last step of which all servers have a snapshot, if there is one."""
+    return max(set.intersection(*(set(snapshots(folder, number)) for number in range(servers))), default=None)
+
+
 class Snapshots:
     """Of one server, in a folder."""
 
     def __init__(self, folder: Path, number: int) -> None:
-        self.path = folder / f"server-{number}.snapshot"
+        self.folder, self.number = folder, number
         self.journal = os.open(folder / f"server-{number}.journal", os.O_RDWR | os.O_CREAT, 0o600)
         self.entries = 0
 
@@ -50,21 +65,32 @@ class Snapshots:
         os.write(self.journal, b"".join(ENTRY.pack(*each) for each in tickets))
         self.entries += len(tickets)
 
+    def after_step(self, shard: Shard) -> None:
+        """Of all servers, which make the same steps."""
+        if shard.updates % EVERY == 0:
+            self.save(shard)
+
     def save(self, shard: Shard) -> None:
-        partial = self.path.with_suffix(".partial")
+        path = self.folder / f"server-{self.number}-{shard.updates:08}.snapshot"
+        partial = path.with_suffix(".partial")
         torch.save({"values": shard.values, "state": [dict(shard.optimizer.state.get(place, {})) for place in shard.own],
                     "groups": [{name: value for name, value in group.items() if name != "params"}
                                for group in shard.optimizer.param_groups],
                     "scheduler": shard.scheduler and shard.scheduler.state_dict(), "counts": shard.counts()}, partial)
-        partial.rename(self.path)
+        partial.rename(path)
+        for old in [*snapshots(self.folder, self.number).values()][:-KEPT]:
+            old.unlink()
         os.ftruncate(self.journal, 0)
         os.lseek(self.journal, 0, os.SEEK_SET)
         self.entries = 0
 
-    def restore(self, shard: Shard) -> None:
-        """As it was at the last snapshot, if there is one; what was applied since is lost."""
-        if self.path.exists():
-            found = torch.load(self.path, weights_only=False)           # of this training's own folder
+    def restore(self, shard: Shard, step: int | None = None) -> None:
+        """As it was at the last snapshot, if there is one, or at that of a step; what was applied since is lost."""
+        for updates, later in snapshots(self.folder, self.number).items():
+            if step is not None and updates > step:
+                later.unlink()
+        for path in [*snapshots(self.folder, self.number).values()][-1:]:
+            found = torch.load(path, weights_only=False)                # of this training's own folder
             for value, kept in zip(shard.values, found["values"], strict=True):
                 value.copy_(kept)
             shard.optimizer.state.clear()

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 
 from paragrad.world.launching import files
-from paragrad.world.launching.messages import Failure, Task
+from paragrad.world.launching.messages import Failure, Stop, Task
 from paragrad.world.launching.processes import Process
 from paragrad.world.launching.ranks import Ranks
 
-DONE, FAILED, DIED = "done", "failed", "died"
+DONE, FAILED, DIED, SAID = "done", "failed", "died", "said"
 
 
 class Crew:
-    """Members by number, each in a world of its own; threads, device, timeout: as `Ranks.run` has them. A context manager that
-    leaves none."""
+    """Members by number; threads, device, timeout: as `Ranks.run` has them. A context manager that leaves none."""
 
     def __init__(self, ranks: Ranks, threads: int, device: str, timeout: float) -> None:
         self.ranks, self.threads, self.device, self.timeout = ranks, threads, device, timeout
@@ -37,16 +37,32 @@ class Crew:
         for process in every:
             process.end()
 
-    def start(self, number: int, function: Callable[..., Any], *arguments: Any) -> None:
-        """Have a member do function(world, *arguments). Raises RankFailed."""
+    def start(self, number: int, function: Callable[..., Any], *arguments: Any, size: int = 1, store: Path | None = None,
+              backend: str = "gloo") -> None:
+        """Have a member do function(world, *arguments), in a world of its own; or as that rank of those that meet in a file,
+        which says what it reports: function(world, *arguments, report=...). Raises RankFailed."""
         import torch  # here: the command imports this room to start its server, before torch itself
 
         call, needed = files.dumps((torch.get_default_dtype(), function, arguments))
         process = self.ranks.another()
         self.members[number] = process
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):            # it died: who looks will see how
-            process.socket.send(Task(number, 1, self.ranks.meeting(), "gloo", self.device, self.threads, self.timeout, needed,
-                                     call, False))
+            process.socket.send(Task(number, size, store or self.ranks.meeting(), backend, self.device, self.threads,
+                                     self.timeout, needed, call, store is not None))
+
+    def ask_to_stop(self, numbers: Iterable[int]) -> None:
+        """As `Ranks.ask_to_stop`."""
+        for number in numbers:
+            with contextlib.suppress(OSError):
+                self.members[number].socket.send(Stop())
+
+    def kill(self, numbers: Iterable[int]) -> None:
+        """Members are none any more."""
+        gone = [self.members.pop(number) for number in numbers]
+        for process in gone:
+            process.signal(signal.SIGKILL)
+        for process in gone:
+            process.end()
 
     @property
     def descriptors(self) -> dict[int, int]:
@@ -55,7 +71,8 @@ class Crew:
                 for end in (process.socket.fileno(), process.notes.fileno())}
 
     def heard(self, number: int) -> tuple[str, Any]:
-        """What a member says, of which something can be read: (what, value); where that was its end it is none any more."""
+        """What a member says, of which something can be read: (what, value); where that was its end it is none any more, and
+        a process that failed is held until all are closed."""
         process = self.members[number]
         try:
             if not process.socket.poll(0):              # it ended, and what it started holds its socket open
@@ -66,6 +83,8 @@ class Crew:
             failure = process.failed(number)
             process.end()
             return DIED, failure
+        if kind == "report":
+            return SAID, value
         del self.members[number]
         self.spare.append(process)
         if kind == "failed":

@@ -1,0 +1,41 @@
+"""A worker that goes on where others were, with whom the servers are left (`verbs/recovering.py`).
+
+The model is what the servers have, and the learning rate that of their step. Who was there before may have been ended between
+a step and the line of its record: then that line is written now, of what the servers know.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from paragrad.datasets.order import Order
+from paragrad.record.record import lines_of
+from paragrad.techniques.served.asking import pulled_into
+from paragrad.techniques.served.meeting import Meeting
+from paragrad.training.batches import batch_of
+from paragrad.training.trainer import Trainer
+
+
+def taken_up(trainer: Trainer, order: Order, folder: Path, meeting: Meeting) -> None:
+    """Before the first step here. order: of the samples;  folder: of the run."""
+    assert meeting.step is not None
+    strategy: Any = trainer.strategy
+    pulled_into(trainer.model, strategy, trainer.optimizer, meeting, trainer.world.timeout)
+    trainer.optimizer._opt_called = True                # type: ignore[attr-defined]    # schedulers want to know
+    rate = rate_of(trainer)
+    for step in range(trainer.steps, meeting.step if trainer.scheduler is not None else 0):
+        rate = rate_of(trainer)
+        trainer.alike("schedule", step, trainer.scheduler.step)
+    trainer.steps = meeting.step
+    lines = lines_of(folder / f"rank-{trainer.world.rank}.jsonl", spans=False)
+    if meeting.last and max((line["step"] for line in lines if line["kind"] == "step"), default=-1) < meeting.step - 1:
+        epoch, step = divmod(meeting.step - 1, order.steps)
+        batch = batch_of(order, epoch, order.at(step), trainer.division, trainer.replicas, trainer.reverse)
+        weight, loss = meeting.last[trainer.replicas[0]]
+        trainer.log.step(meeting.step - 1, trainer.log.now(), epoch=epoch, loss=[loss, weight], order=batch.recorded, lr=rate,
+                         sent={})
+
+
+def rate_of(trainer: Trainer) -> float:
+    return float(trainer.optimizer.param_groups[0]["lr"])

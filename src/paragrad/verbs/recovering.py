@@ -1,0 +1,173 @@
+"""A synchronous training whose servers keep all there is to keep, so that any process of it may die, and none of it is lost.
+
+Workers are ranks of one world, as under `data`, and servers processes beside it. When a worker dies, or waits for another in
+vain, all workers are ended; the servers say where they stand, what one has made the others make too, and workers begin the
+next step in a new world. When a server dies, everything goes back to the last step of which all servers have a snapshot, the
+record too: the same steps are made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from dataclasses import replace
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from paragrad.errors import RankFailed, StepFailed
+from paragrad.record.record import Recorder
+from paragrad.techniques.served.asking import dismissed
+from paragrad.techniques.served.header import Header, Kind
+from paragrad.techniques.served.meeting import Meeting
+from paragrad.techniques.served.snapshot import common
+from paragrad.techniques.served.sockets import Calling, Keys
+from paragrad.training.admission import Admitted
+from paragrad.training.handed_out import LONGEST, rank_of
+from paragrad.training.loop import Progress, train_rank
+from paragrad.training.saved import folders, remove_partial, step_of
+from paragrad.world.launching import Ranks
+from paragrad.world.launching.crew import DIED, DONE, FAILED, SAID, Crew
+from paragrad.world.launching.ranks import GRACE
+from paragrad.world.signals import Request
+from paragrad.world.waiting import in_vain
+
+LOOK = 0.2              # seconds after which somebody looks whether the run is to stop
+AGAIN = 5               # times as often as there are processes may be begun again
+ANSWER = 30.0           # seconds for a server to say where it stands: it may be writing a snapshot
+
+
+def run_recovering(ranks: Ranks, checked: Admitted, folder: Path, record: Recorder, asked: Request,
+                   progress: Progress | None) -> str:
+    """Train; how it ended: "finished" or "stopped". Raises RankFailed."""
+    shared = tempfile.mkdtemp(dir=ranks.meeting())          # mode 0700, and cleared also where this process is killed
+    try:
+        with Crew(ranks, checked.threads, checked.settings.device, checked.settings.timeout) as crew:
+            return Run(checked, folder, record, crew, Path(shared), asked, progress).run()
+    finally:
+        shutil.rmtree(shared, ignore_errors=True)
+
+
+class Run:
+    """One training."""
+
+    def __init__(self, checked: Admitted, folder: Path, record: Recorder, crew: Crew, shared: Path, asked: Request,
+                 progress: Progress | None) -> None:
+        self.checked, self.folder, self.record, self.crew, self.shared = checked, folder, record, crew, shared
+        self.asked, self.progress = asked, progress
+        size, servers = checked.size, checked.resolved.servers
+        self.workers, self.servers = range(size - servers), range(size - servers, size)         # by number
+        self.meeting = Meeting(secrets.randbits(63), str(shared), servers)
+        self.statuses: dict[int, str] = {}
+        self.troubles: list[RankFailed] = []                # for which workers are to begin again
+        self.until, self.again, self.stopping = 0.0, 0, False
+
+    def run(self) -> str:
+        self.serve()
+        self.work()
+        while len(self.statuses) < len(self.workers):
+            self.look()
+        dismissed(self.meeting, min(self.checked.settings.timeout or ANSWER, ANSWER))
+        while self.crew.members:                            # servers, which write into the record
+            self.look()
+        return self.statuses[0]
+
+    def serve(self) -> None:
+        for number in self.servers:
+            self.crew.start(number, rank_of, self.checked, self.folder, self.record.origin,
+                            self.meeting.of(number, number - len(self.workers)))
+
+    def work(self) -> None:
+        store = self.shared / f"workers-{self.again}"
+        self.statuses, self.stopping = {}, False
+        for number in self.workers:
+            self.crew.start(number, train_rank, self.checked, self.folder, self.record.origin, self.meeting.of(number),
+                            size=len(self.workers), store=store, backend=self.checked.backend)
+
+    # ---- what comes ----------------------------------------------------------------------------------------------------------
+    def look(self) -> None:
+        """Wait for what comes first, and do what it asks for. Raises RankFailed."""
+        if self.asked.is_set() and not self.stopping:
+            self.crew.ask_to_stop(number for number in self.workers if number in self.crew.members)
+            self.stopping = True
+        whose = self.crew.descriptors
+        for number in {whose[each] for each in wait(list(whose), LOOK) if isinstance(each, int)}:
+            what, value = self.crew.heard(number)
+            if what == DONE and number in self.workers:
+                self.statuses[number] = value
+            elif what == SAID and self.progress:
+                self.progress(value)
+            elif what == DIED or (what == FAILED and in_vain(value.message)):
+                self.until = self.until or time.monotonic() + GRACE
+                self.troubles.append(value)
+            elif what == FAILED:
+                raise value
+        if self.troubles and time.monotonic() > self.until:             # until then somebody may say the cause
+            self.begin_again(self.troubles[0])
+            self.troubles, self.until = [], 0.0
+
+    def begin_again(self, trouble: RankFailed) -> None:
+        self.again += 1
+        if self.again > AGAIN * self.checked.size:
+            raise trouble
+        self.crew.kill(number for number in self.workers if number in self.crew.members)
+        remove_partial(self.folder)
+        try:
+            step, last = self.halted()
+        except StepFailed as error:
+            self.go_back(trouble, str(error))
+        else:
+            self.meeting = replace(self.meeting, step=step, last=last)
+            self.event("again", f"{trouble}; all workers begin again with step {step}", step)
+        self.work()
+
+    def halted(self) -> tuple[int, tuple[tuple[float, float], ...]]:
+        """(the step, (weight, loss) of every share of the one before) where all servers stand, without workers. Raises
+        StepFailed where one is gone."""
+        if gone := [number - len(self.workers) for number in self.servers if number not in self.crew.members]:
+            raise StepFailed(f"server(s) {', '.join(map(str, gone))} are gone")
+        seconds = min(self.checked.settings.timeout or ANSWER, ANSWER)
+        before, self.meeting = self.meeting, replace(self.meeting, job=secrets.randbits(63))
+        with contextlib.closing(Calling(self.meeting.addresses, LONGEST, Keys.made(), seconds)) as calling:
+            halt = Header(Kind.HALT, before.job, version=self.meeting.job)
+            told = {server: json.loads(bytes(rest[0])) for server, _, rest in calling.asked(
+                (server, halt, ()) for server in range(before.servers))}
+            first = max(told.values(), key=lambda each: each["updates"])
+            questions = ((server, Header(Kind.RESUME, self.meeting.job, numbers=(
+                float(each["updates"] < first["updates"]), *first["made"])), ()) for server, each in told.items())
+            stand = {header.version for _, header, _ in calling.asked(questions)}
+        if stand != {first["updates"]}:
+            raise StepFailed(f"servers stand at steps {sorted(stand)}")
+        return first["updates"], tuple((weight, loss) for weight, loss in first["shares"])
+
+    def go_back(self, trouble: RankFailed, because: str) -> None:
+        """To the last step of which all servers have a snapshot."""
+        self.crew.kill(number for number in self.servers if number in self.crew.members)
+        step = common(self.shared, len(self.servers))
+        begun = self.checked.saved.step if self.checked.saved else 0
+        self.meeting = replace(self.meeting, job=secrets.randbits(63), step=step, last=())
+        self.event("back", f"{trouble}: {because}; everything goes back to step {begun if step is None else step}",
+                   begun if step is None else step)
+        rewind(self.folder, len(self.workers), begun if step is None else step)
+        self.serve()
+
+    def event(self, name: str, message: str, step: int) -> None:
+        self.record.write("event", name=name, numbers={"step": step}, message=message)
+
+
+def rewind(folder: Path, workers: int, step: int) -> None:
+    """A run's record, and its checkpoints, are as they were before that step."""
+    for number in range(workers):
+        path, kept = folder / f"rank-{number}.jsonl", 0
+        for text in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
+            if text.startswith((b'{"kind":"step"', b'{"kind":"spans"')) and json.loads(text)["step"] >= step:
+                os.truncate(path, kept)
+                break
+            kept += len(text)
+    for later in folders(folder):
+        if step_of(later) > step:
+            shutil.rmtree(later)

@@ -1,0 +1,203 @@
+"""`server(n)` goes on when a process of it dies: whenever that is, parameters, record and checkpoints are as if nothing was."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equality import IMAGES, VECTORS, job, mlp, normed_cnn
+from test_server import JOB, Told, frames, push, said, server
+from torch import Tensor
+from torch.nn import functional
+
+import paragrad as pg
+from paragrad.record.record import Record, lines_of
+from paragrad.techniques.served.header import Header, Kind
+from paragrad.techniques.served.snapshot import common
+from paragrad.training.checkpoint import folders
+from paragrad.verbs import recovering
+
+
+def halving(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.5)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+MADE = {"dropout, AdamW, clipping, a scheduler": job("vectors", mlp, VECTORS, test=VECTORS, metric=pg.accuracy).replace(
+            optimizer=adam, clip_norm=0.5, scheduler=halving),
+        "batch norm": job("normed", normed_cnn, IMAGES, test=IMAGES)}
+
+
+class Disturbed(recovering.Run):
+    """Once so many steps are in the record of the first rank, something happens to one of its processes, every time it has
+    begun again too."""
+    at: tuple[int, ...] = ()
+    happens: Callable[[recovering.Run, int], None]
+
+    def look(self) -> None:
+        super().look()
+        while self.at and max((line["step"] for line in lines_of(self.folder / "rank-0.jsonl", spans=False)
+                               if line["kind"] == "step"), default=-1) >= self.at[0]:
+            first, self.at = self.at[0], self.at[1:]
+            self.happens(first)
+
+
+def signalled(number: int, sent: signal.Signals) -> Callable[[recovering.Run, int], None]:
+    def happens(run: recovering.Run, step: int) -> None:
+        if number in run.crew.members:                  # it may have come to its end
+            run.crew.members[number].signal(sent)
+    return happens
+
+
+KILLED = {"a worker": ("server(3)", 1, "again"), "the first worker": ("server(2, servers=2)", 0, "again"),
+          "the only server": ("server(2)", 2, "back"), "a server of two": ("server(2, servers=2)", 3, "back"),
+          "the only worker": ("server(1, servers=2)", 0, "again")}
+SAMPLE = [("batch norm", "a worker"), ("dropout, AdamW, clipping, a scheduler", "a server of two")]
+
+
+@pytest.mark.parametrize(("made", "text", "number", "event"), [
+    pytest.param(made, *killed, id=f"{who}-{name}", marks=[] if (name, who) in SAMPLE else pytest.mark.table)
+    for name, made in MADE.items() for who, killed in KILLED.items()])
+def test_who_is_killed_leaves_no_trace_in_the_training(made: pg.Job, text: str, number: int, event: str, tmp_path: Path,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    made = made.replace(dtype=torch.float64, epochs=50)
+    serial = pg.train(made, runs=tmp_path)
+    monkeypatch.setattr(recovering, "Run", type("Here", (Disturbed,), {
+        "at": (3, 40, 110), "happens": signalled(number, signal.SIGKILL)}))
+    run = pg.train(made, text, runs=tmp_path, save=30)
+    assert run.finished
+    for name, tensor in serial.model().state_dict().items():
+        assert torch.allclose(run.model().state_dict()[name], tensor, rtol=1e-10, atol=1e-10), name
+    assert run.losses == pytest.approx(serial.losses, rel=1e-9)
+    assert (run.audit.epochs, run.audit.twice, run.audit.missed) == (50, 0, 0)
+    assert run.test == pytest.approx(serial.test)
+    names = [line["name"] for line in Record(run.folder).own if line["kind"] == "event"]
+    assert event in names
+    for rank in range(len(Record(run.folder).ranks)):
+        steps = [line["step"] for line in Record(run.folder).of("step", rank)]
+        assert steps == sorted(set(steps))
+    on = pg.train(made.replace(epochs=51), "data(2)", runs=tmp_path, resume=run.folder)
+    more = pg.train(made.replace(epochs=51), runs=tmp_path)
+    assert on.losses == pytest.approx(more.losses[-3:], rel=1e-8)
+
+
+def test_a_worker_that_stands_still_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = MADE["batch norm"].replace(dtype=torch.float64, epochs=10)
+    monkeypatch.setattr(recovering, "Run", type("Here", (Disturbed,), {
+        "at": (5,), "happens": signalled(1, signal.SIGSTOP)}))
+    run, serial = pg.train(made, "server(2)", runs=tmp_path, timeout=2), pg.train(made, runs=tmp_path)
+    assert run.losses == pytest.approx(serial.losses, rel=1e-9)
+    assert [line["name"] for line in Record(run.folder).own if line["kind"] == "event"] == ["again"]
+
+
+def raising(output: Tensor, target: Tensor) -> Tensor:
+    if torch.is_grad_enabled() and os.environ.get("PARAGRAD_TEST_RAISES") and len(target) < 5:
+        raise ValueError("broken")
+    return functional.cross_entropy(output, target)
+
+
+def test_what_a_worker_raises_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = recovering.Run.work
+
+    def work(self: recovering.Run) -> None:
+        monkeypatch.setenv("PARAGRAD_TEST_RAISES", "yes")
+        begin(self)
+    monkeypatch.setattr(recovering.Run, "work", work)
+    with pytest.raises(pg.RankFailed, match="ValueError: broken"):
+        pg.train(MADE["batch norm"].replace(loss=raising), "server(4)", runs=tmp_path)
+
+
+def leaving(output: Tensor, target: Tensor) -> Tensor:
+    if torch.is_grad_enabled() and os.environ.get("PARAGRAD_TEST_RAISES"):
+        os._exit(3)
+    return functional.cross_entropy(output, target)
+
+
+def test_who_dies_every_time_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = recovering.Run.work
+
+    def work(self: recovering.Run) -> None:
+        monkeypatch.setenv("PARAGRAD_TEST_RAISES", "yes")
+        begin(self)
+    monkeypatch.setattr(recovering.Run, "work", work)
+    monkeypatch.setattr(recovering, "AGAIN", 1)
+    with pytest.raises(pg.RankFailed, match="exited with code 3"):
+        pg.train(MADE["batch norm"].replace(loss=leaving), "server(2)", runs=tmp_path)
+
+
+def test_it_is_stopped_and_goes_on(tmp_path: Path) -> None:
+    def stop(told: dict[str, Any]) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+    made = MADE["batch norm"].replace(epochs=200)
+    run = pg.train(made, "server(2, servers=2)", runs=tmp_path, progress=stop)
+    assert run.stopped
+    steps = len(run.losses)
+    on = pg.train(made, "server(2)", runs=tmp_path, resume=run.folder, limit=steps + 3)
+    assert len(on.losses) == 3
+
+
+# ---- what a server does ------------------------------------------------------------------------------------------------------
+def asked(served: Any, told: Told, kind: Kind, job: int = JOB, **more: Any) -> None:
+    served.taken(frames(Header(kind, job, **more)))
+
+
+def stands(told: Told) -> tuple[Kind, int]:
+    return told.answers[-1][1].kind, told.answers[-1][1].version
+
+
+@pytest.mark.parametrize("finish", [0.0, 1.0])
+def test_a_step_of_which_all_is_there_is_made_or_forgotten(finish: float) -> None:
+    told = Told()
+    served = server("server(2)", told)
+    for share in range(2):
+        served.taken(push(share=share, sender=share + 1, whose=b"w%d" % share))
+    asked(served, told, Kind.HALT, version=78)
+    assert stands(told)[0] == Kind.GIVEN
+    asked(served, told, Kind.RESUME, 78, numbers=(finish, 12.0, 1.0))
+    assert stands(told) == (Kind.DONE, int(finish))
+    assert float(served.shard.values[0][0]) == pytest.approx(1.0 - finish * 2.0 / 12.0)
+    for share in range(2):                              # the next step, or the same again
+        served.taken(push(share=share, sender=share + 5, whose=b"n%d" % share, job=78, step=int(finish)))
+    assert served.shard.complete
+
+
+def test_what_those_who_are_gone_sent_is_nothing_any_more() -> None:
+    told = Told()
+    served = server("server(2)", told)
+    served.taken(push(share=0))
+    asked(served, told, Kind.HALT, version=78)
+    assert said(served, push(share=1, sender=2)) == "it is of another training"
+    asked(served, told, Kind.RESUME, 78)
+    assert not served.pushes
+    assert not served.shard.complete
+
+
+# ---- the record --------------------------------------------------------------------------------------------------------------
+def test_a_record_goes_back(tmp_path: Path) -> None:
+    lines = [{"kind": "choice"}, *({"kind": "step", "step": step} for step in range(3)), {"kind": "epoch", "epoch": 0},
+             {"kind": "spans", "step": 3}, {"kind": "step", "step": 3}, {"kind": "event"}]
+    for rank in range(2):
+        (tmp_path / f"rank-{rank}.jsonl").write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+    for step in (2, 4):
+        (tmp_path / f"checkpoint-{step:08}").mkdir()
+    recovering.rewind(tmp_path, 2, 3)
+    for rank in range(2):
+        assert [json.loads(text) for text in (tmp_path / f"rank-{rank}.jsonl").read_text().splitlines()] == lines[:5]
+    assert [each.name for each in folders(tmp_path)] == ["checkpoint-00000002"]
+
+
+def test_servers_go_back_to_what_all_have(tmp_path: Path) -> None:
+    for number, steps in enumerate(((100, 200), (0, 100))):
+        for step in steps:
+            (tmp_path / f"server-{number}-{step:08}.snapshot").touch()
+    assert common(tmp_path, 2) == 100
+    assert common(tmp_path, 3) is None
