@@ -15,12 +15,12 @@ import ring_vs_tree_tables as tables
 from common import Bench
 from matplotlib.ticker import LogLocator, NullFormatter
 from pages import DOCS, FIGURES, filled
+from plots import panels
 from ring_vs_tree_tables import NAMES, ORDER, STEPS, Found, foretold, of_ranks, of_width
 
-from paragrad.report.charts import COLOURS, MARKERS, drawing
+from paragrad.report.charts import COLOURS, MARKERS
 
 PAGE = DOCS / "ring-vs-tree.md"
-WIDTH = 760                 # of a plot
 
 
 def accuracy_figures(bench: Bench, found: Found) -> None:
@@ -49,24 +49,6 @@ def write(found: Found) -> None:
 
 
 # ---- plots -------------------------------------------------------------------------------------------------------------
-def panels(path: Path, count: int, height: float, draw: Callable[[Sequence[Any]], None]) -> None:
-    with drawing(path.stem, WIDTH, height) as figure:
-        figure.set_layout_engine("constrained")
-        axes = [figure.add_subplot(-(-count // 2) if count > 3 else 1, 2 if count > 3 else count, number + 1)
-                for number in range(count)]
-        draw(axes)
-        entries: dict[str, Any] = {}
-        for each in axes:
-            each.grid(alpha=0.3)
-            each.tick_params(labelsize=8)
-            each.xaxis.label.set_size(9)
-            each.yaxis.label.set_size(9)
-            entries |= dict(zip(*reversed(each.get_legend_handles_labels()), strict=True))
-        figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=5, fontsize=7, frameon=False)
-        figure.savefig(path, format="svg", metadata={"Date": None})
-    path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
-
-
 def exchanges(axes: Any, points: Sequence[Found], over: Callable[[Found], float]) -> None:
     """Dots: measured, the median, and from the lowest to the highest. Lines: the clock. Dotted: closed form."""
     for number, series in enumerate(ORDER):

@@ -13,6 +13,7 @@
 
 mnist-mlp, an epoch a run (two of data), three seeds. A full share is stretched by waiting to 50 ms, another in proportion, so
 that the cores are not what is measured. Samples a second are of an epoch, from its first step's beginning to its last's end.
+The plot is of the first seed: the mean loss of a hundred shares after another, over the seconds since the run's first step.
 Without a bar: bsp with a backup worker, and local(4, every=16).
 """
 
@@ -23,31 +24,59 @@ import os
 import tempfile
 from collections import defaultdict
 from statistics import mean
+from typing import Any
 
 from common import Bench, ratios
 from pages import DOCS, FIGURES, filled, table
+from plots import panels
 
 import paragrad as pg
-from paragrad.record.record import Record
+from paragrad.record.record import Line, Record
+from paragrad.report.charts import COLOURS
 
 BSP, ASP, SSP, BACKUP = "server(4)", "server(4, sync=asp)", "server(4, sync=ssp(4))", "server(4, sync=bsp(backup=1))"
 DATA, AUTO, LOCAL = "data(4)", "data(4, shares=auto)", "local(4, every=16)"
 ALWAYS, SOMETIMES = "1=3x", "random:0.2=3x"
 CASES = {ALWAYS: (BSP, BACKUP, SSP, ASP, DATA, AUTO, LOCAL), SOMETIMES: (BSP, BACKUP, SSP, ASP, LOCAL)}
 PACE = 0.05
-PAGE, RESULTS = DOCS / "server.md", FIGURES / "stragglers.json"
+PAGE, RESULTS, PLOT = DOCS / "server.md", FIGURES / "stragglers.json", FIGURES / "stragglers.svg"
+TOLD = "The loss over seconds, of the first seed: one worker always 3x slower, and a random fifth of all steps 3x slower"
+
+
+def steps(run: pg.Run) -> list[Line]:
+    """Of all workers, as they ended."""
+    record = Record(run.folder, spans=False)
+    return sorted((line for lines in record.ranks for line in lines if line["kind"] == "step"),
+                  key=lambda line: float(line["start"] + line["seconds"]))
 
 
 def rates(run: pg.Run) -> list[float]:
     """Samples a second of every epoch."""
-    record, epochs = Record(run.folder, spans=False), defaultdict(list)
-    for lines in record.ranks:
-        for line in lines:
-            if line["kind"] == "step":
-                epochs[line["epoch"]].append(line)
+    epochs: dict[int, list[Line]] = defaultdict(list)
+    for line in steps(run):
+        epochs[line["epoch"]].append(line)
     return [sum(line["order"][1] - line["order"][0] for line in lines) / (
         max(line["start"] + line["seconds"] for line in lines) - min(line["start"] for line in lines))
         for _, lines in sorted(epochs.items())]
+
+
+def losses(run: pg.Run) -> list[tuple[float, float]]:
+    """(seconds, the mean loss of the hundred shares until then)."""
+    lines = steps(run)
+    begun = min(line["start"] for line in lines)
+    parts = [lines[first:first + 100] for first in range(0, len(lines), 100)]
+    return [(part[-1]["start"] + part[-1]["seconds"] - begun,
+             sum(line["loss"][0] for line in part) / sum(line["loss"][1] for line in part)) for part in parts]
+
+
+def drawn(curves: dict[str, dict[str, list[tuple[float, float]]]]) -> None:
+    def draw(axes: Any) -> None:
+        for each, (slow, found) in zip(axes, curves.items(), strict=True):
+            for number, text in enumerate(CASES[ALWAYS]):
+                if text in found:
+                    each.plot(*zip(*found[text], strict=True), label=text, color=COLOURS[number], linewidth=1)
+            each.set(title=f"--slow {slow}", xlabel="seconds", ylabel="loss", yscale="log")
+    panels(PLOT, len(curves), 300, draw)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +88,7 @@ def main() -> None:
     bench = Bench(__doc__, options)
     found: dict[str, dict[str, list[float]]] = {slow: defaultdict(list) for slow in CASES}
     tested: dict[str, list[float]] = defaultdict(list)
+    curves: dict[str, dict[str, list[tuple[float, float]]]] = {slow: {} for slow in CASES}
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(bench.rounds(3, quick=1)):
             for slow, texts in CASES.items():
@@ -66,6 +96,7 @@ def main() -> None:
                     job = pg.job("mnist-mlp").replace(epochs=2 if text in (DATA, AUTO) else 1, seed=seed)
                     run = pg.train(job, text, runs=folder, data=bench.options.data, slow=slow, pace=PACE)
                     found[slow][text].append(rates(run)[-1])
+                    curves[slow].setdefault(text, losses(run))
                     if text not in (DATA, AUTO):
                         tested[text].append(run.test)
                     print(f"seed {seed}, {slow}: {text} {found[slow][text][-1]:.0f} samples/s, {run.test:.2f} %", flush=True)
@@ -81,7 +112,9 @@ def main() -> None:
         rows = [[f"`{text}`", *(f"{mean(found[slow][text]):,.0f}" if found[slow][text] else "" for slow in CASES),
                  f"{mean(tested[text]):.2f}" if text in tested else ""] for text in CASES[ALWAYS]]
         head = ["strategy", "one always 3x slower (`--slow 1=3x`)", "a random fifth of all steps 3x slower", "accuracy [%]"]
-        PAGE.write_text(filled(PAGE.read_text(), "stragglers", table(head, rows)))
+        drawn(curves)
+        block = f"{table(head, rows)}\n\n![{TOLD}](figures/{PLOT.name})\n\n{TOLD}."
+        PAGE.write_text(filled(PAGE.read_text(), "stragglers", block))
     bench.finish()
 
 

@@ -1,0 +1,29 @@
+"""Plots of the pages of docs/, in panels beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from paragrad.report.charts import drawing
+
+WIDTH = 760                 # of a plot
+
+
+def panels(path: Path, count: int, height: float, draw: Callable[[Sequence[Any]], None]) -> None:
+    with drawing(path.stem, WIDTH, height) as figure:
+        figure.set_layout_engine("constrained")
+        axes = [figure.add_subplot(-(-count // 2) if count > 3 else 1, 2 if count > 3 else count, number + 1)
+                for number in range(count)]
+        draw(axes)
+        entries: dict[str, Any] = {}
+        for each in axes:
+            each.grid(alpha=0.3)
+            each.tick_params(labelsize=8)
+            each.xaxis.label.set_size(9)
+            each.yaxis.label.set_size(9)
+            entries |= dict(zip(*reversed(each.get_legend_handles_labels()), strict=True))
+        figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=5, fontsize=7, frameon=False)
+        figure.savefig(path, format="svg", metadata={"Date": None})
+    path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
