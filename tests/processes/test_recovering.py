@@ -82,6 +82,7 @@ def test_who_is_killed_leaves_no_trace_in_the_training(made: pg.Job, text: str, 
     assert run.test == pytest.approx(serial.test)
     names = [line["name"] for line in Record(run.folder).own if line["kind"] == "event"]
     assert event in names
+    assert len(run.happened) == len(names)
     for rank in range(len(Record(run.folder).ranks)):
         steps = [line["step"] for line in Record(run.folder).of("step", rank)]
         assert steps == sorted(set(steps))

@@ -49,11 +49,16 @@ def _told(finished: Run, found: Mapping[str, Any]) -> dict[str, Any]:
                      if taken and taken.load and taken.crowded else None,
         "bytes sent per rank and step": moved + (f" (*: {COMPUTED})" if "*" in moved else ""),
         "memory of a rank (the most that any holds)": held(found["memory"]) or None, "audit": str(finished.audit),
-        "first step": found["first_step"],
+        "first step": found["first_step"], "what happened": some_of(found["events"]),
         "difference from serial (relative, float64, 20 steps)": found["difference"] and f"{found['difference']:.1e}",
         "where largest": found["tensor"], "stopped": found["stopped_at"] and f"at step {found['stopped_at']}",
         "go on with": found["go_on_with"], "record": found["folder"],
         "trace": found["trace"] and f"{found['trace']}, which https://ui.perfetto.dev opens"}
+
+
+def some_of(events: Sequence[str]) -> str | None:
+    """The first of what happened, and how much more did."""
+    return None if not events else events[0] + (f"; and {len(events) - 1} more, in the record" if events[1:] else "")
 
 
 def comparison(found: Table, as_json: bool, typed: Sequence[str], data: str | None) -> None:

@@ -46,6 +46,7 @@ class Run(Record):
                 "seconds_per_step": self.seconds_per_step,
                 "seconds_per_step_between": taken and taken.between, "others": taken and taken.load and taken.load.others,
                 "sent": self.sent_per_step, "memory": self.memory, "audit": asdict(self.audit), "first_step": self.first_step,
+                "events": self.happened,
                 "difference": difference.get("value"), "tensor": difference.get("tensor"),
                 "stopped_at": self.resumable if self.stopped else None, "folder": str(self.folder),
                 "trace": header.get("settings", {}).get("trace")}
@@ -56,6 +57,11 @@ class Run(Record):
         told = [line["message"] for line in self.of("event") if line["name"] == "checked"]
         told += [f"{line['picked']}: {line['because']}" for line in self.of("choice") if line["what"] == "first step"]
         return str(told[0]) if told else None
+
+    @property
+    def happened(self) -> list[str]:
+        """To its processes: who died, was late, or came."""
+        return [line["message"] for line in self.own if line["kind"] == "event"]
 
     @property
     def resolved(self) -> Strategy:

@@ -65,15 +65,14 @@ class Run:
         self.statuses: dict[int, str] = {}
         self.troubles: list[RankFailed] = []                # for which workers are to begin again
         self.until, self.again, self.stopping = 0.0, 0, False
+        self.seconds = min(checked.settings.timeout, ANSWER)
 
     def run(self) -> str:
         self.serve()
         self.work()
         while len(self.statuses) < len(self.workers):
             self.look()
-        dismissed(self.meeting, min(self.checked.settings.timeout or ANSWER, ANSWER))
-        while self.crew.members:                            # servers, which write into the record
-            self.look()
+        self.close()
         return self.statuses[0]
 
     def serve(self) -> None:
@@ -87,6 +86,16 @@ class Run:
         for number in self.workers:
             self.crew.start(number, train_rank, self.checked, self.folder, self.record.origin, self.meeting.of(number),
                             size=len(self.workers), store=store, backend=self.checked.backend)
+
+    def close(self) -> None:
+        """Servers end, which write into the record; who does not in time is left to be killed. All is saved by now."""
+        with contextlib.suppress(StepFailed):
+            dismissed(self.meeting, self.seconds)
+        until = time.monotonic() + self.seconds
+        while self.crew.members and time.monotonic() < until:
+            whose = self.crew.descriptors
+            for number in {whose[each] for each in wait(list(whose), LOOK) if isinstance(each, int)}:
+                self.crew.heard(number)
 
     # ---- what comes ----------------------------------------------------------------------------------------------------------
     def look(self) -> None:
@@ -130,9 +139,8 @@ class Run:
         StepFailed where one is gone."""
         if gone := [number - len(self.workers) for number in self.servers if number not in self.crew.members]:
             raise StepFailed(f"server(s) {', '.join(map(str, gone))} are gone")
-        seconds = min(self.checked.settings.timeout or ANSWER, ANSWER)
         before, self.meeting = self.meeting, replace(self.meeting, job=secrets.randbits(63))
-        with contextlib.closing(Calling(self.meeting.addresses, LONGEST, Keys.made(), seconds)) as calling:
+        with contextlib.closing(Calling(self.meeting.addresses, LONGEST, Keys.made(), self.seconds)) as calling:
             halt = Header(Kind.HALT, before.job, version=self.meeting.job)
             told = {server: json.loads(bytes(rest[0])) for server, _, rest in calling.asked(
                 (server, halt, ()) for server in range(before.servers))}
