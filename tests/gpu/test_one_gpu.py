@@ -31,7 +31,8 @@ def normed() -> nn.Module:
 
 
 @pytest.mark.parametrize("text", ["serial", "serial(micro=2)", "data(2, reduce=ring)", "data(2, reduce=native)",
-                                  "data(3, reduce=tree, shares=[3, 1, 2], micro=2)"])
+                                  "data(3, reduce=tree, shares=[3, 1, 2], micro=2)", "server(2)", "server(3, servers=2)",
+                                  "server(1, sync=asp)"])
 def test_digits_on_the_gpu_is_digits_on_the_cpu(text: str, tmp_path: Path) -> None:
     job = DIGITS.replace(dtype=torch.float64)
     backend = "auto" if text != "data(2, reduce=native)" or torch.cuda.device_count() > 1 else "gloo"
@@ -112,7 +113,7 @@ def test_images_in_pieces_and_branches_on_the_gpu(text: str, model: Callable[[],
 
 
 @pytest.mark.parametrize("text", ["data(2, reduce=ring)", "data(2, reduce=butterfly)", "data(2)", "tensor(2)",
-                                  "pipeline(2, micro=2)"])
+                                  "pipeline(2, micro=2)", "server(2)", "server(2, servers=2)"])
 def test_verify_on_the_gpu(text: str, tmp_path: Path) -> None:
     for job in (DIGITS, DIGITS.replace(model=normed, name="normed")):
         certificate = pg.verify(job, text, runs=tmp_path, device="cuda")
@@ -175,3 +176,11 @@ def test_shares_follow_a_gpu_beside_a_cpu(tmp_path: Path) -> None:
             assert sum(shares) == 512
             assert shares[0] > 2 * shares[1]
             print(f"shares of a GPU and a CPU rank: {shares}")
+
+
+def test_workers_on_a_gpu_wait_for_nobody(tmp_path: Path) -> None:
+    """Servers are on the CPU, from where they send; batch norm's statistics go there and back."""
+    job = DIGITS.replace(model=normed, name="normed")
+    run = pg.train(job, "server(2, sync=asp)", runs=tmp_path, device="cuda", save=20)
+    assert (run.audit.twice, run.audit.missed) == (0, 0)
+    assert len(pg.train(job.replace(epochs=3), "server(2)", runs=tmp_path, device="cuda", resume=run.folder).losses) == 23

@@ -31,7 +31,7 @@ from paragrad.training.first_step.start import wire
 from paragrad.training.loop import log_memory, save_trained
 from paragrad.training.pace import Pace
 from paragrad.training.trainer import Trainer
-from paragrad.world.world import World
+from paragrad.world.world import CPU, World
 
 LONGEST = 2**16         # bytes of what the office says
 
@@ -40,7 +40,8 @@ def rank_of(world: World, checked: Admitted, folder: Path, origin: float, meetin
     """What every rank does, until the office has nothing more to do; or, of a server, until it is dismissed."""
     settings = checked.settings
     with Recorder(folder / f"rank-{meeting.number}.jsonl", origin) as record:
-        trainer = Trainer.of_job(world, checked.job, checked.resolved, settings, record=record, seen=checked.facts.probe,
+        here = world if meeting.server is None else replace(world, device=CPU)          # from where messages are sent
+        trainer = Trainer.of_job(here, checked.job, checked.resolved, settings, record=record, seen=checked.facts.probe,
                                  how=replace(settings.how, meeting=meeting),
                                  pace=Pace(settings.slowed, checked.job.seed, meeting.number, world.device.type != "cpu"))
         trainer.log.always = settings.trace is not None

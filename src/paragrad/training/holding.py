@@ -26,7 +26,7 @@ from paragrad.techniques.values import same
 from paragrad.training.apart import refuse_views
 from paragrad.training.pace import Pace
 from paragrad.training.settings import Settings
-from paragrad.world.world import World
+from paragrad.world.world import CPU, World
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,18 @@ def once_on_a_host(strategy: Strategy, world: World) -> bool:
 
 
 def begun_of(world: World, job: Job, strategy: Strategy, settings: Settings) -> dict[str, Any]:
-    """What a Trainer is made of where it trains a job: model, optimizer and all that the job says. Collective."""
+    """What a Trainer is made of where it trains a job: model, optimizer and all that the job says; what servers hold lies where
+    messages are sent from. Collective."""
+    if strategy.servers and world.size == strategy.size and strategy.serves(world.rank):
+        world = replace(world, device=CPU)
     if once_on_a_host(strategy, world):
         begun = one_copy.built(world, job.model_to_train)
         TRAINED.add(begun.model)
     else:
         begun = one_copy.Start(job.model_to_train().to(world.device))
     optimizer = job.optimizer(begun.model.parameters())
-    return {"model": begun.model, "loss": job.built_loss(world.device), "optimizer": optimizer, "seed": job.seed,
-            "examined": True, "scheduler": job.scheduler(optimizer) if job.scheduler else None, "clip_norm": job.clip_norm,
+    return {"world": world, "model": begun.model, "loss": job.built_loss(world.device), "optimizer": optimizer,
+            "seed": job.seed, "examined": True, "scheduler": job.scheduler(optimizer) if job.scheduler else None, "clip_norm": job.clip_norm,
             "autocast": job.autocast, "collate": job.collate, "dtype": job.parameter_dtype, "begun": begun,
             "how": settings.how, "reverse": settings.reverse, "unchecked": settings.unchecked,
             "tests": job.test is not None, "pace": Pace(settings.slowed, job.seed, world.rank, world.device.type != "cpu")}

@@ -121,7 +121,7 @@ class Trainer:
     @classmethod
     def of_job(cls, world: World, job: Job, strategy: Strategy, settings: Settings | None = None, **more: Any) -> Trainer:
         """The trainer of a job, whose model every rank builds itself; one that is cut, one rank of every host."""
-        return cls(world, strategy=strategy, **(begun_of(world, job, strategy, settings or Settings()) | more))
+        return cls(strategy=strategy, **(begun_of(world, job, strategy, settings or Settings()) | more))
 
     def hold(self, part: Holding) -> None:
         """From here on this rank holds a part of the model."""
