@@ -75,8 +75,8 @@ def begun_of(world: World, job: Job, strategy: Strategy, settings: Settings) -> 
     optimizer = job.optimizer(begun.model.parameters())
     return {"world": world, "model": begun.model, "loss": job.built_loss(world.device), "optimizer": optimizer,
             "seed": job.seed, "examined": True, "scheduler": job.scheduler(optimizer) if job.scheduler else None,
-            "clip_norm": job.clip_norm, "autocast": job.autocast, "collate": job.collate, "dtype": job.parameter_dtype, "begun": begun,
-            "how": settings.how, "reverse": settings.reverse, "unchecked": settings.unchecked,
+            "clip_norm": job.clip_norm, "autocast": job.autocast, "collate": job.collate, "dtype": job.parameter_dtype,
+            "begun": begun, "how": settings.how, "reverse": settings.reverse, "unchecked": settings.unchecked,
             "tests": job.test is not None, "pace": Pace(settings.slowed, job.seed, world.rank, world.device.type != "cpu")}
 
 
