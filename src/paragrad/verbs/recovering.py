@@ -37,7 +37,7 @@ from paragrad.world.signals import Request
 from paragrad.world.waiting import in_vain
 
 LOOK = 0.2              # seconds after which somebody looks whether the run is to stop
-AGAIN = 5               # times as often as there are processes may be begun again
+AGAIN = 5               # times as often as there are processes may be begun again without a step more
 ANSWER = 30.0           # seconds for a server to say where it stands: it may be writing a snapshot
 
 
@@ -63,8 +63,9 @@ class Run:
         self.workers, self.servers = range(size - servers), range(size - servers, size)         # by number
         self.meeting = Meeting(secrets.randbits(63), str(shared), servers)
         self.statuses: dict[int, str] = {}
-        self.troubles: list[RankFailed] = []                # for which workers are to begin again
-        self.until, self.again, self.stopping = 0.0, 0, False
+        self.troubles: list[tuple[str, RankFailed]] = []    # who died or failed, of late
+        self.until, self.stopping = 0.0, False
+        self.worlds = self.again = self.furthest = 0        # of workers; begun again since the furthest step was reached
         self.seconds = min(checked.settings.timeout, ANSWER)
 
     def run(self) -> str:
@@ -81,8 +82,8 @@ class Run:
                             self.meeting.of(number, number - len(self.workers)))
 
     def work(self) -> None:
-        store = self.shared / f"workers-{self.again}"
-        self.statuses, self.stopping = {}, False
+        store = self.shared / f"workers-{self.worlds}"
+        self.worlds, self.statuses, self.stopping = self.worlds + 1, {}, False
         for number in self.workers:
             self.crew.start(number, train_rank, self.checked, self.folder, self.record.origin, self.meeting.of(number),
                             size=len(self.workers), store=store, backend=self.checked.backend)
@@ -110,14 +111,20 @@ class Run:
                 self.statuses[number] = value
             elif what == SAID and self.progress:
                 self.progress(value)
-            elif what == DIED or (what == FAILED and in_vain(value.message)):
+            elif what in (DIED, FAILED):
                 self.until = self.until or time.monotonic() + GRACE
-                self.troubles.append(value)
-            elif what == FAILED:
-                raise value
-        if self.troubles and time.monotonic() > self.until:             # until then somebody may say the cause
-            self.begin_again(self.troubles[0])
+                self.troubles.append((what, value))
+        if self.troubles and time.monotonic() > self.until:             # until then the cause may show
+            self.begin_again(self.cause())
             self.troubles, self.until = [], 0.0
+
+    def cause(self) -> RankFailed:
+        """For which workers are to begin again: a death, before what others say who met it; or that somebody waited in vain.
+        Raises what a rank has raised of itself."""
+        deaths = [value for what, value in self.troubles if what == DIED]
+        if not deaths and (raised := [value for _, value in self.troubles if not in_vain(value.message)]):
+            raise raised[0]
+        return deaths[0] if deaths else self.troubles[0][1]
 
     def begin_again(self, trouble: RankFailed) -> None:
         self.again += 1
@@ -131,6 +138,8 @@ class Run:
             self.go_back(trouble, str(error))
         else:
             self.meeting = replace(self.meeting, step=step, last=last)
+            if step > self.furthest:
+                self.furthest, self.again = step, 0
             self.event("again", f"{trouble}; all workers begin again with step {step}", step)
         self.work()
 
