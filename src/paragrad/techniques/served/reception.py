@@ -45,14 +45,15 @@ class Reception:
         self.shard, self.listening, self.job = shard, listening, job
         self.pushes: dict[int, Push] = {}
         self.forgetting: dict[int, tuple[bytes, Header]] = {}           # who wants the sum of this step gone
-        self.left, self.met = 0, False                  # workers that left; somebody was there
+        self.left: set[int] = set()                     # senders that left, each once though a message comes twice
+        self.met = False                                # somebody was there
 
     # ---- its loop ----------------------------------------------------------------------------------------------------------
     def serve(self, wanted: int, seconds: float) -> None:
         """Until so many workers have left. Raises StepFailed where nobody is there any more, or comes in time; but where others
         come for those that go, whoever started this process ends it."""
         since = time.monotonic()
-        while self.left < wanted:
+        while len(self.left) < wanted:
             if (frames := self.listening.take(LOOK)) is not None:
                 since, self.met = time.monotonic(), True
                 self.taken(frames)
@@ -74,7 +75,9 @@ class Reception:
         handlers[header.kind](whose, header, rest)
 
     def _end(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
-        self.left += 1
+        if not self.left:                               # from here on connections end as they should
+            self.shard.refused.update(self.listening.refused)
+        self.left.add(header.sender)
         self.listening.answer(whose, header.answer(Kind.DONE))
 
     # ---- gradients come ----------------------------------------------------------------------------------------------------
