@@ -315,3 +315,73 @@ def test_a_flood_is_refused_by_name_and_the_training_is_the_undisturbed_one(coun
     print(f"{sum(refused.values()):,} refused, {size:,} bytes; the server grew by {grown:,} bytes at most")
     assert grown < most
     assert size > 4 * most or count < 10_000
+
+
+def test_names_are_few_whatever_numbers_strangers_choose() -> None:
+    """Each length of a header was a name of its own in the record, and in the server's memory."""
+    served, draw = server("server(2)"), random.Random(1)
+    whole = push()[1].bytes
+    for _ in range(1000):
+        number = draw.randrange(2**32)
+        for message in (frames(draw.randbytes(draw.randrange(99))), frames(whole[:4] + bytes([20 + number % 200]) + whole[5:]),
+                        frames(whole[:5] + bytes([20 + number % 200]) + whole[6:]), frames(whole, *[b""] * (3 + number % 99)),
+                        frames(whole, b"\1\1\1", bytes(draw.randrange(480))), push(share=2 + number // 2),
+                        frames(replace(unpacked(whole), elements=number), b"\1\1\1", b"")):
+            served.taken(message)
+    assert set(served.shard.refused) == {
+        "a header of N bytes, which has N", "a message of no known kind (N)", "numbers of no known type (N)",
+        "a message of N parts", "N bytes, where its header says N", "a share that there is not (N of N)",
+        "a gradient of N elements for N parameters"}
+
+
+def test_who_leaves_twice_has_left_once() -> None:
+    """A replayed farewell was another worker's, and the server left those that were still there."""
+    listening: Any = Told()
+    listening.refused = {}
+    served = server("server(2)", listening)
+    for sender in (1, 1, 2):
+        assert len(served.left) < 2
+        served.taken(frames(Header(Kind.END, JOB, sender)))
+    assert served.left == {1, 2}
+
+
+@pytest.fixture
+def listening() -> Iterator[Listening]:
+    found = Listening(LONGEST, "127.0.0.1", Keys.made())
+    yield found
+    found.close()
+
+
+def test_strangers_are_nobody_and_in_nobodys_way(listening: Listening) -> None:
+    """Each was taken for a worker that had gone: as many strangers as workers, and a server thought itself alone. And as their
+    comings and goings were not read while there was work, the socket stood still when there were 2000 of them."""
+    keys, draw = Keys.made(), random.Random(2)
+    listening.allow([keys.public])
+    with line_to(listening.address, keys) as (line, _), ThreadPoolExecutor(4) as crowd:
+        line.send(b"first")
+        assert listening.take(WAIT)
+        strangers = [crowd.submit(over_tcp, listening.address, noise) for noise in noises(draw, 2500)]
+        while not all(each.done() for each in strangers):
+            assert listening.take(0.01) is None
+        line.send(b"second")
+        found = listening.take(WAIT)
+        assert found is not None
+        assert found[1].bytes == b"second"
+        assert listening.take(0) is None
+        assert listening.connections == 1
+        assert listening.refused == {"a connection that is not encrypted, or not ZeroMQ's": 2500}
+
+
+def test_a_server_that_is_busy_is_sent_no_more_than_its_socket_keeps(listening: Listening) -> None:
+    """Nothing is looked at meanwhile: who sends waits, after as many messages as both sockets and the system's own memory
+    keep (some megabytes, of 120 KB each)."""
+    keys = Keys.made()
+    listening.allow([keys.public])
+    with line_to(listening.address, keys) as (line, _):
+        sent = 0
+        while sent < 2000 and line.poll(1000, zmq.POLLOUT):
+            line.send_multipart([b"", b"", bytes(LONGEST)], copy=False)
+            sent += 1
+        assert 2 * WAITING <= sent <= 2 * WAITING + 16 * 2**20 // LONGEST
+        for _ in range(sent):
+            assert listening.take(WAIT)
