@@ -11,11 +11,11 @@
 4 MB of parameters. The copies go through the very same sockets, by pyzmq alone: both workers send as many bytes, both hear that
 they came, ask, and get as many back. A push and a pull are that, and what makes a step of it: gradients are put into one
 vector, looked at, added up and divided, and parameters are put into their places; what the optimizer (SGD) takes for its update
-stands beside it. The same over TCP with and without encryption. Without a bar: seconds a step of 1 to 8 workers and 1, 2, 4 servers, by their records, on one host
-and on as many hosts as processes: ranks 0 to p - 1 are the workers, those after them the servers, each alone behind a link of
-its own. A link carries both ways at a time, but all push before all pull: each way rests for half of a step, and the most
-that can be reached is the closed form 2 p n beta / S at a server's link, or 2 n beta at a worker's, where there are
-more servers than workers.
+stands beside it. The same over TCP with and without encryption. Without a bar: seconds a step of 1 to 8 workers and 1, 2, 4
+servers, by their records, on one host and on as many hosts as processes: ranks 0 to p - 1 are the workers, those after them the
+servers, each alone behind a link of its own. A link carries both ways at a time, but all push before all pull: each way rests
+for half of a step, and the most that can be reached is the closed form 2 p n beta / S at a server's link, or 2 n beta at a
+worker's, where there are more servers than workers.
 """
 
 from __future__ import annotations

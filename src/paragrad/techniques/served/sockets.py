@@ -106,7 +106,7 @@ class Listening:
         would otherwise be in the way of messages once there are 2000."""
         until = time.monotonic() + seconds
         while ready := dict(self.poller.poll(max(0, int(1000 * (until - time.monotonic()))))):
-            while self.monitor in ready and self.monitor.get(zmq.EVENTS) & zmq.POLLIN:
+            while self.monitor in ready and self.monitor.poll(0):
                 self.events[zmq.utils.monitor.recv_monitor_message(self.monitor)["event"]] += 1
             if self.socket in ready:
                 return self.socket.recv_multipart(copy=False)
