@@ -216,7 +216,8 @@ def with_the_key(line: zmq.Socket[bytes], told: Insight, messages: Iterable[Mess
 def sent_away(at: Address, keys: Keys, message: Message) -> None:
     """A message over a connection of its own, which the server ends."""
     with line_to(at, keys) as (line, ended):
-        line.send_multipart(message)
+        with contextlib.suppress(zmq.Again):            # it was sent away before
+            line.send_multipart(message, zmq.NOBLOCK)
         assert ended.poll(1000 * WAIT), "the server let it in"
 
 
