@@ -155,6 +155,15 @@ def test_what_comes_twice_is_refused_and_what_is_of_no_complete_step_updates_not
     assert float(served.shard.values[0].sum()) == 60.0
 
 
+def test_numbers_are_finite_though_their_sum_is_not() -> None:
+    served = server("server(2)")
+    assert said(served, push(1e308)) == ""
+    vector = torch.tensor([float("inf"), -float("inf")] * 30, dtype=torch.float64)
+    message = push(share=1)
+    message[-1] = frames(bytes(bytes_of(vector)))[1]
+    assert said(served, message) == "a gradient that is not finite"
+
+
 def test_a_vector_that_lies_at_an_odd_address() -> None:
     """ZeroMQ keeps short messages where they fit; torch's sums of complex numbers there ended the server by SIGSEGV."""
     values = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex128)

@@ -83,6 +83,7 @@ class Serving(Alone):
             workers_of(strategy, world)
             job, told = met(world, self.listening.address)
             self.listening.allow(told[:strategy.workers])
+            world.barrier()
         self.shard = Shard(strategy, replica, cut.slots[self.number], cut.names, cut.tensors(model), replica.full)
         self.reception = Reception(self.shard, self.listening, job)
         self.largest = 2 * self.shard.nbytes
@@ -118,6 +119,7 @@ class Asking(Exchange):
             self.workers = workers_of(strategy, world)
             self.job, told = met(world, keys.public)
             servers = told[strategy.workers:]
+            world.barrier()                             # who comes before it is allowed to is sent away for good
         self.calling = Calling(servers, SHARE * self.cut.longest, keys, world.timeout,
                                AGAIN if strategy.hands_out and meeting else math.inf)
         self.vectors = [[torch.empty(slot.elements, dtype=slot.dtype) for slot in slots] for slots in self.cut.slots]

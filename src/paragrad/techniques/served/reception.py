@@ -46,14 +46,15 @@ class Reception:
         self.pushes: dict[int, Push] = {}
         self.forgetting: dict[int, tuple[bytes, Header]] = {}           # who wants the sum of this step gone
         self.last: dict[str, list[Any]] = {"made": [0.0, 0.0], "shares": []}        # how the last step was, and of what
-        self.left, self.met = 0, False                  # workers that left; somebody was there
+        self.left: set[int] = set()                     # senders that left, each once though a message comes twice
+        self.met = False                                # somebody was there
 
     # ---- its loop ----------------------------------------------------------------------------------------------------------
     def serve(self, wanted: int, seconds: float | None) -> None:
         """Until so many workers have left. Raises StepFailed where nobody is there any more, or comes within so many seconds;
         None: whoever started this process ends it, for others come for those that go."""
         since = time.monotonic()
-        while self.left < wanted:
+        while len(self.left) < wanted:
             if (frames := self.listening.take(LOOK)) is not None:
                 since, self.met = time.monotonic(), True
                 self.taken(frames)
@@ -76,7 +77,9 @@ class Reception:
         handlers[header.kind](whose, header, rest)
 
     def _end(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
-        self.left += 1
+        if not self.left:                               # from here on connections end as they should
+            self.shard.refused.update(self.listening.refused)
+        self.left.add(header.sender)
         self.listening.answer(whose, header.answer(Kind.DONE))
 
     # ---- gradients come ----------------------------------------------------------------------------------------------------
@@ -117,7 +120,9 @@ class Reception:
         if self.shard.strategy.hands_out and not (0 <= header.numbers[3] <= self.shard.full and 1 <= header.shares <=
                                                   self.shard.strategy.shares):
             raise Unfit("samples or shares that cannot be")
-        if (self.shard.strategy.hands_out or not slot.added) and not bool(vector.isfinite().all()):
+        # what is not finite makes a sum so; each is looked at, which takes many times as long, where a sum is out of range
+        if ((self.shard.strategy.hands_out or not slot.added)
+                and not vector.sum().isfinite() and not vector.isfinite().all()):
             raise Unfit("a gradient that is not finite")
         self.shard.received += vector.nbytes
         return vector, marked

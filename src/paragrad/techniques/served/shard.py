@@ -95,15 +95,18 @@ class Shard:
         return sum(slot.nbytes for slot in self.slots)
 
     def add_up(self, shares: Sequence[Vectors]) -> float:
-        """The gradients of a step, in this order; the square of the norm of their sum."""
+        """The gradients of a step, in this order; the square of the norm of their sum, where something is clipped by it."""
         square, anyone = 0.0, []
         for number, total in enumerate(self.gradients):
             first, *others = [each[number] for each in shares]
-            total.copy_(first[1])
+            so_far = first[1]
             for _, vector in others:
-                total.add_(vector)
+                so_far = torch.add(so_far, vector, out=total)
+            if not others:
+                total.copy_(so_far)
             wide = torch.promote_types(total.dtype, torch.float32)
-            square += float(torch.linalg.vector_norm(total, dtype=wide)) ** 2 if total.numel() else 0.0
+            if self.clip_norm is not None and total.numel():
+                square += float(torch.linalg.vector_norm(total, dtype=wide)) ** 2
             anyone += [any(found) for found in zip(*(marked for marked, _ in (first, *others)), strict=True)]
         for number in range(len(self.trained), len(self.slots)):
             if not self.strategy.hands_out:             # exact, and so the same on all workers: of the first

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import re
 import shutil
 import tempfile
 import time
@@ -34,6 +35,8 @@ ROOM = 2**20            # bytes that a part of a message may have beside the lar
 WAITING = 64            # messages of one peer that are kept until they are looked at
 LEAVING = 2000          # milliseconds for what was sent last to be gone
 BEAT = 2000             # milliseconds after which a silent connection is asked whether it is there
+CAME, LET_IN, GONE = zmq.EVENT_ACCEPTED, zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED        # of a connection
+UNKNOWN = zmq.EVENT_HANDSHAKE_FAILED_AUTH
 Frames = Sequence[Any]
 
 
@@ -71,8 +74,11 @@ class Listening:
         _set(self.socket, longest + ROOM)
         self.folder: str | None = None
         self.door: ThreadAuthenticator | None = None
-        self.there = 0                                  # connections
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self.events: Counter[int] = Counter()           # of all connections there were
+        self.monitor = self.socket.get_monitor_socket(CAME | LET_IN | UNKNOWN | GONE)
+        self.poller = zmq.Poller()
+        self.poller.register(self.socket, zmq.POLLIN)
+        self.poller.register(self.monitor, zmq.POLLIN)
         if at is not None:
             self.address = at
             Path(at.at.removeprefix("ipc://")).unlink(missing_ok=True)          # of one that was killed
@@ -96,10 +102,15 @@ class Listening:
             self.door.configure_curve_callback(credentials_provider=_Known(frozenset(keys)))
 
     def take(self, seconds: float) -> list[Any] | None:
-        """[whose, header, marks, vector] of the next question, as frames; None where none came."""
-        if not self.socket.poll(int(1000 * seconds)):
-            return None
-        return self.socket.recv_multipart(copy=False)
+        """[whose, header, marks, vector] of the next question, as frames; None where none came. Events are read too, which
+        would otherwise be in the way of messages once there are 2000."""
+        until = time.monotonic() + seconds
+        while ready := dict(self.poller.poll(max(0, int(1000 * (until - time.monotonic()))))):
+            while self.monitor in ready and self.monitor.poll(0):
+                self.events[zmq.utils.monitor.recv_monitor_message(self.monitor)["event"]] += 1
+            if self.socket in ready:
+                return self.socket.recv_multipart(copy=False)
+        return None
 
     def answer(self, whose: bytes, header: Header, *rest: Any) -> None:
         """Never waits: who does not take what it is told is told no more."""
@@ -108,11 +119,18 @@ class Listening:
 
     @property
     def connections(self) -> int:
-        """How many there are now."""
-        while self.monitor.poll(0):
-            event = zmq.utils.monitor.recv_monitor_message(self.monitor)["event"]
-            self.there += 1 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED else -1
-        return self.there
+        """How many there are now; strangers, too, until they are sent away, after 30 s at most."""
+        return self.events[CAME] - self.events[GONE]
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Connections over TCP that were not let in, or ended, by why: to be read while all workers are there. A message that
+        is longer than the socket takes ends its connection."""
+        out = self.events[CAME] - self.events[LET_IN]
+        found = {"a connection without the key of anybody known": self.events[UNKNOWN],
+                 "a connection that is not encrypted, or not ZeroMQ's": out - self.events[UNKNOWN],
+                 "a connection that broke off, or brought too long a message": self.events[GONE] - out}
+        return Counter({why: count for why, count in found.items() if count > 0 and self.door is not None})
 
     def close(self) -> None:
         if self.door is not None:
@@ -202,7 +220,8 @@ def _bracketed(host: str) -> str:
 
 def heard(listening: Listening, frames: Sequence[Any], job: int, does: Callable[[bytes, Header, Sequence[Any]], None],
           refused: Counter[str]) -> None:
-    """Have a question done (by whom, its header, what follows it); or refuse it, and count why. job: of which it is to be."""
+    """Have a question done (by whom, its header, what follows it); or refuse it, and count why, without the numbers in it: they
+    are the sender's, who would make as many names of them as he likes. job: of which it is to be."""
     whose, header = frames[0].bytes, Header(Kind.REFUSED, job)
     try:
         if not 2 <= len(frames) <= 4:
@@ -212,7 +231,7 @@ def heard(listening: Listening, frames: Sequence[Any], job: int, does: Callable[
             raise Unfit("it is of another training")
         does(whose, header, frames[2:])
     except Unfit as error:
-        refused[str(error)] += 1
+        refused[re.sub(r"\b\d+\b", "N", str(error))] += 1
         listening.answer(whose, header.answer(Kind.REFUSED), str(error).encode())
 
 

@@ -1,0 +1,285 @@
+"""Parameter servers: what a push and a pull cost beside the copies they are, and where a server's link is full.
+
+    python benchmarks/server.py --check             # hosts of this machine at 100 Mbit/s (root, iproute2)
+    python benchmarks/server.py --check --page      # the same, written into docs/server.md
+
+| figure                                                                                             | bar          |
+|----------------------------------------------------------------------------------------------------|--------------|
+| time of a push and a pull, two workers and one server on one host, over two copies by their sockets | at most 1.5  |
+| of the links, server(4, servers=4), every process on a host of its own at 100 Mbit/s               | at least 0.9 |
+
+4 MB of parameters. The copies go through the very same sockets, by pyzmq alone: both workers send as many bytes, both hear that
+they came, ask, and get as many back. A push and a pull are that, and what makes a step of it: gradients are put into one
+vector, looked at, added up and divided, and parameters are put into their places; what the optimizer (SGD) takes for its update
+stands beside it. The same over TCP with and without encryption. Without a bar: seconds a step of 1 to 8 workers and 1, 2, 4
+servers, by their records, on one host and on as many hosts as processes: ranks 0 to p - 1 are the workers, those after them the
+servers, each alone behind a link of its own. A link carries both ways at a time, but all push before all pull: each way rests
+for half of a step, and the most that can be reached is the closed form 2 p n beta / S at a server's link, or 2 n beta at a
+worker's, where there are more servers than workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import torch
+import zmq
+from common import Bench, alternated, ratios
+from hosts import PORT, Cluster, hosts
+from pages import DOCS, FIGURES, filled, milliseconds, table
+from torch import nn
+from trainings import ours
+from workers import Workers, serve
+
+import paragrad as pg
+from paragrad.jobs.loss import Summed
+from paragrad.record.log import Log
+from paragrad.record.record import Record
+from paragrad.techniques.exchange import Replica
+from paragrad.techniques.served import asking
+from paragrad.techniques.served.header import bytes_of
+from paragrad.techniques.served.sockets import Address, Keys, Listening
+from paragrad.verbs.train import train
+from paragrad.world import heap
+from paragrad.world.joining import joined_from_environment
+from paragrad.world.launching import Ranks
+from paragrad.world.world import World
+
+SIDE, LAYERS = 512, 4
+BYTES = 4 * LAYERS * SIDE**2                            # of parameters: 4 MB
+TRANSPORTS = ("ipc", "TCP", "TCP, encrypted")
+WHOLE = torch.zeros(BYTES // 4)
+THEIRS, OURS, UPDATED = "two copies, pyzmq alone", "a push and a pull", "with SGD's update"
+TURNS = 30                                              # of which the median counts
+WORKERS, SERVERS, MEGABITS = (1, 2, 4, 8), (1, 2, 4), 100
+MOST = ("server(4, servers=4)", 4, 4)
+STEPS = 7                                               # of a training on hosts, of which the first three are not counted
+PAGE, RESULTS = DOCS / "server.md", FIGURES / "server.json"
+
+
+def model() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(LAYERS)))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A job whose steps compute next to nothing."""
+    steps: int = STEPS
+
+    def job(self) -> pg.Job:
+        inputs = torch.randn(64, SIDE, generator=torch.Generator().manual_seed(0))
+        return pg.Job(name="contention", model=model, loss=nn.functional.mse_loss, epochs=1000, batch=16,
+                      optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+                      train=torch.utils.data.TensorDataset(inputs, inputs))
+
+
+# ---- a push and a pull, in two workers and a server --------------------------------------------------------------------------
+def copies(address: str) -> None:
+    """Answer (transport, what) with the median of the seconds that it takes."""
+    torch.set_num_threads(1)
+    heap.keep()                                         # as in the ranks of a training
+    with joined_from_environment("gloo") as world:
+        sides = {transport: side(world, transport) for transport in TRANSPORTS}
+
+        def answer(order: tuple[str, str]) -> float:
+            transport, whose = order
+            turn = turns(sides[transport], whose)
+            return median([in_step(world, turn) for _ in range(TURNS + 3)][3:])
+        serve(address, answer)
+
+
+def side(world: World, transport: str) -> asking.Serving | asking.Asking:
+    """This rank's, over a transport. Collective."""
+    made, strategy = model(), pg.strategy("server(2)")
+    for parameter in made.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-6)
+    replica = Replica(Summed(made, nn.functional.mse_loss), torch.optim.SGD(made.parameters(), lr=0.01), full=2)
+    with contextlib.ExitStack() as stack:
+        if transport != "ipc":
+            stack.enter_context(mock.patch.object(asking, "own_host", return_value="127.0.0.1"))
+        if transport == "TCP":
+            stack.enter_context(mock.patch.object(asking, "Listening", bare))
+        kind = asking.Serving if world.rank == 2 else asking.Asking
+        return kind(strategy, replica, world, Log(None), None)      # type: ignore[arg-type]
+
+
+def bare(longest: int, host: str, keys: Keys) -> Listening:
+    """A server's socket over TCP that encrypts nothing, as paragrad makes none."""
+    found = Listening(longest, None, keys, Address(f"tcp://{host}:*"))
+    found.address = Address(found.socket.get_string(zmq.LAST_ENDPOINT))
+    return found
+
+
+def turns(own: Any, whose: str) -> Callable[[], object]:
+    """A push and a pull of this rank."""
+    if isinstance(own, asking.Serving):
+        own.shard.alike = lambda name, step, update: update() if whose == UPDATED else None
+        return partial(handed, own) if whose == THEIRS else partial(taken, own)
+    return partial(copied, own) if whose == THEIRS else partial(stepped, own)
+
+
+def in_step(world: World, turn: Callable[[], object]) -> float:
+    world.barrier()
+    start = time.perf_counter()
+    turn()
+    return time.perf_counter() - start
+
+
+def taken(own: asking.Serving) -> None:
+    for _ in range(4):                                  # two pushes, two that ask for the update
+        found = own.listening.take(60.0)
+        assert found is not None
+        own.reception.taken(found)
+
+
+def stepped(own: asking.Asking) -> None:
+    own.begin()
+    own.finish(1.0, 1.0)
+    own.average(2.0)
+    own.update()
+
+
+def handed(own: asking.Serving) -> None:
+    """What the server does, without what is ours."""
+    line, vector = own.listening.socket, bytes_of(WHOLE)
+    pushed = [line.recv_multipart(copy=False) for _ in range(2)]
+    for whose, *_ in pushed:
+        line.send_multipart([whose.bytes, b"done"])
+    for _ in range(2):
+        whose, _ = line.recv_multipart()
+        line.send_multipart([whose, bytes(104), b"", vector], copy=False)
+
+
+def copied(own: asking.Asking) -> None:
+    line = own.calling.sockets[0]
+    line.send_multipart([bytes(104), b"", bytes_of(WHOLE)], copy=False)
+    line.recv_multipart()
+    line.send(b"more")
+    line.recv_multipart(copy=False)
+
+
+def pushes_and_pulls(bench: Bench) -> None:
+    workers = Workers(__file__, "copies", 3)
+    measures = {(transport, whose): lambda order=(transport, whose): max(workers.ask(order)[:2])      # type: ignore[misc]
+                for transport in TRANSPORTS for whose in (THEIRS, OURS, UPDATED)}
+    found = alternated({f"{transport}, {whose} [s]": each for (transport, whose), each in measures.items()},
+                       bench.rounds(15, quick=5))
+    workers.close()
+    bench.measured |= found
+    for transport in TRANSPORTS:
+        for what, bar in ((OURS, 1.5 if transport == "ipc" else None), (UPDATED, None)):
+            bench.figure(f"{transport}, {what} over {THEIRS}", at_most=bar,
+                         value=ratios(found[f"{transport}, {what} [s]"], found[f"{transport}, {THEIRS} [s]"]))
+    bench.figure(f"{OURS}, encrypted over not", ratios(found[f"TCP, encrypted, {OURS} [s]"], found[f"TCP, {OURS} [s]"]))
+
+
+# ---- steps of trainings ------------------------------------------------------------------------------------------------------
+def on_hosts(cluster: Cluster, folder: Path, workers: int, servers: int) -> float:
+    """Seconds a step. Each rank is started as torchrun would start it, without its agent, which would cost as much again."""
+    place, size = tempfile.mkdtemp(dir=folder), workers + servers
+    told = {"WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": cluster.hosts[0].name,
+            "MASTER_PORT": str(PORT)}
+    words = [sys.executable, str(Path(__file__).resolve()), "--worker", f"server({workers}, servers={servers})", place]
+    programs = [cluster.start(rank, words, environment={**told, "RANK": str(rank)}) for rank in range(size)]
+    cluster.finished(programs, timeout=300.0)
+    run, = Path(place).iterdir()
+    starts = [line["start"] for line in Record(run).of("step", 0)]
+    return (starts[-1] - starts[3]) / (len(starts) - 4)
+
+
+def closed_form(workers: int, servers: int) -> float:
+    """Seconds a step, by the busiest link."""
+    return 2 * max(workers / servers, 1.0) * BYTES * 8e-6 / MEGABITS
+
+
+def trained(strategy: str, folder: str) -> None:
+    train(Setting().job(), strategy, runs=folder, limit=STEPS)
+
+
+def pairs() -> Iterator[tuple[int, int]]:
+    return ((workers, servers) for workers in WORKERS for servers in SERVERS)
+
+
+def steps(bench: Bench, folder: Path) -> None:
+    some = [(1, 1), (4, 1), (4, 2)] if bench.quick else list(pairs())
+    most = WORKERS[-1] + SERVERS[-1]
+    with Ranks(most) as ranks:
+        found = alternated({f"one host, {workers} to {servers} [ms]":
+                            ours(ranks, f"server({workers}, servers={servers})", Setting(25), folder)
+                            for workers, servers in some}, 1 if bench.quick else 2)
+    with hosts(most, megabits=MEGABITS) as cluster:
+        measures = {f"hosts, {workers} to {servers} [s]": partial(on_hosts, cluster, folder, workers, servers)
+                    for workers, servers in some}
+        found |= alternated(measures, 1)
+        repeated = alternated({"most": partial(on_hosts, cluster, folder, 4, 4)}, 1 if bench.quick else 2)["most"]
+        found["hosts, 4 to 4 [s]"] = found.get("hosts, 4 to 4 [s]", []) + repeated
+        for name, fault in cluster.faults().items():
+            bench.figure(name, fault)
+    bench.measured |= found
+    bench.figure("of the links, server(4, servers=4)", [closed_form(4, 4) / each for each in found["hosts, 4 to 4 [s]"]],
+                 at_least=0.9)
+    for workers, servers in some:
+        bench.figure(f"of the closed form, {workers} to {servers}",
+                     [closed_form(workers, servers) / each for each in found[f"hosts, {workers} to {servers} [s]"]])
+
+
+# ---- the page ----------------------------------------------------------------------------------------------------------------
+def copies_told(bench: Bench) -> str:
+    def shown(transport: str, what: str) -> str:
+        over = "" if what == THEIRS else f" ({bench.figures[f'{transport}, {what} over {THEIRS}']['value']:.2f})"
+        return milliseconds(median(bench.measured[f"{transport}, {what} [s]"])) + over
+    return table(["4 MB, two workers, one server [ms]", *TRANSPORTS],
+                 [[what, *(shown(each, what) for each in TRANSPORTS)] for what in (THEIRS, OURS, UPDATED)])
+
+
+def steps_told(bench: Bench) -> str:
+    def shown(workers: int, servers: int) -> str:
+        own = median(bench.measured[f"hosts, {workers} to {servers} [s]"])
+        form = closed_form(workers, servers)
+        return f"{own:.2f} ({form:.2f}: {form / own:.2f})"
+    many = table(["workers, a link each", *(f"{servers} server(s)" for servers in SERVERS)],
+                 [[str(workers), *(shown(workers, servers) for servers in SERVERS)] for workers in WORKERS])
+    one = table(["workers, one host [ms]", *(f"{servers} server(s)" for servers in SERVERS)],
+                [[str(workers), *(f"{median(bench.measured[f'one host, {workers} to {servers} [ms]']):.1f}"
+                                  for servers in SERVERS)] for workers in WORKERS])
+    return f"{many}\n\n{one}"
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=("copies", "steps"), help="one of the two parts")
+    parser.add_argument("--page", action="store_true", help="write the tables of docs/server.md, and their figures")
+
+
+def main() -> None:
+    bench = Bench(__doc__, options)
+    if bench.options.worker:
+        kind, place = bench.options.worker
+        copies(place) if kind == "copies" else trained(kind, place)
+        return
+    if bench.options.page and (bench.quick or bench.options.only or bench.options.rounds or bench.options.json):
+        sys.exit("the page is of everything, in full: give no other option but --check")
+    if bench.options.only != "steps":
+        pushes_and_pulls(bench)
+    if bench.options.only != "copies":
+        with tempfile.TemporaryDirectory() as folder:
+            steps(bench, Path(folder))
+    if bench.options.page:
+        bench.keep(RESULTS)
+        PAGE.write_text(filled(filled(PAGE.read_text(), "copies", copies_told(bench)), "contention", steps_told(bench)))
+    bench.finish()
+
+
+if __name__ == "__main__":
+    main()
