@@ -118,7 +118,12 @@ class Results:
         for_speed = [name for name in self.asked.get("baselines", [])
                      if name not in self.records or not self.records[name].finished]
         return [row.strategy for row in self.rows if row.failure
-                or (row.difference is None and not row.reference and row.strategy != TWIN)] + for_speed
+                or (row.difference is None and not row.reference and row.strategy != TWIN and not self._in_rounds(row))
+                ] + for_speed
+
+    def _in_rounds(self, row: Row) -> bool:
+        """It has no steps that could be compared with serial's."""
+        return any(self.records[run].rounds for run in row.runs if run in self.records)
 
     @property
     def header(self) -> Line:
@@ -197,7 +202,7 @@ def _reached(results: Results, record: Record, taken: StepTime | None) -> Reache
     for line in record.of("epoch"):
         if goal and taken and line["test"] and goal.reached(line["test"]["value"]):
             steps = sum(each["epoch"] <= line["epoch"] for each in record.of("step"))
-            return Reached(steps * taken.seconds, line["epoch"] + 1, (line["epoch"] + 1) * record.header["job"]["samples"])
+            return Reached(steps * taken.seconds, line["epoch"] + 1, record.passed(line["epoch"]))
     return None
 
 

@@ -27,15 +27,17 @@ from paragrad.world.world import World
 Progress = Callable[[dict[str, Any]], None]         # told {"epoch", "step", "steps", "loss"} some times a second
 
 
-def train_rank(world: World, checked: Admitted, folder: Path, origin: float, report: Progress | None = None) -> str:
-    """What every rank does; how it ended: "finished" or "stopped"."""
+def train_rank(world: World, checked: Admitted, folder: Path, origin: float, report: Progress | None = None,
+               loop: Callable[..., Training] | None = None) -> str:
+    """What every rank does; how it ended: "finished" or "stopped". loop: in place of Training."""
     settings = checked.settings
     with Recorder(folder / f"rank-{world.rank}.jsonl", origin) as record, \
             events(folder if settings.tensorboard and world.rank == 0 else None) as show:
         trainer = Trainer.of_job(world, checked.job, checked.resolved, settings, record=record, seen=checked.facts.probe)
         trainer.log.always = settings.trace is not None
         try:
-            training, cpu = Training(trainer, checked, folder, record, report or (lambda told: None), show), Cpu()
+            training = (loop or Training)(trainer, checked, folder, record, report or (lambda told: None), show)
+            cpu = Cpu()
             status = training.run()
             record.write("cpu", **cpu.told())
             log_memory(trainer)
@@ -79,21 +81,22 @@ class Training:
         self.per_epoch = checked.facts.order.steps
         trainer.batch_size = min(job.batch, checked.facts.samples)           # a run may go on with a test
         self.steps = min(settings.limit or 2**62, job.epochs * self.per_epoch)
+        self.epochs = job.epochs
         self.status = "finished"
         self.saved_at: int | None = None
+        self.line: dict[str, Any] = {}                      # what else the record says of an epoch, and a checkpoint of itself
+        self.beside: dict[str, Any] = {}
 
     def run(self) -> str:
-        first, start = 0, 0
         if self.checked.saved is not None:
             self.load(self.checked.saved)
         if self.trainer.serves:
             serve(self.trainer)
             return self.status
-        if self.checked.saved is not None:
-            first, start = divmod(self.trainer.steps, self.per_epoch)
-            if first and not start and self.ended(first - 1, self.checked.saved):
-                return self.status
-        for epoch in range(first, self.checked.job.epochs):
+        first, start = self.begin(self.checked.saved)
+        if self.checked.saved is not None and first and not start and self.ended(first - 1, self.checked.saved):
+            return self.status
+        for epoch in range(first, self.epochs):
             begun = self.record.now()
             if not self.epoch(epoch, start if epoch == first else 0) or self.end_epoch(epoch, begun):
                 break
@@ -103,6 +106,10 @@ class Training:
             self.steps = self.trainer.steps
             self.tell(*self.last)
         return self.status
+
+    def begin(self, saved: Saved | None) -> tuple[int, int]:
+        """(epoch, step of it) with which the training goes on."""
+        return divmod(self.trainer.steps, self.per_epoch)
 
     def epoch(self, epoch: int, start: int) -> bool:
         """Train to the end of an epoch; False where the run ends before."""
@@ -126,12 +133,10 @@ class Training:
         """The test after an epoch; True where the goal is reached."""
         job, goal = self.checked.job, self.checked.settings.goal
         test = self.trainer.evaluation(self.test, job.metric, self.checked.settings.loaders) if self.test is not None else None
-        exchange = self.trainer.exchange
-        sent = {kind: number for kind, number in (exchange.sent if exchange else {}).items() if kind == TESTS}
+        sent = self.sent()
         self.record.write("epoch", epoch=epoch, test=test, start=round(begun, 6), seconds=round(self.record.now() - begun, 6),
-                          **({"sent": sent} if sent else {}))
-        world = self.trainer.world
-        if not self.trainer.strategy.promise.replicas_equal and world.all_reduced(tensor(float(world.stop.is_set()))) > 0:
+                          **({"sent": sent} if sent else {}), **self.line)
+        if not self.trainer.strategy.promise.replicas_equal and self.asked():
             self.status = "stopped"             # they might not meet before the end
             self.save()
             return True
@@ -139,10 +144,20 @@ class Training:
             self.show(self.trainer.steps, **{f"test {job.metric_name}": test["value"]})
         return bool(goal and test and goal.reached(test["value"]))
 
+    def sent(self) -> dict[str, Any]:
+        """What was sent beside the steps."""
+        exchange = self.trainer.exchange
+        return {kind: number for kind, number in (exchange.sent if exchange else {}).items() if kind == TESTS}
+
+    def asked(self) -> bool:
+        """Was any rank asked to stop? Collective."""
+        world = self.trainer.world
+        return bool(world.all_reduced(tensor(float(world.stop.is_set()))) > 0)
+
     def ended(self, epoch: int, saved: Saved) -> bool:
         """Going on from the last step of an epoch: its test, unless the run that was saved made it; True where the goal is
         reached."""
-        line = self.trainer.world.agreed(saved.tested(epoch))
+        line = self.trainer.world.agreed(saved.tested(epoch, self.checked.resolved.in_rounds))
         if line is None:
             return self.end_epoch(epoch, self.record.now())
         goal, test = self.checked.settings.goal, line["test"]
@@ -166,7 +181,7 @@ class Training:
         """A checkpoint of this step, unless it is there already."""
         if self.saved_at == self.trainer.steps:
             return
-        self.trainer.save(self.folder, checkpoint.identity_of(self.checked.job, self.checked.facts))
+        self.trainer.save(self.folder, checkpoint.identity_of(self.checked.job, self.checked.facts), **self.beside)
         self.saved_at = self.trainer.steps
 
 

@@ -39,10 +39,11 @@ class Saved:
         """The checksums of its files, by which it is known."""
         return (self.folder / SUMS).read_text()
 
-    def tested(self, epoch: int) -> dict[str, Any] | None:
-        """What the record of the run that was saved says of an epoch's end and test; None if it did not come to it."""
-        return next((line for line in lines_of(self.folder.parent / "rank-0.jsonl", spans=False)
-                     if line["kind"] == "epoch" and line["epoch"] == epoch), None)
+    def tested(self, epoch: int, in_rounds: bool = False) -> dict[str, Any] | None:
+        """What the record of the run that was saved says of an epoch's end and test; None if it did not come to it. in_rounds:
+        an epoch is a round."""
+        lines = lines_of(self.folder.parent / "rank-0.jsonl", spans=False) if in_rounds == ("rounds" in self.state) else ()
+        return next((line for line in lines if line["kind"] == "epoch" and line["epoch"] == epoch), None)
 
 
 def newest(parent: Path) -> Saved:
