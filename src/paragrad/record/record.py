@@ -6,7 +6,7 @@
 |            | strategy, resolved, exact, seed, workers, servers, backend, device, threads,                              |
 |            | machine {cpu, cores, load, torch, python, paragrad},                                                      |
 |            | prediction, reverse, resumed {run, step} or null, settings (those that are not the default),              |
-|            | rounds {count, clients, taking, passes, steps} or null                                                   |
+|            | rounds {count, clients, taking, passes, steps} or null                                                    |
 | step       | epoch, step, start, seconds, loss [sum, weight], order [first, stop], sent {kind: {bytes, computed}}, lr  |
 | epoch      | epoch, test {value, weight} or null, start, seconds; sent, where ranks exchange something for a test; of  |
 |            | a round sent in it, clients [those that took part], samples [of each], lost [those that did not come back] |
@@ -203,10 +203,9 @@ class Record:
         return self.header.get("rounds")
 
     def passed(self, epoch: int) -> int:
-        """The samples of the epochs up to that one; of rounds those in this record."""
-        if self.rounds:
-            return rounds.passed([line for line in self.of("epoch") if line["epoch"] <= epoch], self.rounds["passes"])
-        return (epoch + 1) * int(self.header["job"]["samples"])
+        """The samples of the epochs up to that one; of rounds those in here."""
+        return rounds.passed([line for line in self.of("epoch") if line["epoch"] <= epoch], self.rounds["passes"]) if (
+            self.rounds) else (epoch + 1) * int(self.header["job"]["samples"])
 
     def steps(self) -> list[list[Line]]:
         """For each step that every worker finished, the line of every worker; or those of its shares, where they are handed out

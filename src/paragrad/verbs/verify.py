@@ -47,13 +47,13 @@ def verify(job: Job, strategy: str | Strategy, *, runs: str | Path = "runs", dat
     found, failure = _compared(checked, progress) if checked.rounds is None else (Difference(float("nan")), APART)
     tensor = found.first[0] if found.first else None
     exact = checked.resolved.exact
-    cause = None if failure is None and tensor is None else BY_DESIGN if not exact else None if tensor is None else of_difference(
+    cause = BY_DESIGN if not exact and (failure or tensor) else None if tensor is None else of_difference(
         tensor, tensor in checked.facts.shapes and f"gradient of {tensor}" not in found.tensors, sabotage)
     folder = new_folder(Path(runs), f"{job.name}-verify-{folder_name(checked.asked)}")
     certificate = Certificate(
         **vars(found), job=job.name, digest=digest(checked), strategy=str(checked.asked), resolved=str(checked.resolved),
-        device=device, backend=checked.backend if checked.size > 1 else "none", steps=0 if checked.rounds else STEPS, failure=failure,
-        cause=cause, sabotage=checked.settings.sabotage, folder=folder,
+        device=device, backend=checked.backend if checked.size > 1 else "none", steps=0 if checked.rounds else STEPS,
+        failure=failure, cause=cause, sabotage=checked.settings.sabotage, folder=folder,
         machine=this_machine())
     partial = folder / "certificate.json.partial"
     partial.write_text(json.dumps(certificate.as_json(), indent=1, allow_nan=False) + "\n")
