@@ -71,16 +71,28 @@ class InRounds(Training):
             self.trainer.optimizer.state.clear()
             self.trainer.log.choice("checkpoint", "without the optimizer's state", "every client's optimizer is fresh")
 
+    def ended(self, epoch: int, saved: Saved) -> bool:
+        """A checkpoint of another strategy is of no round's end."""
+        return "rounds" in saved.state and super().ended(epoch, saved)
+
     def _wire(self) -> None:
         """Look at the model, on a batch of this worker's first client, and make the exchange. Collective."""
-        client = self.rounds.worker.index(self.trainer.replicated.rank)
-        first = Part(client, 0, self.trainer.steps, self.rounds.length(client))
         try:
-            with contextlib.closing(self._batches(first, self.made)) as batches:
-                inputs, target = parted(next(batches))
-                before(self.trainer, self.trainer.feed.taken(inputs, target), inputs, target)
+            inputs, target = parted(self._first_batch())
+            before(self.trainer, self.trainer.feed.taken(inputs, target), inputs, target)
         except Exception as error:
             raise self.trainer.failed(error) from error
+
+    def _first_batch(self) -> Any:
+        """Of one that has one: of this worker's clients, or where none can be read of another's."""
+        own, failed = self.trainer.replicated.rank, StepFailed("there are no clients")
+        for client in sorted(range(len(self.rounds.clients)), key=lambda client: self.rounds.worker[client] != own):
+            try:
+                batches = self._batches(Part(client, 0, self.trainer.steps, self.rounds.length(client)), self.made)
+                return next(batches)            # not closed: then the batch would count as passed over
+            except Exception as error:
+                failed = StepFailed.of(error)
+        raise failed
 
     # ---- a round -----------------------------------------------------------------------------------------------------------
     def epoch(self, epoch: int, start: int) -> bool:
