@@ -33,7 +33,8 @@ heavy = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def vectors(**changes: Any) -> pg.Job:
-    return job("vectors", mlp, VECTORS).replace(**{"epochs": 3, "dtype": torch.float64, "optimizer": heavy, "batch": 4, **changes})
+    return job("vectors", mlp, VECTORS).replace(
+        **{"epochs": 3, "dtype": torch.float64, "optimizer": heavy, "batch": 4, **changes})
 
 
 def trained(made: pg.Job, text: str, folder: Path, **more: Any) -> tuple[State, Record]:
@@ -113,6 +114,9 @@ def test_it_does_not_matter_how_many_workers_there_are(tmp_path: Path, name: str
 
 
 # ---- what crosses ------------------------------------------------------------------------------------------------------------
+COLLECTIVES = ("all_reduced", "gathered", "passing", "gather_into", "reduce_into", "copy_from", "agreed", "collected")
+
+
 def listening(world: World, checked: Admitted, folder: Path, origin: float) -> list[tuple[str, int]]:
     """Every collective of a world that a rank makes in rounds: (which, bytes that it gives)."""
     heard: list[tuple[str, int]] = []
@@ -129,7 +133,7 @@ def listening(world: World, checked: Admitted, folder: Path, origin: float) -> l
     @contextlib.contextmanager
     def listened() -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("all_reduced", "gathered", "passing", "gather_into", "reduce_into", "copy_from", "agreed", "collected"):
+            for name in COLLECTIVES:
                 patch.setattr(World, name, told(name, getattr(World, name)))
             yield
 
@@ -165,7 +169,7 @@ def test_weights_and_counts_cross_and_nothing_else(pool: Ranks, tmp_path: Path, 
                 assert sent[kind]["computed"] == (reduce == "native")
             assert sent["tests"] == {"bytes": round(4 / 3 * 16), "computed": True}
         one = [("all_reduced", counts), ("all_reduced", weights)] if reduce == "native" else []
-        assert heard[rank] == (one + [("all_reduced", 16)]) * 2
+        assert heard[rank] == [*one, ("all_reduced", 16)] * 2
 
 
 # ---- who is lost -------------------------------------------------------------------------------------------------------------

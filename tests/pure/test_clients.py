@@ -42,7 +42,7 @@ def classes(alpha: float | None) -> float:
 def test_a_small_alpha_leaves_a_client_few_classes() -> None:
     assert classes(0.01) < 2.5 < classes(1.0) < classes(1e5)
     assert classes(None) > 5
-    assert divided(600, 10, 3, LABELS, 0.1)[0].tolist() != divided(600, 10, 4, LABELS, 0.1)[0].tolist()
+    assert divided(600, 10, 3, LABELS, 1.0)[0].tolist() != divided(600, 10, 4, LABELS, 1.0)[0].tolist()
 
 
 def test_a_mix_is_drawn_where_its_numbers_would_all_be_nothing() -> None:

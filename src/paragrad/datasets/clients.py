@@ -92,6 +92,12 @@ class Rounds:
             found.append(found[-1] + sum(map(self.length, self.chosen(number))))
         return found
 
+    @property
+    def told(self) -> dict[str, int]:
+        """As a record and a dry run tell it."""
+        return {"count": self.count, "clients": len(self.clients), "taking": self.taking, "passes": self.passes,
+                "steps": self.begins[-1]}
+
     # ---- who -----------------------------------------------------------------------------------------------------------
     def chosen(self, number: int) -> list[int]:
         """The clients that take part in a round, ascending."""
@@ -202,6 +208,7 @@ def _targets(dataset: Any, numbers: range, asked: str) -> list[int]:
 
 def _class_of(sample: Any) -> int:
     target = sample[1] if not isinstance(sample, Mapping) else next((sample[name] for name in NAMES if name in sample), None)
-    if numpy.size(target) != 1 or numpy.asarray(target).dtype.kind not in WHOLE:
-        raise ValueError(f"a target is no whole number, but {type(target).__name__}")
-    return int(numpy.asarray(target).reshape(-1)[0])
+    found = numpy.asarray(target)
+    if found.size != 1 or found.dtype.kind not in WHOLE:
+        raise ValueError(f"a target is {found.size} value(s) of type {found.dtype}, and no whole number")
+    return int(found.reshape(-1)[0])

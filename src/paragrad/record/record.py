@@ -37,8 +37,7 @@ and no line of its own.
 What is as in the step before is not written again, and `lines_of` puts it back: fields of a step; and the spans of a step are
 one line {kind: spans, step, start, spans [[name, lane, bytes], ...], micros [start, length, ...]}, microseconds after `start`
 and in the order of `spans`, which is left out where it is the step before's. A step costs some 250 bytes on every rank.
-Where clients train in rounds an epoch is a round, a step a client's batch, of one rank, and `order` is that of the round, in
-which its clients stand one after the other.
+Where clients train in rounds an epoch is a round, a step a client's batch, and `order` that of all clients of the round.
 `date` is when the run began, UTC. `unit` is what the test's value is in (% or nothing). `resident` is the most that the process
 ever held, also in runs that it served before. `load` is the mean number of busy or waiting threads of the host in the minute
 before the run, null where the system does not say. Without an `end` line the run died.
@@ -59,8 +58,8 @@ from types import TracebackType
 from typing import Any
 
 from paragrad.errors import Refused
-from paragrad.record import rounds
 from paragrad.record.audit import Audit, covered
+from paragrad.record.rounds import audit_of, passed_in, sent_by
 
 SCHEMA = 2          # 1 wrote every field of every step, and a line for every span; it is read as well
 Line = dict[str, Any]
@@ -204,7 +203,7 @@ class Record:
 
     def passed(self, epoch: int) -> int:
         """The samples of the epochs up to that one; of rounds those in here."""
-        return rounds.passed([line for line in self.of("epoch") if line["epoch"] <= epoch], self.rounds["passes"]) if (
+        return passed_in([line for line in self.of("epoch") if line["epoch"] <= epoch], self.rounds["passes"]) if (
             self.rounds) else (epoch + 1) * int(self.header["job"]["samples"])
 
     def steps(self) -> list[list[Line]]:
@@ -263,7 +262,7 @@ class Record:
                     if sent["bytes"] >= most.get(kind, sent)["bytes"]:
                         most[kind] = sent
         if self.rounds and steps:
-            return rounds.sent([self.of("epoch", rank) for rank in range(len(self.ranks))], len(steps))
+            return sent_by([self.of("epoch", rank) for rank in range(len(self.ranks))], len(steps))
         return {kind: sent if times[kind] == len(steps) else sent | {"bytes": round(sent["bytes"] * times[kind] / len(steps))}
                 for kind, sent in most.items()}
 
@@ -310,7 +309,7 @@ class Record:
             used.setdefault(line["epoch"], []).append(line)
         begun = {epoch for epoch, lines in used.items() if any(line["order"][0] == 0 < line["order"][1] for line in lines)}
         if self.rounds:
-            return rounds.audit(self.of("epoch"), used, self.rounds["passes"])
+            return audit_of(self.of("epoch"), used, self.rounds["passes"])
         epochs = [line["epoch"] for line in self.of("epoch") if line["epoch"] in begun]     # not one whose beginning is lost
         seen, twice, missed = samples, 0, 0
         for epoch in epochs:

@@ -10,7 +10,7 @@ from paragrad.record.audit import Audit, covered
 Line = dict[str, Any]
 
 
-def sent(epochs: Iterable[list[Line]], steps: int) -> dict[str, Line]:
+def sent_by(epochs: Iterable[list[Line]], steps: int) -> dict[str, Line]:
     """Bytes by kind of the rank that sends most when workers meet, over all steps. epochs: every rank's."""
     most: dict[str, Line] = {}
     for lines in epochs:
@@ -22,15 +22,15 @@ def sent(epochs: Iterable[list[Line]], steps: int) -> dict[str, Line]:
     return dict(sorted(most.items()))
 
 
-def passed(epochs: Iterable[Line], passes: int) -> int:
+def passed_in(epochs: Iterable[Line], passes: int) -> int:
     """The samples of the clients of some rounds, as often as they pass over them."""
     return passes * sum(sum(line.get("samples", ())) for line in epochs)
 
 
-def audit(epochs: Iterable[Line], used: Mapping[int, list[Line]], passes: int) -> Audit:
+def audit_of(epochs: Iterable[Line], used: Mapping[int, list[Line]], passes: int) -> Audit:
     """Of all rounds that were ended. used: the lines of their steps."""
     rounds, wanted, seen, twice = [line for line in epochs if line.get("clients")], 0, 0, 0
     for line in rounds:
         once, more = covered(each["order"] for each in used.get(line["epoch"], []))
-        wanted, seen, twice = wanted + passed([line], passes), seen + once, twice + more
+        wanted, seen, twice = wanted + passed_in([line], passes), seen + once, twice + more
     return Audit(len(rounds), wanted, seen, twice, wanted - seen, in_rounds=True)

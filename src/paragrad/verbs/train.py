@@ -178,7 +178,7 @@ def _refuse_unseen(world: World, folder: Path) -> None:
 
 
 def _write_header(record: Recorder, checked: Admitted, folder: Path) -> None:
-    job, facts, settings, rounds = checked.job, checked.facts, checked.settings, checked.rounds
+    job, facts, settings = checked.job, checked.facts, checked.settings
     record.write(
         "run", schema=SCHEMA, id=folder.name, date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         strategy=str(checked.asked), resolved=str(checked.resolved), exact=checked.resolved.exact, seed=job.seed,
@@ -191,9 +191,7 @@ def _write_header(record: Recorder, checked: Admitted, folder: Path) -> None:
         threads=checked.threads, prediction=None, reverse=settings.reverse,
         resumed=checked.saved and {"run": str(checked.saved.folder.parent), "step": checked.saved.step},
         settings={name: str(value) for name, value in vars(settings).items() if value != getattr(Settings, name)},
-        machine=this_machine(), rounds=rounds and {
-            "count": rounds.count, "clients": len(rounds.clients), "taking": rounds.taking, "passes": rounds.passes,
-            "steps": rounds.begins[-1]})
+        machine=this_machine(), rounds=checked.rounds and checked.rounds.told)
     for what, picked, because in _choices(checked):
         record.write("choice", what=what, bytes=None, picked=picked, because=because)
 
