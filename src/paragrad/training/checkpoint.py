@@ -159,9 +159,10 @@ def shapes_of(shapes: Mapping[str, list[int]]) -> dict[str, Any]:
     return {f"shape of {name}": shape for name, shape in shapes.items()}
 
 
-def found(parent: Path, job: Job, facts: Findings, steps: int) -> Saved:
-    """The newest whole checkpoint of a run, if it is this job's. steps: to be made in all. Raises Refused; a damaged one is
-    warned of by name."""
+def found(parent: Path, job: Job, facts: Findings, steps: int | None = None) -> Saved:
+    """The newest whole checkpoint of a run, if it is this job's. steps: to be made in all, where that is not the job's epochs.
+    Raises Refused; a damaged one is warned of by name."""
+    steps = job.epochs * facts.order.steps if steps is None else steps
     saved = newest(parent)
     ours = identity_of(job, facts)
     refuse_another(saved.folder, saved.state["identity"], ours, f"job {job.name} has")

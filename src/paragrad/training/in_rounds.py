@@ -24,9 +24,10 @@ from paragrad.techniques.data_parallel.federated import Federating
 from paragrad.techniques.exchange import TESTS
 from paragrad.training.batches import Batch
 from paragrad.training.first_step.start import before
-from paragrad.training.loop import Training
+from paragrad.training.loop import Training, state_bytes
 from paragrad.training.saved import Saved
 from paragrad.world.generators import generators_seeded
+from paragrad.world.waiting import meanwhile
 
 NOBODY = "no client of any round came back; of the last one that was lost: {}"
 
@@ -41,6 +42,7 @@ class InRounds(Training):
         self.rounds: Rounds = rounds
         self.epochs, self.steps, self.made = rounds.count, rounds.begins[-1], 0
         self.scheduler, trainer.scheduler = trainer.scheduler, None         # which goes on between rounds
+        trainer.watch.after = math.inf                      # workers are in steps of their own
         self.samples = Samples(self.train, job.seed, job.collate, trainer.world.timeout)
         self.back, self.cause = False, ""           # did a client come back?  why one of this worker's did not
 
@@ -98,9 +100,8 @@ class InRounds(Training):
     def epoch(self, epoch: int, start: int) -> bool:
         trainer, exchange, rounds = self.trainer, self.trainer.exchange, self.rounds
         assert isinstance(exchange, Federating)
-        parts, watched = rounds.parts(epoch), trainer.watch.after
+        parts = rounds.parts(epoch)
         exchange.begin_round(len(parts))
-        trainer.watch.after = math.inf                      # nobody waits for anybody
         for place, part in enumerate(parts):
             if rounds.worker[part.client] == trainer.replicated.rank:
                 try:
@@ -108,13 +109,13 @@ class InRounds(Training):
                     exchange.ended(place, len(rounds.clients[part.client]))
                 except Exception as error:
                     self._lost(place, part, epoch, error)
-        trainer.optimizer, trainer.steps, trainer.watch.after = exchange.central, rounds.begins[epoch + 1], watched
-        with trainer.watch.over(epoch):
-            exchange.stop = trainer.world.stop.is_set()
-            try:
+        trainer.optimizer, trainer.steps = exchange.central, rounds.begins[epoch + 1]
+        exchange.stop = trainer.world.stop.is_set()
+        try:
+            with meanwhile(f"clients of round {epoch} train on other workers"):
                 counts = exchange.meet()
-            except Exception as error:
-                raise trainer.failed(error) from error
+        except Exception as error:
+            raise trainer.failed(error) from error
         trainer.log.failed(trainer.steps - 1)               # its spans: they are of no step
         self._told(parts, counts, epoch)
         return True
@@ -132,6 +133,7 @@ class InRounds(Training):
                     result = trainer.step(*parted(fetched))
                     self.show(trainer.steps, loss=result.loss, lr=rate)
                     self.tell(number, result.loss)
+        self.held = max(self.held, state_bytes(trainer.optimizer))
 
     def _fresh(self, central: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """An optimizer as the job makes it, with this round's rates where a scheduler sets them."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, tensor
 
 from paragrad.datasets.loading import Dataset, parted
@@ -40,7 +41,7 @@ def train_rank(world: World, checked: Admitted, folder: Path, origin: float, rep
             cpu = Cpu()
             status = training.run()
             record.write("cpu", **cpu.told())
-            log_memory(trainer)
+            log_memory(trainer, training.held)
             if not trainer.serves:
                 if status == "finished":
                     save_trained(trainer, folder / "model.safetensors")
@@ -84,6 +85,7 @@ class Training:
         self.epochs = job.epochs
         self.status = "finished"
         self.saved_at: int | None = None
+        self.held = 0                                       # bytes of state that optimizers had which are gone
         self.line: dict[str, Any] = {}                      # what else the record says of an epoch, and a checkpoint of itself
         self.beside: dict[str, Any] = {}
 
@@ -185,17 +187,21 @@ class Training:
         self.saved_at = self.trainer.steps
 
 
-def log_memory(trainer: Trainer) -> None:
-    """Write the bytes that a rank holds into the record."""
-    state = [value for group in trainer.optimizer.state.values() for value in group.values() if isinstance(value, Tensor)]
+def log_memory(trainer: Trainer, held: int = 0) -> None:
+    """Write the bytes that a rank holds into the record. held: by other optimizers than the trainer's, before."""
     exchange, activations = trainer.exchange, trainer.passes.most if trainer.passes else 0
     if not activations and not trainer.layout.cut:              # passes of a user's own: what a look at the model showed
         activations = trainer.activations
     trainer.log.memory(
-        parameters=_bytes(trainer.parameters.values()) // (exchange.sharing if exchange else 1), optimizer=_bytes(state),
+        parameters=_bytes(trainer.parameters.values()) // (exchange.sharing if exchange else 1), optimizer=max(held, state_bytes(trainer.optimizer)),
         gradients=_bytes(each for each in trainer.parameters.values() if each.requires_grad),
         **({"activations": activations} if activations or not trainer.layout.cut else {}),       # nobody looked
         exchange=exchange.largest if exchange else 0)
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Of what it keeps."""
+    return _bytes(value for group in optimizer.state.values() for value in group.values() if isinstance(value, Tensor))
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -79,8 +79,8 @@ class Federating(Sending):
         set_mode(self.optimizer, "eval")            # which has the weights that it stands for
         values = self._values()
         moved = {name for name, each in self.others.items() if not same(values[name], each)}
-        for name in (*self.trained, *moved):
-            if not bool((values[name].isfinite() | ~self.others.get(name, torch.ones(1)).isfinite()).all()):
+        for name in (*self.trained, *(name for name in moved if self.others[name].isfinite().all())):
+            if not values[name].isfinite().all():
                 raise StepFailed("its weights are not finite any more", tensor=name)
         for name, total in self.sums.items():
             total.add_(values[name].to(total.dtype), alpha=samples)
