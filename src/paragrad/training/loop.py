@@ -193,7 +193,8 @@ def log_memory(trainer: Trainer, held: int = 0) -> None:
     if not activations and not trainer.layout.cut:              # passes of a user's own: what a look at the model showed
         activations = trainer.activations
     trainer.log.memory(
-        parameters=_bytes(trainer.parameters.values()) // (exchange.sharing if exchange else 1), optimizer=max(held, state_bytes(trainer.optimizer)),
+        parameters=_bytes(trainer.parameters.values()) // (exchange.sharing if exchange else 1),
+        optimizer=max(held, state_bytes(trainer.optimizer)),
         gradients=_bytes(each for each in trainer.parameters.values() if each.requires_grad),
         **({"activations": activations} if activations or not trainer.layout.cut else {}),       # nobody looked
         exchange=exchange.largest if exchange else 0)
