@@ -290,6 +290,26 @@ def test_whole_numbers_become_the_nearest_mean_and_python_begins_anew(tmp_path: 
     assert torch.equal(one["constants"], Keeping().constants.double())
 
 
+class Anchored(torch.optim.SGD):
+    """Keeps the weights that it begins with, and pulls to them: a client stays near the round's (FedProx, Li et al. 2020)."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, lr=lr)
+        self.anchors = [(each, each.detach().clone()) for group in self.param_groups for each in group["params"]]
+
+    def step(self, closure: None = None) -> None:                       # type: ignore[override]
+        for each, anchor in self.anchors:
+            each.grad.add_(each.detach() - anchor)
+        super().step()
+
+
+def test_an_optimizer_may_keep_where_a_client_begins(tmp_path: Path) -> None:
+    """It was made before the weights were put back, and kept those of the client before."""
+    made, text = vectors(optimizer=Anchored), "clients=5, fraction=0.6, rounds=3, local_epochs=2"
+    one, *others = (trained(made, f"federated({workers}, {text})", tmp_path / str(workers))[0] for workers in (1, 3))
+    assert all(close(one, other) for other in others)
+
+
 def test_batch_norms_statistics_are_means_too(tmp_path: Path) -> None:
     made = job("normed", normed_cnn, IMAGES, dtype=torch.float64, epochs=2)
     one, two = (trained(made, f"federated({workers}, clients=3, fraction=1.0)", tmp_path / str(workers))[0]
@@ -401,6 +421,37 @@ def test_what_a_job_cannot_be_divided_into_is_refused() -> None:
     with pytest.raises(pg.Refused, match="not for a loop of your own"), pg.parallelize(
             model, functional.cross_entropy, plain(model.parameters()), "federated(1, clients=3)"):
         pass
+
+
+def test_a_record_has_every_step_of_every_client(tmp_path: Path) -> None:
+    text = "federated(2, clients=4, fraction=0.5, local_epochs=2, rounds=3)"
+    _, record = trained(vectors(), text, tmp_path)
+    rounds = rounds_of(vectors(), text)
+    assert record.rounds == rounds.told
+    assert len(record.losses) == record.steps_planned == rounds.begins[-1]
+    assert [lines[0]["step"] for lines in record.steps()] == list(range(rounds.begins[-1]))
+    assert [line["clients"] for line in record.of("epoch")] == [rounds.chosen(number) for number in range(3)]
+    assert record.passed(1) == rounds.places(0) + rounds.places(1)
+    samples = record.passed(2)
+    assert str(record.audit) == (f"{samples} of the {samples} samples that clients of 3 round(s) were to train on, 0 twice, "
+                                 "0 missed")
+    assert record.sent_per_step["weights"]["bytes"] == round(3 * 8 * 244 / rounds.begins[-1])
+    assert record.memory["optimizer"] == 8 * 244                        # of a client, which has gone
+
+
+def test_beside_others_it_is_judged_by_its_tests(tmp_path: Path) -> None:
+    """A step of a client is none of serial's: no difference, no speed-up, and nothing is missing."""
+    found = pg.compare(images(epochs=20), "serial; federated(2, clients=10, fraction=1.0, local_epochs=2)", runs=tmp_path,
+                       until="accuracy=50")
+    row = found.rows[1]
+    assert found.ended["status"] == "finished"
+    assert found.missing == []
+    assert row.difference is None is row.speed_up
+    assert row.test is not None
+    assert row.test >= 50
+    assert row.reached[0] is not None
+    assert row.reached[0].samples == row.reached[0].epochs * 2 * 1437
+    assert (found.folder / "page.html").exists()
 
 
 @pytest.mark.parametrize("text", IN_ROUNDS)

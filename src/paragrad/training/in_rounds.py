@@ -90,8 +90,9 @@ class InRounds(Training):
         own, failed = self.trainer.replicated.rank, StepFailed("there are no clients")
         for client in sorted(range(len(self.rounds.clients)), key=lambda client: self.rounds.worker[client] != own):
             try:
-                batches = self._batches(Part(client, 0, self.trainer.steps, self.rounds.length(client)), self.made)
-                return next(batches)            # not closed: then the batch would count as passed over
+                part = Part(client, 0, self.trainer.steps, self.rounds.length(client))
+                with contextlib.closing(self._batches(part, self.made)) as batches:
+                    return next(batches)
             except Exception as error:
                 failed = StepFailed.of(error)
         raise failed
@@ -125,8 +126,8 @@ class InRounds(Training):
         assert isinstance(exchange, Federating)
         trainer.steps = part.step
         with generators_seeded(f"client {trainer.seed} {number} {part.client}"):
-            trainer.optimizer = self._fresh(exchange.central)
-            exchange.begun(trainer.optimizer)
+            exchange.begun()
+            exchange.optimizer = trainer.optimizer = self._fresh(exchange.central)          # which may keep where it begins
             rate = trainer.optimizer.param_groups[0]["lr"]
             with contextlib.closing(self._batches(part, number)) as batches:
                 for fetched in batches:

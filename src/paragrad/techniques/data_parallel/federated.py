@@ -69,10 +69,9 @@ class Federating(Sending):
         self.sums = {name: torch.zeros_like(each, dtype=_wide(each.dtype)) for name, each in values.items()}
         self.beside = 2 * sum(each.nbytes for each in (*self.sums.values(), *self.others.values()))
 
-    def begun(self, optimizer: torch.optim.Optimizer) -> None:
-        """A client begins, with an optimizer of its own."""
+    def begun(self) -> None:
+        """A client begins; its optimizer is made, and given to `optimizer`, after this."""
         self._put_back()
-        self.optimizer = optimizer
 
     def ended(self, place: int, samples: int) -> None:
         """A client has trained over so many samples. Raises StepFailed where its weights are not finite."""
