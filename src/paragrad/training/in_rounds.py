@@ -46,6 +46,11 @@ class InRounds(Training):
         self.samples = Samples(self.train, job.seed, job.collate, trainer.world.timeout)
         self.back, self.cause = False, ""           # did a client come back?  why one of this worker's did not
 
+    @property
+    def exchange(self) -> Federating:
+        assert isinstance(self.trainer.exchange, Federating)
+        return self.trainer.exchange
+
     def begin(self, saved: Saved | None) -> tuple[int, int]:
         if saved is not None:
             self.made = self._made(saved)
@@ -99,8 +104,7 @@ class InRounds(Training):
 
     # ---- a round -----------------------------------------------------------------------------------------------------------
     def epoch(self, epoch: int, start: int) -> bool:
-        trainer, exchange, rounds = self.trainer, self.trainer.exchange, self.rounds
-        assert isinstance(exchange, Federating)
+        trainer, exchange, rounds = self.trainer, self.exchange, self.rounds
         parts = rounds.parts(epoch)
         exchange.begin_round(len(parts))
         for place, part in enumerate(parts):
@@ -122,8 +126,7 @@ class InRounds(Training):
         return True
 
     def _trained(self, part: Part, number: int) -> None:
-        trainer, exchange = self.trainer, self.trainer.exchange
-        assert isinstance(exchange, Federating)
+        trainer, exchange = self.trainer, self.exchange
         trainer.steps = part.step
         with generators_seeded(f"client {trainer.seed} {number} {part.client}"):
             exchange.begun()
@@ -151,9 +154,7 @@ class InRounds(Training):
         yield from self.trainer.feed.give(self.samples, batches, self.checked.settings.loaders)
 
     def _lost(self, place: int, part: Part, number: int, error: Exception) -> None:
-        exchange = self.trainer.exchange
-        assert isinstance(exchange, Federating)
-        exchange.lost(place)
+        self.exchange.lost(place)
         self.cause = f"client {part.client} in round {number}: {told(error)}"
         self.trainer.log.event("lost", f"{self.cause}; the round's mean is over the others", round=number, client=part.client)
 
@@ -162,8 +163,8 @@ class InRounds(Training):
         self.back |= len(lost) < len(parts)
         if len(lost) == len(parts):
             self.trainer.log.event("nobody", f"round {number}: no client came back; the weights stay", round=number)
-        self.line = {"clients": [part.client for part in parts], "samples": [len(self.rounds.clients[part.client])
-                                                                             for part in parts], "lost": lost}
+        self.line = {"clients": [part.client for part in parts],
+                     "samples": [len(self.rounds.clients[part.client]) for part in parts], "lost": lost}
         for step in range(self.rounds.passed(number), self.rounds.passed(number + 1) if self.scheduler is not None else 0):
             self.trainer.alike("schedule", step, self._schedule)
         self.made = number + 1
@@ -195,9 +196,8 @@ class InRounds(Training):
         return dict(exchange.sent)
 
     def asked(self) -> bool:
-        """As the meeting told."""
-        exchange = self.trainer.exchange
-        return isinstance(exchange, Federating) and exchange.asked > 0
+        """As the meeting told; without one, nobody."""
+        return self.trainer.exchange is not None and self.exchange.asked > 0
 
     def save(self) -> None:
         """Of the rounds behind it, under the step that serial would have come to."""

@@ -132,7 +132,8 @@ def _state(folder: Path) -> dict[str, Any]:
         raise Refused(f"state.json has schema {state['schema']}, this version reads {SCHEMA}")
     state = restored(state)
     optimizer = state["optimizer"]
-    for name, value, kind in (("step", state["step"], int), ("strategy", state["strategy"], str),
+    for name, value, kind in (("step", state["step"], int), ("rounds", state.get("rounds", 0), int),
+                              ("strategy", state["strategy"], str),
                               ("identity", state["identity"], dict), ("scheduler", state["scheduler"], dict | None),
                               ("optimizer's class", optimizer["class"], str), ("optimizer's groups", optimizer["groups"], list),
                               ("optimizer's scalars", optimizer["scalars"], dict)):
