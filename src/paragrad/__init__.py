@@ -27,6 +27,7 @@ if typing.TYPE_CHECKING:
     from paragrad.schedules.tree import Tree
     from paragrad.schedules.two_level import TwoLevel
     from paragrad.strategies.data import Data, Native
+    from paragrad.strategies.federated import Dirichlet, Even, Federated
     from paragrad.strategies.local import Elastic, Local, Mean, Nesterov
     from paragrad.strategies.pipeline import Pipeline, Place
     from paragrad.strategies.serial import Serial
@@ -46,8 +47,9 @@ if typing.TYPE_CHECKING:
     from paragrad.version import __version__ as __version__
     from paragrad.world.axes import Axis
 
-__all__ = ["AllReduce", "Asp", "Axis", "Bsp", "Butterfly", "Certificate", "Data", "Decimal", "Direct", "DoubleTree",
-           "Elastic", "Exchange", "Flag", "Gpipe", "Halving", "Held", "Integer", "Interleaved", "Job", "Local", "Mean",
+__all__ = ["AllReduce", "Asp", "Axis", "Bsp", "Butterfly", "Certificate", "Data", "Decimal", "Direct",
+           "Dirichlet", "DoubleTree", "Elastic", "Even", "Exchange", "Federated", "Flag", "Gpipe", "Halving", "Held",
+           "Integer", "Interleaved", "Job", "Local", "Mean",
            "Native", "Nesterov", "OneFOneB", "Passes", "Pipeline", "PipelineSchedule", "Place", "Promise", "RankFailed",
            "Recv", "Refused", "Ring", "RingAsync", "Run", "Send", "Serial", "Server", "Share", "Ssp", "Star", "StepFailed",
            "Strategy", "Sums", "Table", "Tensor", "Tree", "TwoLevel", "WholeBatch", "Word", "ZeroBubble", "accuracy",
@@ -64,6 +66,7 @@ _HOMES = {name: home for home, names in {
     "schedules.halving": "Halving", "schedules.pipeline": "Gpipe Interleaved OneFOneB PipelineSchedule ZeroBubble",
     "schedules.ring": "Ring RingAsync", "schedules.star": "Star", "schedules.tree": "Tree",
     "schedules.two_level": "TwoLevel", "strategies.data": "Data Native",
+    "strategies.federated": "Dirichlet Even Federated",
     "strategies.local": "Elastic Local Mean Nesterov", "strategies.pipeline": "Pipeline Place",
     "strategies.serial": "Serial", "strategies.server": "Asp Bsp Server Ssp",
     "strategies.strategy": "Promise", "strategies.table": "AllReduce Strategy strategy", "strategies.tensor": "Tensor",

@@ -319,6 +319,8 @@ BRIEF = 9               # steps of a covering sample, three epochs of most jobs;
 LOOSER = ("local(2, every=3)", "local(3, every=end)", "local(2, every=2, after=3)", "local(2, outer=nesterov)",
           "local(4, every=2, outer=elastic)", "local(2, every=2, reduce=ring) * place(2)",
           "server(3, sync=asp)", "server(2, servers=2, sync=ssp(1), rate=by_staleness)")
+# of them, those that make no steps beside serial's (test_federated)
+IN_ROUNDS = ("federated(2, clients=4, fraction=0.5)", "federated(3, clients=3, fraction=1.0, split=dirichlet, reduce=ring)")
 
 NOT_EXACT: dict[tuple[str, str], str] = {
     ("own batch norm", column): "statistics of a share are not those of the batch" for column in JOBS

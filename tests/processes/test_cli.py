@@ -197,7 +197,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     (answer,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
     facts = json.loads(answer)
     assert facts["resolved"] == "data(2, reduce=ring, state=replicated)"
-    assert facts["audit"] == {"epochs": 1, "samples": 1437, "seen": 1437, "twice": 0, "missed": 0}
+    assert facts["audit"] == {"epochs": 1, "samples": 1437, "seen": 1437, "twice": 0, "missed": 0, "in_rounds": False}
     assert {path.name for path in next(tmp_path.iterdir()).iterdir()} == {
         "run.jsonl", "rank-0.jsonl", "rank-1.jsonl", "model.safetensors"}
 
@@ -208,7 +208,7 @@ def test_lists() -> None:
     listed = {row["name"]: row for row in json.loads(paragrad("strategies", "--json"))}
     assert listed["ring"]["built"] is True
     assert listed["pipeline"]["built"] is listed["tensor"]["built"] is True
-    assert listed["federated"]["built"] is False
+    assert listed["federated"]["built"] is True
     for row in listed.values():
         assert row["what"]
     assert "ring\tyes\tRing: reduce-scatter" in paragrad("strategies")

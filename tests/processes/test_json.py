@@ -22,7 +22,7 @@ from paragrad.verbs import cli
 ROOT = Path(__file__).parents[2]
 VERBS = {
     "train": ["train", "digits", "--epochs", "1", "--strategy", "data(2, reduce=ring)", "--check"],
-    "dry run": ["train", "digits", "--dry-run"],
+    "dry run": ["train", "digits", "--strategy", "federated(2)", "--dry-run"],
     "compare": ["compare", "digits", "--epochs", "1", "--strategies", "serial; data(2)", "--until", "accuracy=1"],
     "verify": ["verify", "digits", "--strategy", "data(2)"],
     "simulate": ["simulate", "data(4, reduce=ring)", "--bytes", "1MB"],

@@ -80,7 +80,7 @@ def test_every_kind_of_line_has_its_fields(pool: Ranks, tmp_path: Path) -> None:
     trained(pool, tmp_path, DIGITS, "data(2, reduce=ring)")
     fields = {
         "run": {"schema", "id", "date", "job", "strategy", "resolved", "exact", "seed", "workers", "servers", "backend",
-                "device", "threads", "machine", "prediction", "reverse", "resumed", "settings"},
+                "device", "threads", "machine", "prediction", "reverse", "resumed", "settings", "rounds"},
         "step": {"epoch", "step", "start", "seconds", "loss", "order", "sent", "lr"},
         "epoch": {"epoch", "test", "start", "seconds"},
         "span": {"step", "name", "lane", "start", "seconds", "bytes", "peer"},

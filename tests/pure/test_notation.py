@@ -14,7 +14,7 @@ from paragrad.notation.choices import Choice, Decimal, Flag, Integer, Integers, 
 from paragrad.schedules.pipeline import PipelineSchedule
 from paragrad.schedules.ring import Ring, RingAsync
 from paragrad.schedules.two_level import TwoLevel
-from paragrad.strategies import local, planned, server
+from paragrad.strategies import federated, local, planned, server
 from paragrad.strategies.data import Data, Native
 from paragrad.strategies.pipeline import Pipeline
 from paragrad.strategies.serial import Serial
@@ -74,7 +74,7 @@ def test_round_trip(chosen: Strategy) -> None:
 def test_the_python_form_makes_the_same_value(chosen: Strategy) -> None:
     names: dict[str, Any] = {cls.__name__: cls for cls in (
         *known().values(), *algorithms().values(), *PipelineSchedule.members.values())}
-    names |= {cls.__name__: cls for module in (planned, local, server) for cls in vars(module).values()
+    names |= {cls.__name__: cls for module in (planned, local, server, federated) for cls in vars(module).values()
               if isinstance(cls, type)}
     assert eval(repr(chosen), names) == chosen
 
@@ -143,6 +143,8 @@ REFUSED = {
     "data(2, micro=2) * pipeline(2)": "pipeline(micro=...)",
     "data(2, state=fully_sharded) * place(2)": "leave out the state",
     "data(2, compress=top_k(2))": "at most 1",
+    "federated(2) * tensor(2)": "a worker is a whole client at a time",
+    "federated(2, split=dirichlet(0))": "a number above 0",
 }
 
 
@@ -154,7 +156,7 @@ def test_refused_with_the_repair(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", [
-    "federated(2)", "federated(2) * tensor(2)", "data(2, compress=top_k(0.01))"])
+    "data(2, compress=one_bit)", "data(2, compress=int8) * tensor(2)", "data(2, compress=top_k(0.01))"])
 def test_known_by_name_and_refused_as_not_built(text: str) -> None:
     with pytest.raises(Refused, match="known and not built yet"):
         refuse_unbuilt(strategy(text))

@@ -51,12 +51,22 @@ def permutation(samples: int, seed: int, epoch: int) -> Any:
     version; numpy's RandomState, which promises it too, goes on from its state, in one call for all.
     """
     refuse_unordered(samples, "an epoch")
-    _, (*state, position), _ = random.Random(f"paragrad order {seed} {epoch}").getstate()
-    draws = numpy.random.RandomState()
-    draws.set_state(("MT19937", state, position, 0, 0.0))
-    order = numpy.argsort(draws.random_sample(samples), kind="stable")         # stable: of equal keys the lower sample first
+    order = shuffled(samples, f"order {seed} {epoch}")
     order.flags.writeable = False               # it is everybody's
     return order
+
+
+def shuffled(count: int, text: str) -> Any:
+    """An array of all of 0..count-1, as `permutation` makes it, for the text."""
+    return numpy.argsort(draws(text).random_sample(count), kind="stable")       # stable: of equal keys the lower sample first
+
+
+def draws(text: str) -> Any:
+    """numpy's RandomState, beginning as `random.Random` does for the text."""
+    _, (*state, position), _ = random.Random(f"paragrad {text}").getstate()
+    found = numpy.random.RandomState()
+    found.set_state(("MT19937", state, position, 0, 0.0))
+    return found
 
 
 def refuse_endless(samples: int, what: str) -> None:

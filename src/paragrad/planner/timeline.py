@@ -53,6 +53,8 @@ def measured(record: Record, turns: range = FORETOLD) -> dict[int, Timeline]:
 
     turns: which of the run's steps, from 0. Seconds count from where the first rank began with the step.
     """
+    if record.rounds:                           # every worker is in a step of its own
+        return {}
     full = min(record.header["job"]["batch"], record.header["job"]["samples"]) if "job" in record.header else 0
     lines = {rank: list(_first(record, rank, turns.stop)) for rank in range(record.header.get("workers", 0))}
     steps = [[line for line in each if line["kind"] == "step"] for each in lines.values()]

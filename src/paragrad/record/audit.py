@@ -14,10 +14,14 @@ class Audit:
     seen: int                   # different ones, in the epoch that saw fewest
     twice: int                  # used more than once in an epoch, over all epochs
     missed: int                 # not used in an epoch, over all epochs
+    in_rounds: bool = False     # each is over samples of its own: `samples` and `seen` are of all of them together
 
     def __str__(self) -> str:
         if not self.epochs:
             return "no epoch was finished"
+        if self.in_rounds:
+            return (f"{self.seen} of the {self.samples} samples that clients of {self.epochs} round(s) were to train on, "
+                    f"{self.twice} twice, {self.missed} missed")
         return (f"{self.seen} of {self.samples} samples seen in each of {self.epochs} epoch(s), "
                 f"{self.twice} twice, {self.missed} missed")
 

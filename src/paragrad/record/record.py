@@ -5,9 +5,11 @@
 | run        | schema, id, date, job {name, arguments, batch, epochs, metric, unit, samples, parameters, dtype},         |
 |            | strategy, resolved, exact, seed, workers, servers, backend, device, threads,                              |
 |            | machine {cpu, cores, load, torch, python, paragrad},                                                      |
-|            | prediction, reverse, resumed {run, step} or null, settings (those that are not the default)               |
+|            | prediction, reverse, resumed {run, step} or null, settings (those that are not the default),              |
+|            | rounds {count, clients, taking, passes, steps} or null                                                    |
 | step       | epoch, step, start, seconds, loss [sum, weight], order [first, stop], sent {kind: {bytes, computed}}, lr  |
-| epoch      | epoch, test {value, weight} or null, start, seconds; sent, where ranks exchange something for a test      |
+| epoch      | epoch, test {value, weight} or null, start, seconds; sent, where ranks exchange something for a test; of  |
+|            | a round sent in it, clients [those that took part], samples [of each], lost [those that did not come back] |
 | span       | step, name, lane (compute, send, receive, wait, update, data), start, seconds, bytes, peer                |
 | choice     | what, bytes, picked, because                                                                              |
 | memory     | parameters, gradients, optimizer, activations (with messages between parts), exchange, resident (bytes)  |
@@ -35,6 +37,7 @@ and no line of its own.
 What is as in the step before is not written again, and `lines_of` puts it back: fields of a step; and the spans of a step are
 one line {kind: spans, step, start, spans [[name, lane, bytes], ...], micros [start, length, ...]}, microseconds after `start`
 and in the order of `spans`, which is left out where it is the step before's. A step costs some 250 bytes on every rank.
+Where clients train in rounds an epoch is a round, a step a client's batch, and `order` that of all clients of the round.
 `date` is when the run began, UTC. `unit` is what the test's value is in (% or nothing). `resident` is the most that the process
 ever held, also in runs that it served before. `load` is the mean number of busy or waiting threads of the host in the minute
 before the run, null where the system does not say. Without an `end` line the run died.
@@ -56,6 +59,7 @@ from typing import Any
 
 from paragrad.errors import Refused
 from paragrad.record.audit import Audit, covered
+from paragrad.record.rounds import audit_of, passed_in, sent_by
 
 SCHEMA = 2          # 1 wrote every field of every step, and a line for every span; it is read as well
 Line = dict[str, Any]
@@ -192,9 +196,19 @@ class Record:
             return self.epochs
         return [line for line in self.ranks[rank] if line["kind"] == kind] if rank < len(self.ranks) else []
 
+    @property
+    def rounds(self) -> Line | None:
+        """What the header says of them, where clients train in rounds."""
+        return self.header.get("rounds")
+
+    def passed(self, epoch: int) -> int:
+        """The samples of the epochs up to that one; of rounds those in here."""
+        return passed_in([line for line in self.of("epoch") if line["epoch"] <= epoch], self.rounds["passes"]) if (
+            self.rounds) else (epoch + 1) * int(self.header["job"]["samples"])
+
     def steps(self) -> list[list[Line]]:
         """For each step that every worker finished, the line of every worker; or those of its shares, where they are handed out
-        (of a batch with fewer samples, fewer)."""
+        (of a batch with fewer samples, fewer), or of its client."""
         found: dict[int, list[Line]] = {}
         for lines in self.ranks:
             for line in lines:
@@ -204,7 +218,7 @@ class Record:
         samples, batch = job.get("samples", workers), job.get("batch", workers)
         last, steps = samples % batch or batch, -(-samples // batch)
         return [lines for step, lines in sorted(found.items())
-                if len(lines) >= min(workers, last if (step + 1) % steps == 0 else batch)]
+                if self.rounds or len(lines) >= min(workers, last if (step + 1) % steps == 0 else batch)]
 
     @property
     def losses(self) -> list[float]:
@@ -247,6 +261,8 @@ class Record:
                 for kind, sent in line["sent"].items():
                     if sent["bytes"] >= most.get(kind, sent)["bytes"]:
                         most[kind] = sent
+        if self.rounds and steps:
+            return sent_by([self.of("epoch", rank) for rank in range(len(self.ranks))], len(steps))
         return {kind: sent if times[kind] == len(steps) else sent | {"bytes": round(sent["bytes"] * times[kind] / len(steps))}
                 for kind, sent in most.items()}
 
@@ -275,12 +291,13 @@ class Record:
     def steps_planned(self) -> int:
         """How many steps all epochs of its job have."""
         job = self.header["job"]
-        return int(job["epochs"] * -(-job["samples"] // job["batch"]))
+        return int(self.rounds["steps"]) if self.rounds else int(job["epochs"] * -(-job["samples"] // job["batch"]))
 
     def used(self) -> list[Line]:
         """The step lines of all ranks; of a resumed run, after those that led to its checkpoint."""
-        resumed = self.header.get("resumed")
-        before = [line for line in Record(Path(resumed["run"])).used() if line["step"] < resumed["step"]] if resumed else []
+        resumed, before = self.header.get("resumed"), list[Line]()
+        if resumed and not self.rounds and not (earlier := Record(Path(resumed["run"]))).rounds:        # of other epochs
+            before = [line for line in earlier.used() if line["step"] < resumed["step"]]
         return before + [line for lines in self.ranks for line in lines if line["kind"] == "step"]
 
     @property
@@ -291,6 +308,8 @@ class Record:
         for line in self.used():
             used.setdefault(line["epoch"], []).append(line)
         begun = {epoch for epoch, lines in used.items() if any(line["order"][0] == 0 < line["order"][1] for line in lines)}
+        if self.rounds:
+            return audit_of(self.of("epoch"), used, self.rounds["passes"])
         epochs = [line["epoch"] for line in self.of("epoch") if line["epoch"] in begun]     # not one whose beginning is lost
         seen, twice, missed = samples, 0, 0
         for epoch in epochs:

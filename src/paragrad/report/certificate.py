@@ -39,7 +39,7 @@ class Certificate(Difference):
     device: str
     backend: str
     steps: int
-    failure: str | None             # what a rank said of replicas that are not equal
+    failure: str | None             # what a rank said of replicas that are not equal, or why there was nothing to compare
     cause: str | None               # the likeliest, where it is not the same and one is known
     sabotage: str | None
     machine: dict[str, Any]         # as in a record: cpu, cores, load, versions

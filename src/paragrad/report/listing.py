@@ -125,13 +125,14 @@ def certificate(found: Certificate, as_json: bool) -> None:
 
 def dry_run(checked: Admitted, as_json: bool) -> None:
     """What a run would do: shares, steps, resolved choices."""
-    order, job = checked.facts.order, checked.job
+    order, job, rounds = checked.facts.order, checked.job, checked.rounds
     division = checked.resolved.division
     first, last = order.at(0), order.at(order.steps - 1)
     found: dict[str, Any] = {
         "job": job.name, "strategy": str(checked.asked), "resolved": str(checked.resolved), "workers": checked.size,
         "threads": checked.threads, "samples": order.samples, "batch": job.batch, "steps_per_epoch": order.steps,
-        "epochs": job.epochs, "steps": order.steps * job.epochs, "shares": _shares(first, division),
+        "epochs": job.epochs, "steps": rounds.begins[-1] if rounds else order.steps * job.epochs,
+        "rounds": rounds and rounds.told, "shares": _shares(first, division),
         "last_shares": _shares(last, division)}
     if as_json:
         print(json.dumps(found))
@@ -140,6 +141,8 @@ def dry_run(checked: Admitted, as_json: bool) -> None:
     if found["shares"] == found["last_shares"]:
         del found["last_shares"]
     del found["strategy"]
+    if not rounds:
+        del found["rounds"]
     print_facts((named.get(name, name.replace("_", " ")), value) for name, value in found.items())
 
 

@@ -118,7 +118,12 @@ class Results:
         for_speed = [name for name in self.asked.get("baselines", [])
                      if name not in self.records or not self.records[name].finished]
         return [row.strategy for row in self.rows if row.failure
-                or (row.difference is None and not row.reference and row.strategy != TWIN)] + for_speed
+                or (row.difference is None and not row.reference and row.strategy != TWIN and not self._in_rounds(row))
+                ] + for_speed
+
+    def _in_rounds(self, row: Row) -> bool:
+        """It has no steps that could be compared with serial's."""
+        return any(self.records[run].rounds for run in row.runs if run in self.records)
 
     @property
     def header(self) -> Line:
@@ -175,9 +180,10 @@ def _row(results: Results, strategy: str, names: list[str]) -> Row:
     taken = times_of(records)
     difference = results.lines("difference").get(names[0], {})
     failure = {} if names[0] in results.lines("distance") else results.lines("event").get(names[0], {})
+    over = None if records[0].rounds else taken                # a client's batch is no step of serial's
     return Row(**named, test=fmean(tests) if tests else None, spread=stdev(tests) if len(tests) > 1 else None,
-               times=taken, faster=_faster(results, names[0], taken, int(results.machine["cores"])),
-               faster_than_one_thread=_faster(results, names[0], taken, 1),
+               times=taken, faster=_faster(results, names[0], over, int(results.machine["cores"])),
+               faster_than_one_thread=_faster(results, names[0], over, 1),
                sent=records[0].sent_per_step, memory=records[0].memory, fullest=records[0].fullest,
                difference=difference.get("value"),
                tensor=difference.get("tensor"), digests=tuple(map(_digest, records)), failure=failure.get("message"),
@@ -197,7 +203,10 @@ def _reached(results: Results, record: Record, taken: StepTime | None) -> Reache
     for line in record.of("epoch"):
         if goal and taken and line["test"] and goal.reached(line["test"]["value"]):
             steps = sum(each["epoch"] <= line["epoch"] for each in record.of("step"))
-            return Reached(steps * taken.seconds, line["epoch"] + 1, (line["epoch"] + 1) * record.header["job"]["samples"])
+            seconds = steps * taken.seconds
+            if record.rounds:                           # by the clock: workers have steps of their own
+                seconds = line["start"] + line["seconds"] - record.of("epoch")[0]["start"]
+            return Reached(seconds, line["epoch"] + 1, record.passed(line["epoch"]))
     return None
 
 

@@ -73,7 +73,8 @@ def definitions(table: Results) -> list[tuple[str, str]]:
         "parameters": "the first digits of a digest of the trained parameters: equal digests, equal bits"}
     if table.until:
         told = {f"seconds, epochs, samples to {table.until}":
-                "to the end of the first epoch whose test reached the goal; seconds: its steps, each taking the ms/step" + (
+                "to the end of the first epoch whose test reached the goal; seconds: its steps, each taking the ms/step; of "
+                "rounds, which are epochs here, by the clock" + (
                     "; means over seeds" if several else ""), **told}
     return list(told.items())
 

@@ -12,6 +12,9 @@ class Facts(Protocol):
     def job(self) -> str: ...                   # its name
 
     @property
+    def samples(self) -> int: ...               # of the training set
+
+    @property
     def full(self) -> int: ...                  # samples of a full batch
 
     @property

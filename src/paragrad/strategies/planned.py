@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from paragrad.notation.choices import Choice, Decimal, Integer, One, Word, option
+from paragrad.notation.choices import Choice, Decimal, Integer, Word, option
 
 
 class Planned(Choice, abstract=True):
@@ -57,16 +57,3 @@ class Dgc(Planned):
 
 
 COMPRESSORS = (Threshold, TopK, OneBit, Int8, PowerSgd, Bf16, Fp16, Dgc)
-
-
-# ---- federated -----------------------------------------------------------------------------------------------------------
-class Even(Planned):
-    """Every client has a random, equal part of the samples."""
-
-
-class Dirichlet(Planned):
-    """Clients differ in their mix of classes (Hsu et al. 2019)."""
-    alpha: float = option(Decimal(), default=0.5)
-
-
-SPLIT = One(Even, Dirichlet)

@@ -8,6 +8,7 @@ from paragrad.notation.grammar import parse_products
 from paragrad.schedules.all_reduce import AllReduce as AllReduce
 from paragrad.strategies.branch import Branch
 from paragrad.strategies.data import ALGORITHMS, Data, Native
+from paragrad.strategies.federated import Federated
 from paragrad.strategies.local import Local
 from paragrad.strategies.pipeline import Pipeline, Place
 from paragrad.strategies.serial import Serial
@@ -16,7 +17,6 @@ from paragrad.strategies.spatial import Spatial
 from paragrad.strategies.strategy import Here, Plan, Product, factors_of
 from paragrad.strategies.strategy import Strategy as Strategy
 from paragrad.strategies.tensor import Tensor
-from paragrad.strategies.unbuilt import Federated
 
 STRATEGIES: dict[str, type[Strategy]] = {cls.name: cls for cls in (
     Serial, Data, Tensor, Spatial, Branch, Place, Pipeline, Server, Local, Federated)}         # ours
@@ -35,7 +35,7 @@ ELSEWHERE = {
     **dict.fromkeys(("easgd",), "here it is local(2, outer=elastic)"),
     **dict.fromkeys(("local_sgd", "localsgd", "post_local_sgd"), "here it is local(2, every=8), for 2 workers"),
     **dict.fromkeys(("parallel_sgd", "parallelsgd"), "here it is local(2, every=end)"),
-    **dict.fromkeys(("fedavg",), "here it is federated(2), not built yet")}
+    **dict.fromkeys(("fedavg",), "here it is federated(2, clients=100, fraction=0.1)")}
 
 
 def known() -> dict[str, type[Strategy]]:

@@ -25,6 +25,7 @@ TECHNIQUES = {
     "serial": "paragrad.techniques.data_parallel",
     "data": "paragrad.techniques.data_parallel",
     "local": "paragrad.techniques.data_parallel.averaging",
+    "federated": "paragrad.techniques.data_parallel.federated",
     "server": "paragrad.techniques.served",
     "place": "paragrad.techniques.model_parallel.pipeline",
     "pipeline": "paragrad.techniques.model_parallel.pipeline",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from paragrad.datasets.clients import Rounds
 from paragrad.datasets.loading import brought, parted
 from paragrad.errors import Refused, StepFailed
 from paragrad.jobs.job import CPU, Job, opened
@@ -33,6 +35,7 @@ from paragrad.training.door import Findings, examined
 from paragrad.training.evaluation import refuse_gradients
 from paragrad.training.holding import refuse_optimizer
 from paragrad.training.room import refuse_crowded
+from paragrad.training.rounds import labels_wanted, refuse_lone, rounds_of
 from paragrad.training.saved import Saved
 from paragrad.training.settings import Settings
 from paragrad.world.axes import grid
@@ -56,6 +59,12 @@ class Admitted:
     saved: Saved | None = None                      # what to go on from
     tried: str | None = None                        # what a trial saw (`trial.py`)
     fitted: str | None = None                       # why the batch is as large as it is, where it was found (`fit.py`)
+    labels: Any = None                              # of every sample its class, where clients are divided by it
+
+    @functools.cached_property
+    def rounds(self) -> Rounds | None:
+        """Of a training in rounds."""
+        return rounds_of(self.resolved, self.facts.order, self.job.epochs, self.labels)
 
     @property
     def size(self) -> int:
@@ -106,8 +115,13 @@ def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, 
     if resolved.hands_out and settings.loaders:
         raise Refused(f"{asked} hands out samples one share at a time, so nothing can be loaded ahead; leave out --loaders")
     backend = backend_of(settings, resolved.size)
-    saved = checkpoint.found(Path(settings.resume), job, facts) if settings.resume else None
-    return Admitted(job, asked, resolved, settings, facts, here, backend, saved)
+    checked = Admitted(job, asked, resolved, settings, facts, here, backend,
+                       labels=labels_wanted(job, asked, resolved, settings.folder))
+    refuse_lone(checked.rounds, Asked(job, facts, settings.folder), asked)
+    if not settings.resume:
+        return checked
+    steps = checked.rounds.passed(checked.rounds.count) if checked.rounds else None
+    return replace(checked, saved=checkpoint.found(Path(settings.resume), job, facts, steps))
 
 
 def here_for(settings: Settings, own_loop: bool = False) -> Here:
@@ -163,7 +177,7 @@ def _check_answers(asked: Strategy, found: Strategy) -> None:
         raise Refused(f"{asked} has {found.workers} workers, and axes of {found.size - found.servers} ranks: " + " x ".join(
             f"{axis.name} {axis.size}" for axis in found.axes) + "; their product is the number of workers")
     grid(found.axes, found.size - found.servers)
-    along = prod(axis.size for axis in found.axes if axis.divides == "samples")
+    along = 1 if found.in_rounds else prod(axis.size for axis in found.axes if axis.divides == "samples")
     if len(found.division.shares) != along:
         raise Refused(f"{asked} divides a batch into {len(found.division.shares)} shares, and its axes have {along} replicas; "
                       "give one share per replica")

@@ -26,6 +26,10 @@ class Asked:
         return self.named.name
 
     @property
+    def samples(self) -> int:
+        return self.facts.samples
+
+    @property
     def full(self) -> int:
         return min(self.named.batch, self.facts.samples)
 

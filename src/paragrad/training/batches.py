@@ -14,11 +14,13 @@ from paragrad.strategies.shares import Division, Micro, micro_batches
 
 @dataclass(frozen=True)
 class Batch:
-    """This rank's part of the global batch that stands at `whole` in the order of `epoch`; indices: all its samples."""
+    """This rank's part of the global batch that stands at `whole` in the order of `epoch`; indices: all its samples;  drawn: by
+    which epoch samples are, where that is another."""
     epoch: int
     whole: range
     indices: list[int]
     micros: list[Micro]
+    drawn: int | None = None
 
     @property
     def places(self) -> list[int]:

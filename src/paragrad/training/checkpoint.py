@@ -20,7 +20,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,8 @@ class Snapshot:
     """A training as it stands after `step` steps, until the next one is made.
 
     state: the optimizer's, in serial shapes, whole on rank 0 (empty where a checkpoint is to be loaded into it);  kept: alike,
-    what the strategy keeps beside;  identity: what must be equal where it is loaded again.
+    what the strategy keeps beside;  identity: what must be equal where it is loaded again;  beside: what else state.json says:
+    "rounds" that were made, where it is trained in rounds.
     """
     step: int
     strategy: str
@@ -67,6 +68,7 @@ class Snapshot:
     state: State
     kept: State
     identity: dict[str, Any]
+    beside: dict[str, Any] = field(default_factory=dict)
 
     @property
     def names(self) -> list[list[str]]:
@@ -134,7 +136,8 @@ def _write(snapshot: Snapshot, folder: Path) -> None:
     if snapshot.kept:
         save_tensors(_divided(snapshot.kept)[0], folder / BESIDE)
     files = [name for name in (*FILES, BESIDE) if name != "state.json" and (folder / name).exists()]
-    state = {"schema": SCHEMA, "step": snapshot.step, "strategy": snapshot.strategy, "identity": snapshot.identity,
+    state = {**snapshot.beside, "schema": SCHEMA, "step": snapshot.step, "strategy": snapshot.strategy,
+             "identity": snapshot.identity,
              "tensors": {name: contents(folder / name) for name in files},
              "optimizer": {"class": type(snapshot.optimizer).__name__, "groups": groups, "scalars": scalars},
              "scheduler": snapshot.scheduler.state_dict() if snapshot.scheduler is not None else None}
@@ -156,15 +159,16 @@ def shapes_of(shapes: Mapping[str, list[int]]) -> dict[str, Any]:
     return {f"shape of {name}": shape for name, shape in shapes.items()}
 
 
-def found(parent: Path, job: Job, facts: Findings) -> Saved:
-    """The newest whole checkpoint of a run, if it is this job's. Raises Refused; a damaged one is warned of by name."""
+def found(parent: Path, job: Job, facts: Findings, steps: int | None = None) -> Saved:
+    """The newest whole checkpoint of a run, if it is this job's. steps: to be made in all, where that is not the job's epochs.
+    Raises Refused; a damaged one is warned of by name."""
+    steps = job.epochs * facts.order.steps if steps is None else steps
     saved = newest(parent)
     ours = identity_of(job, facts)
     refuse_another(saved.folder, saved.state["identity"], ours, f"job {job.name} has")
-    if saved.step > job.epochs * facts.order.steps:
-        raise Refused(f"{saved.folder} has {saved.step} steps behind it, and job {job.name} wants "
-                      f"{job.epochs * facts.order.steps}; give more --epochs")
-    if saved.step == job.epochs * facts.order.steps:
+    if saved.step > steps:
+        raise Refused(f"{saved.folder} has {saved.step} steps behind it, and job {job.name} wants {steps}; give more --epochs")
+    if saved.step == steps:
         warnings.warn(f"{saved.folder}: all {saved.step} steps of {job.epochs} epoch(s) were made; nothing is left to train "
                       "(more --epochs go on)", stacklevel=2)
     if launched_size() is None:             # launched ranks have their own models by then, and their memory

@@ -35,7 +35,8 @@ class Feed:
         """What each batch is of, loaded; loaders: processes that load ahead. No more batches are made than that."""
         self.samples = samples
         batches, ahead = tee(batches)
-        data = loaded(samples, ((batch.epoch, batch.indices, batch.places) for batch in ahead), loaders)
+        data = loaded(samples, ((batch.epoch if batch.drawn is None else batch.drawn, batch.indices, batch.places)
+                                  for batch in ahead), loaders)
         for batch in batches:
             self.began = self.log.now()
             with self.log.span("load", "data"):

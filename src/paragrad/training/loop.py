@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, tensor
 
 from paragrad.datasets.loading import Dataset, parted
@@ -31,9 +32,9 @@ Progress = Callable[[dict[str, Any]], None]         # told {"epoch", "step", "st
 
 
 def train_rank(world: World, checked: Admitted, folder: Path, origin: float, meeting: Meeting | None = None,
-               report: Progress | None = None) -> str:
+               report: Progress | None = None, loop: Callable[..., Training] | None = None) -> str:
     """What every rank does; how it ended: "finished" or "stopped". meeting: where servers are, of a training that goes on when
-    ranks die."""
+    ranks die;  loop: in place of Training."""
     settings = checked.settings
     with Recorder(folder / f"rank-{world.rank}.jsonl", origin) as record, \
             events(folder if settings.tensorboard and world.rank == 0 else None) as show:
@@ -41,10 +42,11 @@ def train_rank(world: World, checked: Admitted, folder: Path, origin: float, mee
                                  how=replace(settings.how, meeting=meeting))
         trainer.log.always = settings.trace is not None
         try:
-            training, cpu = Training(trainer, checked, folder, record, report or (lambda told: None), show), Cpu()
+            training = (loop or Training)(trainer, checked, folder, record, report or (lambda told: None), show)
+            cpu = Cpu()
             status = training.run()
             record.write("cpu", **cpu.told())
-            log_memory(trainer)
+            log_memory(trainer, training.held)
             if not trainer.serves:
                 if status == "finished":
                     save_trained(trainer, folder / "model.safetensors")
@@ -85,11 +87,14 @@ class Training:
         self.per_epoch = checked.facts.order.steps
         trainer.batch_size = min(job.batch, checked.facts.samples)           # a run may go on with a test
         self.steps = min(settings.limit or 2**62, job.epochs * self.per_epoch)
+        self.epochs = job.epochs
         self.status = "finished"
         self.saved_at: int | None = None
+        self.held = 0                                       # bytes of state that optimizers had which are gone
+        self.line: dict[str, Any] = {}                      # what else the record says of an epoch, and a checkpoint of itself
+        self.beside: dict[str, Any] = {}
 
     def run(self) -> str:
-        first, start = 0, 0
         if self.checked.saved is not None:
             self.load(self.checked.saved)
         if self.trainer.serves:
@@ -97,11 +102,10 @@ class Training:
             return self.status
         if (meeting := self.trainer.how.meeting) is not None and meeting.step is not None:
             taken_up(self.trainer, self.checked.facts.order, self.folder, meeting)
-        if self.trainer.steps:
-            first, start = divmod(self.trainer.steps, self.per_epoch)
-            if first and not start and self.ended(first - 1):
-                return self.status
-        for epoch in range(first, self.checked.job.epochs):
+        first, start = self.begin(self.checked.saved)
+        if first and not start and self.ended(first - 1):
+            return self.status
+        for epoch in range(first, self.epochs):
             begun = self.record.now()
             if not self.epoch(epoch, start if epoch == first else 0) or self.end_epoch(epoch, begun):
                 break
@@ -111,6 +115,10 @@ class Training:
             self.steps = self.trainer.steps
             self.tell(*self.last)
         return self.status
+
+    def begin(self, saved: Saved | None) -> tuple[int, int]:
+        """(epoch, step of it) with which the training goes on."""
+        return divmod(self.trainer.steps, self.per_epoch)
 
     def epoch(self, epoch: int, start: int) -> bool:
         """Train to the end of an epoch; False where the run ends before."""
@@ -134,12 +142,10 @@ class Training:
         """The test after an epoch; True where the goal is reached."""
         job, goal = self.checked.job, self.checked.settings.goal
         test = self.trainer.evaluation(self.test, job.metric, self.checked.settings.loaders) if self.test is not None else None
-        exchange = self.trainer.exchange
-        sent = {kind: number for kind, number in (exchange.sent if exchange else {}).items() if kind == TESTS}
+        sent = self.sent()
         self.record.write("epoch", epoch=epoch, test=test, start=round(begun, 6), seconds=round(self.record.now() - begun, 6),
-                          **({"sent": sent} if sent else {}))
-        world = self.trainer.world
-        if not self.trainer.strategy.promise.replicas_equal and world.all_reduced(tensor(float(world.stop.is_set()))) > 0:
+                          **({"sent": sent} if sent else {}), **self.line)
+        if not self.trainer.strategy.promise.replicas_equal and self.asked():
             self.status = "stopped"             # they might not meet before the end
             self.save()
             return True
@@ -147,11 +153,21 @@ class Training:
             self.show(self.trainer.steps, **{f"test {job.metric_name}": test["value"]})
         return bool(goal and test and goal.reached(test["value"]))
 
+    def sent(self) -> dict[str, Any]:
+        """What was sent beside the steps."""
+        exchange = self.trainer.exchange
+        return {kind: number for kind, number in (exchange.sent if exchange else {}).items() if kind == TESTS}
+
+    def asked(self) -> bool:
+        """Was any rank asked to stop? Collective."""
+        world = self.trainer.world
+        return bool(world.all_reduced(tensor(float(world.stop.is_set()))) > 0)
+
     def ended(self, epoch: int) -> bool:
         """Going on from the last step of an epoch: its test, unless it was made before, here or by the run that was saved; True
         where the goal is reached."""
-        saved = self.checked.saved
-        line = self.trainer.world.agreed(tested(self.folder, epoch) or (saved and saved.tested(epoch)))
+        saved, in_rounds = self.checked.saved, self.checked.resolved.in_rounds
+        line = self.trainer.world.agreed(tested(self.folder, epoch) or (saved and saved.tested(epoch, in_rounds)))
         if line is None:
             return self.end_epoch(epoch, self.record.now())
         goal, test = self.checked.settings.goal, line["test"]
@@ -175,21 +191,26 @@ class Training:
         """A checkpoint of this step, unless it is there already."""
         if self.saved_at == self.trainer.steps:
             return
-        self.trainer.save(self.folder, checkpoint.identity_of(self.checked.job, self.checked.facts))
+        self.trainer.save(self.folder, checkpoint.identity_of(self.checked.job, self.checked.facts), **self.beside)
         self.saved_at = self.trainer.steps
 
 
-def log_memory(trainer: Trainer) -> None:
-    """Write the bytes that a rank holds into the record."""
-    state = [value for group in trainer.optimizer.state.values() for value in group.values() if isinstance(value, Tensor)]
+def log_memory(trainer: Trainer, held: int = 0) -> None:
+    """Write the bytes that a rank holds into the record. held: by other optimizers than the trainer's, before."""
     exchange, activations = trainer.exchange, trainer.passes.most if trainer.passes else 0
     if not activations and not trainer.layout.cut:              # passes of a user's own: what a look at the model showed
         activations = trainer.activations
     trainer.log.memory(
-        parameters=_bytes(trainer.parameters.values()) // (exchange.sharing if exchange else 1), optimizer=_bytes(state),
+        parameters=_bytes(trainer.parameters.values()) // (exchange.sharing if exchange else 1),
+        optimizer=max(held, state_bytes(trainer.optimizer)),
         gradients=_bytes(each for each in trainer.parameters.values() if each.requires_grad),
         **({"activations": activations} if activations or not trainer.layout.cut else {}),       # nobody looked
         exchange=exchange.largest if exchange else 0)
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Of what it keeps."""
+    return _bytes(value for group in optimizer.state.values() for value in group.values() if isinstance(value, Tensor))
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -39,9 +39,10 @@ class Saved:
         """The checksums of its files, by which it is known."""
         return (self.folder / SUMS).read_text()
 
-    def tested(self, epoch: int) -> dict[str, Any] | None:
-        """What the record of the run that was saved says of an epoch's end and test; None if it did not come to it."""
-        return tested(self.folder.parent, epoch)
+    def tested(self, epoch: int, in_rounds: bool = False) -> dict[str, Any] | None:
+        """What the record of the run that was saved says of an epoch's end and test; None if it did not come to it. in_rounds:
+        an epoch is a round."""
+        return tested(self.folder.parent, epoch) if in_rounds == ("rounds" in self.state) else None
 
 
 def tested(run: Path, epoch: int) -> dict[str, Any] | None:
@@ -136,7 +137,8 @@ def _state(folder: Path) -> dict[str, Any]:
         raise Refused(f"state.json has schema {state['schema']}, this version reads {SCHEMA}")
     state = restored(state)
     optimizer = state["optimizer"]
-    for name, value, kind in (("step", state["step"], int), ("strategy", state["strategy"], str),
+    for name, value, kind in (("step", state["step"], int), ("rounds", state.get("rounds", 0), int),
+                              ("strategy", state["strategy"], str),
                               ("identity", state["identity"], dict), ("scheduler", state["scheduler"], dict | None),
                               ("optimizer's class", optimizer["class"], str), ("optimizer's groups", optimizer["groups"], list),
                               ("optimizer's scalars", optimizer["scalars"], dict)):

@@ -42,20 +42,20 @@ class Trained(Protocol):
     def standing(self) -> AbstractContextManager[None]: ...
 
 
-def snapshot(trainer: Trained, identity: dict[str, Any] | None = None) -> Snapshot:
-    """A training as it stands, whole on rank 0. Collective. identity: of the Job, where it is one."""
+def snapshot(trainer: Trained, identity: dict[str, Any] | None = None, beside: dict[str, Any] | None = None) -> Snapshot:
+    """A training as it stands, whole on rank 0. Collective. identity: of the Job, where it is one;  beside: as in Snapshot."""
     shapes = {name: list(tensor.shape) for name, tensor in trainer.hollow.state_dict().items() if isinstance(tensor, Tensor)}
     exchange, held = trainer.exchange, trainer.held
     return Snapshot(trainer.steps, str(trainer.strategy), trainer.whole(), trainer.optimizer, trainer.scheduler,
                     held.state(exchange.state()) if exchange else {},
                     held.state(exchange.kept()) if exchange else trainer.restored,
-                    identity or {"seed": trainer.seed, **trainer.known_by, **checkpoint.shapes_of(shapes)})
+                    identity or {"seed": trainer.seed, **trainer.known_by, **checkpoint.shapes_of(shapes)}, beside or {})
 
 
-def save(trainer: Trained, folder: Path, identity: dict[str, Any] | None = None) -> None:
+def save(trainer: Trained, folder: Path, identity: dict[str, Any] | None = None, beside: dict[str, Any] | None = None) -> None:
     """Write a checkpoint of this step below a folder, of what the run stands for, and keep the one before it. Collective."""
     with trainer.standing():
-        found = snapshot(trainer, identity)
+        found = snapshot(trainer, identity, beside)
         trainer.world.barrier()                 # of a step that every rank's record holds
         if trainer.world.rank == 0:
             checkpoint.save(found, folder)

@@ -91,7 +91,7 @@ class Trainer:
         self.hosts = begun.told(self.log, world) if begun else None     # where the ranks of one have the model in one place
         self.division = (like or strategy).division
         self.replicated = self.world.dividing("samples")
-        self.replicas = list(range(len(self.division.shares))) if like else [self.replicated.rank]      # whose shares it runs
+        self.replicas = list(range(len(self.division.shares))) if like else [self.replicated.rank % len(self.division.shares)]
         self.leads = self.world.leads("samples")        # of the ranks with one share, the one that records it
         self.splits = strategy.exact and not like and not unchecked and (world.size > 1 or self.division.micro > 1)
         self.parameters = dict(model.named_parameters())
@@ -263,7 +263,7 @@ class Trainer:
             self.given.followed(self.model, self.passes, modes=False)
         with self.for_evaluation(), evaluating(self.model), self.casting(), over(self.around):
             return evaluated(self.replicated, self.module, self.passes, self.layout, samples, metric, self.dtype, loaders,
-                             at_once(self.batch_size, self.strategy.division, self.replicated.rank), part)
+                             at_once(self.batch_size, self.strategy.division, self.replicas[0]), part)
 
     def for_evaluation(self) -> contextlib.AbstractContextManager[Any]:
         """Parameters in the eval mode of an optimizer that has one (schedule-free); afterwards as they were. Collective."""
@@ -298,9 +298,9 @@ class Trainer:
             found = self.held.whole({**self.local(), **{name: each.detach() for name, each in buffers.items()}})
             return {name: tensor for name, tensor in found.items() if tensor is not None}
 
-    def save(self, folder: str | Path, identity: dict[str, Any] | None = None) -> None:
-        """Write a checkpoint of this step below a folder, and keep the one before it. Collective."""
-        saving.save(self, Path(folder), identity)
+    def save(self, folder: str | Path, identity: dict[str, Any] | None = None, **beside: Any) -> None:
+        """Write a checkpoint of this step below a folder, and keep the one before it. beside: as in Snapshot. Collective."""
+        saving.save(self, Path(folder), identity, beside)
 
     def load(self, folder: str | Path) -> None:
         """Go on from the newest whole checkpoint below a folder, saved under any strategy: `trainer.steps` steps were made.

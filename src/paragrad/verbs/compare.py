@@ -186,7 +186,7 @@ class Comparing:
             told = f"{shown(row)}, seed {seeded.job.seed}" if len(names) > 1 else shown(row)
             if not self.trained(seeded, name, told):
                 return
-        if (row.settings.reverse or not row.resolved.reference) and not self.asked.is_set():
+        if (row.settings.reverse or not row.resolved.reference) and row.rounds is None and not self.asked.is_set():
             self.checked(row, names[0])
 
     def done(self, name: str) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import platform
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from paragrad.report.notebook import below_the_cell
 from paragrad.report.run import Run
 from paragrad.strategies.strategy import Strategy
 from paragrad.training.admission import Admitted, admitted, asking
+from paragrad.training.in_rounds import InRounds
 from paragrad.training.loop import Progress, train_rank
 from paragrad.training.pace import refuse_strange
 from paragrad.training.saved import remove_partial
@@ -54,6 +56,9 @@ def train(job: Job, strategy: str | Strategy = "serial", *, runs: str | Path = "
     job, how, fits = fitted(job, strategy, settings_of(settings))
     checked = replace(admitted(job, strategy, how), fitted=fits)
     refuse_strange(how.slowed, checked.size)
+    if check and checked.rounds:
+        raise Refused(f"a check compares steps with serial's, and {checked.asked} has none: clients train apart for a round; "
+                      "leave out --check, and judge it by its tests")
     if checked.settings.machine and not (checked.resolved.picks_all_reduce() or whole_step(checked.resolved, checked.size)):
         warnings.warn(f"nobody reads the machine file {checked.settings.machine}: {checked.resolved} has no all-reduce to pick"
                       "; leave out --machine, or give data(n, state=replicated) over gloo", stacklevel=2)
@@ -95,7 +100,7 @@ def run(ranks: Ranks, checked: Admitted, folder: Path, *, progress: Progress | N
             elif checked.resolved.recovers:
                 statuses = [run_recovering(ranks, checked, folder, record, asked or Request(), progress)]
             else:
-                statuses = checked.on(ranks, train_rank, checked, folder, record.origin,
+                statuses = checked.on(ranks, trained_by(checked), checked, folder, record.origin,
                                       on_report=lambda rank, value: progress(value) if progress else None)
         except RankFailed as error:
             _broke_off(record, checked, folder, "failed", error)
@@ -108,6 +113,11 @@ def run(ranks: Ranks, checked: Admitted, folder: Path, *, progress: Progress | N
         _write_end(record, statuses[0])
     _write_trace(checked, folder)
     return Run(checked.job, folder)
+
+
+def trained_by(checked: Admitted) -> Callable[..., str]:
+    """What every rank runs of a training."""
+    return train_rank if checked.rounds is None else functools.partial(train_rank, loop=InRounds)
 
 
 def check_same(ranks: Ranks, checked: Admitted, run: str, record: Recorder) -> None:
@@ -132,7 +142,7 @@ def _under_launcher(checked: Admitted, runs: Path, check: bool, progress: Progre
                 record.write("choice", what="origin", bytes=None, picked="a barrier",
                              because=f"ranks are on {clocks} hosts, each with a clock of its own")
             try:
-                status = train_rank(world, checked, folder, record.origin, report=progress)
+                status = trained_by(checked)(world, checked, folder, record.origin, report=progress)
             except StepFailed as error:
                 failed = _as_rank(error, world.rank)
                 with suppress(OSError):
@@ -184,7 +194,7 @@ def _write_header(record: Recorder, checked: Admitted, folder: Path) -> None:
         threads=checked.threads, prediction=None, reverse=settings.reverse,
         resumed=checked.saved and {"run": str(checked.saved.folder.parent), "step": checked.saved.step},
         settings={name: str(value) for name, value in vars(settings).items() if value != getattr(Settings, name)},
-        machine=this_machine())
+        machine=this_machine(), rounds=checked.rounds and checked.rounds.told)
     for what, picked, because in _choices(checked):
         record.write("choice", what=what, bytes=None, picked=picked, because=because)
 

@@ -25,6 +25,9 @@ from paragrad.verbs.train import folder_name, this_machine
 from paragrad.world.joining import launched_size
 from paragrad.world.launching import Ranks
 
+APART = ("there is no step to compare: clients train apart for a round, each over samples of its own, from the round's "
+         "weights; it is another training, to be judged by its tests")
+
 
 def verify(job: Job, strategy: str | Strategy, *, runs: str | Path = "runs", data: str | Path | None = None,
            device: str = "cpu", backend: str = "auto", overlap: bool = True, loaders: int = 0,
@@ -41,11 +44,29 @@ def verify(job: Job, strategy: str | Strategy, *, runs: str | Path = "runs", dat
                                                sabotage=sabotage, unproved=True))
     if progress is None and (bar := below_the_cell()):
         progress = bar(f"verify {checked.asked}")
-    found, failure = Difference(float("nan")), None
+    found, failure = _compared(checked, progress) if checked.rounds is None else (Difference(float("nan")), APART)
+    tensor = found.first[0] if found.first else None
+    exact = checked.resolved.exact
+    cause = BY_DESIGN if not exact and (failure or tensor) else None if tensor is None else of_difference(
+        tensor, tensor in checked.facts.shapes and f"gradient of {tensor}" not in found.tensors, sabotage)
+    folder = new_folder(Path(runs), f"{job.name}-verify-{folder_name(checked.asked)}")
+    certificate = Certificate(
+        **vars(found), job=job.name, digest=digest(checked), strategy=str(checked.asked), resolved=str(checked.resolved),
+        device=device, backend=checked.backend if checked.size > 1 else "none", steps=0 if checked.rounds else STEPS,
+        failure=failure, cause=cause, sabotage=checked.settings.sabotage, folder=folder,
+        machine=this_machine())
+    partial = folder / "certificate.json.partial"
+    partial.write_text(json.dumps(certificate.as_json(), indent=1, allow_nan=False) + "\n")
+    partial.rename(folder / "certificate.json")
+    return certificate
+
+
+def _compared(checked: Admitted, progress: Progress | None) -> tuple[Difference, str | None]:
+    """(the difference, what a rank said of replicas that are not equal)."""
     with Ranks(checked.size) as ranks:
         try:
-            found = checked.on(ranks, difference, checked.job, checked.resolved, checked.settings,
-                               on_report=lambda rank, told: progress(told) if progress else None)[0]
+            return checked.on(ranks, difference, checked.job, checked.resolved, checked.settings,
+                              on_report=lambda rank, told: progress(told) if progress else None)[0], None
         except RankFailed as error:
             if not error.differs:
                 own = checked.facts.order.steps * checked.job.epochs
@@ -54,21 +75,7 @@ def verify(job: Job, strategy: str | Strategy, *, runs: str | Path = "runs", dat
                     "give it more epochs")
                 raise error.saying(
                     f"{error.message}{ended} (the run failed, so whether it is the same training is not known)") from error
-            failure = str(error)
-    tensor = found.first[0] if found.first else None
-    exact = checked.resolved.exact
-    cause = None if tensor is None else BY_DESIGN if not exact else of_difference(tensor, tensor in checked.facts.shapes and (
-        f"gradient of {tensor}" not in found.tensors), sabotage)
-    folder = new_folder(Path(runs), f"{job.name}-verify-{folder_name(checked.asked)}")
-    certificate = Certificate(
-        **vars(found), job=job.name, digest=digest(checked), strategy=str(checked.asked), resolved=str(checked.resolved),
-        device=device, backend=checked.backend if checked.size > 1 else "none", steps=STEPS, failure=failure, cause=cause,
-        sabotage=checked.settings.sabotage, folder=folder,
-        machine=this_machine())
-    partial = folder / "certificate.json.partial"
-    partial.write_text(json.dumps(certificate.as_json(), indent=1, allow_nan=False) + "\n")
-    partial.rename(folder / "certificate.json")
-    return certificate
+            return Difference(float("nan")), str(error)
 
 
 def digest(checked: Admitted) -> str:

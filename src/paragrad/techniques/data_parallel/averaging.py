@@ -14,7 +14,7 @@ they meet, or test.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from paragrad.record.log import Log
 from paragrad.strategies.local import Local
 from paragrad.techniques.copies import Copies
 from paragrad.techniques.data_parallel.outer import Outer, outer_of
-from paragrad.techniques.data_parallel.own_buckets import OwnBuckets, buckets_of
+from paragrad.techniques.data_parallel.own_buckets import OwnBuckets
 from paragrad.techniques.exchange import TESTS, Exchange, How, Replica
 from paragrad.techniques.layout import State
 from paragrad.techniques.updating import has_modes
@@ -142,7 +142,7 @@ class Averaging(OwnBuckets):
     def _means(self, kind: str, anyway: bool = False) -> tuple[dict[str, Tensor] | None, dict[str, Tensor]]:
         """The means over replicas, by their samples since they met, of all weights (None where these are still equal, unless
         anyway), and of other values that any of them changed. Collective."""
-        self.kind, self.sending = kind, []
+        self.kind = kind
         others = self._others()
         moved = [name not in self.before or not torch.equal(each, self.before[name]) for name, each in others.items()]
         sizes = [(each.numel() + 1) * (1 if flag else -1) for each, flag in zip(others.values(), moved, strict=True)]
@@ -158,7 +158,7 @@ class Averaging(OwnBuckets):
         averaged = anyway or bool(self.alone and samples)
         weights = dict(zip(self.names, self._weights(), strict=True)) if averaged else {}       # a part may have none at all
         changed = {name: each.detach() for (name, each), any_ in zip(others.items(), there, strict=True) if any_}
-        means = self._summed({**weights, **changed}, share, total)
+        means = self._summed({**weights, **changed}, share, total * self.twice)
         return {name: means[name] for name in weights} if averaged else None, {name: means[name] for name in changed}
 
     def _refuse_apart(self, told: list[list[float]], others: list[str]) -> None:
@@ -171,18 +171,6 @@ class Averaging(OwnBuckets):
                 if abs(mine) != abs(first):
                     raise StepFailed(UNLIKE.format(abs(int(first)) - 1, self.world.launched[0], abs(int(mine)) - 1,
                                                    self.world.launched[rank]), tensor=name)
-
-    def _summed(self, tensors: Mapping[str, Tensor], share: float, total: float) -> dict[str, Tensor]:
-        """The mean of each over replicas, of which this one's counts `share` of `total`. Collective."""
-        cut = buckets_of(tensors.values())
-        for bucket in cut:
-            wide = torch.promote_types(bucket[0].dtype, torch.float32)          # in less, a mean would be a coarser number
-            self._send(torch.cat([each.reshape(-1).to(wide) for each in bucket]).mul_(share))
-        self.largest = max(self.largest, self.beside + max((bucket.vector.nbytes for bucket in self.sending), default=0))
-        vectors = [bucket.future.wait().div_(total * self.twice) for bucket in self.sending]
-        places = [place.view_as(each) for bucket, vector in zip(cut, vectors, strict=True)
-                  for each, place in zip(bucket, vector.split([each.numel() for each in bucket]), strict=True)]
-        return dict(zip(tensors, places, strict=True))
 
     # ---- what others look at -------------------------------------------------------------------------------------------
     def _standing(self, anyway: bool = False) -> dict[Tensor, Tensor]:

@@ -9,7 +9,7 @@ parameters have a gradient at all, travel in a message of their own: a part of a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,35 @@ from paragrad.world.world import World
 BYTES = 25 * 2**20      # of a bucket, as DDP's
 
 
-class OwnBuckets(Queued):
+class Sending(Queued):
+    """Sums vectors over all ranks when it is told to. beside: bytes that are kept meanwhile."""
+    beside = 0
+
+    def __init__(self, replica: Replica, world: World, log: Log, how: How, algorithm: Any) -> None:
+        super().__init__(replica, world, log, how, algorithm)
+        self.sending: list[Bucket] = []
+
+    def _send(self, vector: Tensor) -> None:
+        bucket = waiting_bucket(len(self.sending), vector)
+        self.largest = max(self.largest, vector.nbytes)
+        self.sending.append(bucket)
+        self.queue.put(bucket)
+
+    def _summed(self, tensors: Mapping[str, Tensor], share: float = 1.0, total: float = 1.0) -> dict[str, Tensor]:
+        """The sum of each over ranks, of which this one's counts `share`, divided by `total`; in float32 or finer.
+        Collective."""
+        cut, self.sending = buckets_of(tensors.values()), []
+        for bucket in cut:
+            wide = torch.promote_types(bucket[0].dtype, torch.float32)          # in less, a mean would be a coarser number
+            self._send(torch.cat([each.reshape(-1).to(wide) for each in bucket]).mul_(share))
+        self.largest = max(self.largest, self.beside + max((bucket.vector.nbytes for bucket in self.sending), default=0))
+        vectors = [bucket.future.wait().div_(total) for bucket in self.sending]
+        places = [place.view_as(each) for bucket, vector in zip(cut, vectors, strict=True)
+                  for each, place in zip(bucket, vector.split([each.numel() for each in bucket]), strict=True)]
+        return dict(zip(tensors, places, strict=True))
+
+
+class OwnBuckets(Sending):
     """Sums gradients where backward leaves them, bucket by bucket, in one order on all ranks: the last parameters first."""
 
     def __init__(self, replica: Replica, world: World, log: Log, how: How, algorithm: Any) -> None:
@@ -37,7 +65,6 @@ class OwnBuckets(Queued):
         self.buckets = buckets_of(self.trained[::-1])
         self.bucket_of = {parameter: number for number, bucket in enumerate(self.buckets) for parameter in bucket}
         self.final: set[nn.Parameter] = set()           # whose gradient is, in this step
-        self.sending: list[Bucket] = []
 
     def begin(self) -> None:
         super().begin()
@@ -74,12 +101,6 @@ class OwnBuckets(Queued):
         for parameter, place in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
             parameter.grad = None if parameter.grad is None else place.view_as(parameter)
         return flat
-
-    def _send(self, vector: Tensor) -> None:
-        bucket = waiting_bucket(len(self.sending), vector)
-        self.largest = max(self.largest, vector.nbytes)
-        self.sending.append(bucket)
-        self.queue.put(bucket)
 
 
 def buckets_of(tensors: Iterable[Tensor]) -> list[list[Any]]:

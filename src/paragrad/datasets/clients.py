@@ -1,0 +1,214 @@
+"""Clients of a federated training: which samples each has, whose turn a round is, and in which order a client goes through its
+own. All of it follows from the samples' labels, the seed, the round and the client, never from the number of workers.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import floor
+from typing import Any
+
+import numpy
+from torch.utils.data import Subset, TensorDataset
+
+from paragrad.datasets.order import Order, draws, shuffled
+from paragrad.errors import Refused, told
+from paragrad.world.generators import generators_kept
+
+NAMES = ("labels", "label")             # of the class, in a sample that is a dict
+WHOLE = "iub"                           # numpy's kinds of whole numbers
+AT_ONCE = 1000                          # samples whose class is read together
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a client does in a round. first: its first place in the round's order;  step: the number of its first step;  steps:
+    how many it makes."""
+    client: int
+    first: int
+    step: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A batch of a client. epoch: of the client, counted over all rounds, by which its samples are drawn;  whole: its places in
+    the round's order;  samples: their numbers in the dataset."""
+    epoch: int
+    whole: range
+    samples: list[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Rounds:
+    """The rounds of a training. clients: of each the numbers of its samples, ascending;  fraction: of them that take part in a
+    round;  passes: a client's over its samples in a round;  asked: so many rounds, or None: as many as `epochs` of all samples
+    are."""
+    clients: tuple[Any, ...]
+    order: Order
+    workers: int
+    fraction: float
+    passes: int
+    epochs: int
+    asked: int | None = None
+
+    # ---- how many ------------------------------------------------------------------------------------------------------
+    @property
+    def taking(self) -> int:
+        """Clients that take part in a round."""
+        return max(1, floor(self.fraction * len(self.clients) + 0.5))
+
+    @property
+    def auto(self) -> int:
+        """So many rounds pass over as many samples as the epochs do, of clients of average size."""
+        return -(-self.epochs * len(self.clients) // (self.taking * self.passes))
+
+    @property
+    def count(self) -> int:
+        return self.auto if self.asked is None else self.asked
+
+    def passed(self, rounds: int) -> int:
+        """The steps that serial makes over as many samples as so many rounds pass over, of clients of average size."""
+        steps = rounds * self.taking * self.passes * self.order.steps // len(self.clients)
+        return min(steps, self.epochs * self.order.steps) if rounds <= self.auto else steps
+
+    def made(self, steps: int) -> int:
+        """The rounds behind so many steps of serial."""
+        return next((rounds for rounds in range(self.count) if self.passed(rounds) >= steps), self.count)
+
+    def length(self, client: int) -> int:
+        """The steps of a client in a round."""
+        return self.passes * -(-len(self.clients[client]) // self.order.batch)
+
+    @cached_property
+    def begins(self) -> list[int]:
+        """The number of every round's first step, and behind them the number of all steps: those of its clients, one after the
+        other."""
+        found = [0]
+        for number in range(self.count):
+            found.append(found[-1] + sum(map(self.length, self.chosen(number))))
+        return found
+
+    @property
+    def told(self) -> dict[str, int]:
+        """As a record and a dry run tell it."""
+        return {"count": self.count, "clients": len(self.clients), "taking": self.taking, "passes": self.passes,
+                "steps": self.begins[-1]}
+
+    # ---- who -----------------------------------------------------------------------------------------------------------
+    def chosen(self, number: int) -> list[int]:
+        """The clients that take part in a round, ascending."""
+        if self.taking == len(self.clients):
+            return list(range(self.taking))
+        found = shuffled(len(self.clients), f"clients {self.order.seed} {number}")[:self.taking]
+        return sorted(found.tolist())
+
+    @cached_property
+    def worker(self) -> list[int]:
+        """Of every client its worker, for all rounds: the largest client first, each to who has the fewest samples by then."""
+        sizes = [len(samples) for samples in self.clients]
+        loads, found = [(0, worker) for worker in range(self.workers)], [0] * len(sizes)
+        for client in sorted(range(len(sizes)), key=lambda client: (-sizes[client], client)):
+            load, worker = loads[0]
+            heapq.heapreplace(loads, (load + sizes[client], worker))
+            found[client] = worker
+        return found
+
+    def parts(self, number: int) -> list[Part]:
+        """What the clients of a round do."""
+        found, first, step = list[Part](), 0, self.begins[number]
+        for client in self.chosen(number):
+            found.append(Part(client, first, step, self.length(client)))
+            first, step = first + self.passes * len(self.clients[client]), step + self.length(client)
+        return found
+
+    def places(self, number: int) -> int:
+        """How many places the order of a round has: its clients' samples, as often as they pass over them."""
+        return self.passes * sum(len(self.clients[client]) for client in self.chosen(number))
+
+    # ---- in which order --------------------------------------------------------------------------------------------------
+    def pieces(self, part: Part, number: int) -> Iterator[Piece]:
+        """A client's batches in a round. Those of the first client are in the dataset's own order: alone, it is serial."""
+        own, first = self.clients[part.client], part.first
+        for epoch in range(number * self.passes, (number + 1) * self.passes):
+            whose = f" of client {part.client}" if part.client else ""
+            samples = own[shuffled(len(own), f"order {self.order.seed} {epoch}{whose}")].tolist()
+            for start in range(0, len(samples), self.order.batch):
+                some = samples[start:start + self.order.batch]
+                yield Piece(epoch, range(first + start, first + start + len(some)), some)
+            first += len(samples)
+
+
+# ---- which samples -----------------------------------------------------------------------------------------------------------
+def divided(samples: int, clients: int, seed: int, labels: Any = None, alpha: float | None = None) -> tuple[Any, ...]:
+    """Of every client the numbers of its samples, ascending; each sample has one client, and no client has more than one sample
+    more than another.
+
+    alpha: None: by chance; otherwise each client draws its mix of classes from a Dirichlet distribution around that of all, of
+    concentration alpha, and takes its samples by it as long as there are some (Hsu, Qi & Brown 2019, arXiv 1909.06335).
+    """
+    order = shuffled(samples, f"samples of clients {seed}")
+    sizes = [samples // clients + (client < samples % clients) for client in range(clients)]
+    if alpha is None:
+        return tuple(numpy.sort(part) for part in numpy.split(order, numpy.cumsum(sizes)[:-1]))
+    classes, of = numpy.unique(labels[order], return_inverse=True)
+    left = [order[of == number] for number in range(len(classes))]         # of every class, in that order
+    shares = numpy.bincount(of) / samples
+    random, found = draws(f"classes of clients {seed}"), []
+    for size in sizes:
+        mix, own = mixed(random, alpha * shares), list[Any]()
+        while size:
+            there = numpy.array([len(each) for each in left])
+            mix = numpy.where(there > 0, mix, 0.0)
+            mix = mix / mix.sum() if mix.sum() > 0 else there / there.sum()          # what it wants is gone
+            for number, count in enumerate(numpy.minimum(random.multinomial(size, mix), there)):
+                own.append(left[number][:count])
+                left[number], size = left[number][count:], size - int(count)
+        found.append(numpy.sort(numpy.concatenate(own)))
+    return tuple(found)
+
+
+def mixed(random: Any, alphas: Any) -> Any:
+    """A draw of a Dirichlet distribution, by logarithms: of small alphas the gamma numbers themselves would all be 0."""
+    gammas = numpy.log(random.standard_gamma(alphas + 1)) + numpy.log(1.0 - random.random_sample(len(alphas))) / alphas
+    mix = numpy.exp(gammas - gammas.max())
+    return mix / mix.sum()
+
+
+def labels_of(dataset: Any, asked: str) -> Any:
+    """The class of every sample, as an array of whole numbers: as the dataset has them in `targets`, or read sample by sample.
+    Raises Refused where a target is none."""
+    if isinstance(dataset, Subset):
+        return labels_of(dataset.dataset, asked)[list(dataset.indices)]
+    if type(dataset).__getitem__ is TensorDataset.__getitem__ and len(dataset.tensors) == 2:
+        targets: Any = dataset.tensors[1]
+    elif (targets := getattr(dataset, "targets", None)) is None or numpy.shape(targets) != (len(dataset),):
+        with generators_kept():
+            targets = [each for start in range(0, len(dataset), AT_ONCE)
+                       for each in _targets(dataset, range(start, min(start + AT_ONCE, len(dataset))), asked)]
+    found = numpy.asarray(targets).reshape(-1)
+    if len(found) != len(dataset) or found.dtype.kind not in WHOLE:
+        raise Refused(f"{asked} divides samples by their class, and targets of the training set are no whole numbers, one a "
+                      "sample; give split=even, or targets that are classes")
+    return found
+
+
+def _targets(dataset: Any, numbers: range, asked: str) -> list[int]:
+    try:
+        if getattr(dataset, "whole_batches", False):
+            return list(numpy.asarray(dataset[list(numbers)][1]).tolist())
+        return [_class_of(dataset[number]) for number in numbers]
+    except Exception as error:
+        raise Refused(f"{asked} divides samples by their class, and of samples {numbers.start} to {numbers.stop - 1} it could "
+                      f"not be read: {told(error)}; give split=even, or targets that are classes") from error
+
+
+def _class_of(sample: Any) -> int:
+    target = sample[1] if not isinstance(sample, Mapping) else next((sample[name] for name in NAMES if name in sample), None)
+    found = numpy.asarray(target)
+    if found.size != 1 or found.dtype.kind not in WHOLE:
+        raise ValueError(f"a target is {found.size} value(s) of type {found.dtype}, and no whole number")
+    return int(found.reshape(-1)[0])

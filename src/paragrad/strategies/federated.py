@@ -1,0 +1,92 @@
+"""federated: many clients, each with samples of its own, of which some train in every round; the weights they come to are
+averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Self
+
+from paragrad.errors import Refused
+from paragrad.notation.choices import Choice, Decimal, Integer, One, Word, option
+from paragrad.schedules.all_reduce import AllReduce
+from paragrad.schedules.star import Star
+from paragrad.strategies.data import Native
+from paragrad.strategies.facts import Facts
+from paragrad.strategies.shares import Division
+from paragrad.strategies.strategy import Here, Plan, Promise, Strategy
+
+
+class Even(Choice):
+    """Every client has a random, equal part of the samples."""
+
+
+class Dirichlet(Choice):
+    """Clients differ in their mix of classes: the smaller alpha, the fewer classes each has (Hsu et al. 2019)."""
+    alpha: float = option(Decimal(most=1e6), default=0.5)
+
+
+class Federated(Strategy):
+    """Federated averaging: clients with data of their own, some of them each round (McMahan et al. 2017).
+
+    fraction: of the clients, that take part in a round, at least one;  local_epochs: of each over its own samples, in a round;
+    rounds: auto is as many as pass over as many samples as the job's epochs do;  split: which samples a client has;  reduce:
+    star goes through a server, which is rank 0; a ring has none.
+    """
+    workers: int = option(Integer())
+    clients: int = option(Integer(), default=100)
+    fraction: float = option(Decimal(most=1.0), default=0.1)
+    local_epochs: int = option(Integer(), default=1)
+    rounds: int | str = option(Integer(), Word("auto"), default="auto")
+    split: Choice = option(One(Even, Dirichlet), default=Even())
+    reduce: Choice = option(One(Native, AllReduce), default=Star())
+    replica = True
+    in_rounds = True
+    batch_norm = "share"                            # a client's batch is its own
+
+    @property
+    def promise(self) -> Promise:
+        return Promise(exact=False, replicas_equal=False, buffers_equal=False, jobs_only=(
+            "which client has which samples, and who trains when, is not for a loop of your own; make it a Job, or train with "
+            "local(n)"))
+
+    @property
+    def division(self) -> Division:
+        """A batch is one client's, whole."""
+        return Division()
+
+    @property
+    def alpha(self) -> float | None:
+        """How much clients differ in their mix of classes; None: by chance alone."""
+        return self.split.alpha if isinstance(self.split, Dirichlet) else None
+
+    def plans(self) -> tuple[Plan, ...]:
+        return (Plan("all-reduce", self.reduce, self.workers),) if isinstance(self.reduce, AllReduce) else ()
+
+    def unplanned(self) -> str:
+        return "name an all-reduce for its averages, such as federated(4, reduce=ring)"
+
+    def resolved(self, here: Here) -> Self:
+        if self.clients < self.workers:
+            raise Refused(f"{self}: {self.clients} client(s) keep no {self.workers} workers busy; give at most "
+                          f"{self.clients} worker(s), or more clients")
+        if not isinstance(self.reduce, AllReduce):
+            return self
+        return replace(self, reduce=self.reduce.resolved(self.workers, here.group or self.workers))
+
+    def refuse(self, facts: Facts, asked: Strategy, unchecked: bool = False) -> None:
+        """What wants the samples of each client is asked where these are divided."""
+        if facts.samples < self.clients:
+            raise Refused(f"{asked} has {self.clients} clients, and job {facts.job} {facts.samples} sample(s); give at most "
+                          f"clients={facts.samples}")
+
+    def refuse_beside(self, factors: tuple[Strategy, ...]) -> None:
+        if len(factors) > 1:
+            raise Refused("federated: a worker is a whole client at a time; give it alone, or multiply local(n), whose "
+                          "replicas may be cut")
+
+    def picked(self, resolved: Self, here: Here) -> Iterator[tuple[str, str, str]]:
+        yield "optimizer", "fresh for every client and round", "its state is a client's own, and stays there"
+        yield "scheduler", "by samples, between rounds", ("it makes as many steps as serial does over as many samples; in a "
+                                                         "round the rate stays")
+        yield "batch norm", "of each client's batch", "other clients' samples are not to be known"

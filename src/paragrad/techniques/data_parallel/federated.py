@@ -1,0 +1,129 @@
+"""Clients train in turn on each worker, each from the round's weights, and the weights that they come to are averaged.
+
+In a client's steps nothing is sent. A client begins with the model as it was at the beginning of the round: weights, buffers,
+what modules keep in Python. What it comes to is added up on its worker, times its samples; when the round is over the workers
+sum, along an all-reduce, what clients say (the samples of each, or that it was lost, and which values besides the weights
+forwards changed), and then these sums. So the mean is over the clients that came back, whatever worker had them. What else
+forwards changed on any client becomes its mean too, whole numbers (batches that were counted) the nearest one; what they keep
+in Python is as at the beginning of the round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from paragrad.errors import StepFailed
+from paragrad.record.log import Log
+from paragrad.strategies.federated import Federated
+from paragrad.techniques.data_parallel.own_buckets import Sending
+from paragrad.techniques.exchange import Exchange, How, Replica
+from paragrad.techniques.untouched import Before
+from paragrad.techniques.updating import set_mode
+from paragrad.techniques.values import same
+from paragrad.world.world import World
+
+COUNTS, WEIGHTS = "counts", "weights"           # of what is sent when a round is over
+LOST = -1.0                                     # in place of a client's samples
+
+
+def exchange(strategy: Federated, replica: Replica, world: World, log: Log, how: How) -> Exchange:
+    """The exchange of `federated`. Collective."""
+    return Federating(strategy, replica, world, log, how)
+
+
+class Federating(Sending):
+    """Between `begin_round` and `meet` this worker's clients are `begun` and `ended`, or `lost`, one after the other."""
+
+    def __init__(self, strategy: Federated, replica: Replica, world: World, log: Log, how: How) -> None:
+        super().__init__(replica, world, log, how, strategy.reduce)
+        self.twice = world.size if how.sabotage == "mean_twice" else 1          # planted
+        self.central = self.optimizer               # whose rates hold for all clients, and which never steps
+        self.asked = 0.0                            # workers that were asked to stop, as the last meeting told
+        self.trained = [name for name, each in self.summed.model.named_parameters() if each.requires_grad]
+
+    # ---- in a client's step ----------------------------------------------------------------------------------------------
+    def finish(self, weight: float, loss: float) -> None:
+        self.told = [weight, loss, 0.0, self.doubt]
+
+    def counted(self) -> list[float]:
+        return self.told
+
+    def uncounted(self) -> None:
+        """Of a batch of which nothing counts nothing is updated."""
+
+    def update(self) -> None:
+        if self.weight:
+            super().update()
+
+    # ---- in a round --------------------------------------------------------------------------------------------------------
+    def begin_round(self, clients: int) -> None:
+        """All workers have the same model; so many clients take part."""
+        values = self._values()
+        self.before = Before(self.summed, list(dict(self.summed.model.named_parameters())), buffers=True)
+        self.others = {name: each.detach().clone() for name, each in values.items() if name not in self.trained}
+        self.moved = set[str]()                     # which of these some client of this worker changed
+        self.counts = [0.0] * clients               # of the samples of this worker's clients that came back, by place among all
+        self.sums = {name: torch.zeros_like(each, dtype=_wide(each.dtype)) for name, each in values.items()}
+        self.beside = 2 * sum(each.nbytes for each in (*self.sums.values(), *self.others.values()))
+
+    def begun(self) -> None:
+        """A client begins; its optimizer is made, and given to `optimizer`, after this."""
+        self._put_back()
+
+    def ended(self, place: int, samples: int) -> None:
+        """A client has trained over so many samples. Raises StepFailed where its weights are not finite."""
+        set_mode(self.optimizer, "eval")            # which has the weights that it stands for
+        values = self._values()
+        moved = {name for name, each in self.others.items() if not same(values[name], each)}
+        for name in (*self.trained, *(name for name in moved if self.others[name].isfinite().all())):
+            if not values[name].isfinite().all():
+                raise StepFailed("its weights are not finite any more", tensor=name)
+        for name, total in self.sums.items():
+            total.add_(values[name].to(total.dtype), alpha=samples)
+        self.moved |= moved
+        self.counts[place] = float(samples)
+
+    def lost(self, place: int) -> None:
+        """A client will not come back in this round."""
+        self.counts[place] = LOST
+
+    def meet(self) -> list[float]:
+        """The round is over: the model becomes the mean of those that came back. Of each client its samples, or LOST.
+        Collective."""
+        self._put_back()
+        self.optimizer, self.sent, self.kind = self.central, {}, COUNTS
+        flags = [float(name in self.moved) for name in self.others]
+        own = next(iter(self.sums.values())).real.new_tensor([self.stop, *self.counts, *flags], dtype=torch.float64)
+        self.asked, *told = self._summed({COUNTS: own})[COUNTS].tolist()
+        counts = told[:len(self.counts)]
+        if total := sum(count for count in counts if count > 0):
+            self.kind = WEIGHTS
+            moved = [name for name, flag in zip(self.others, told[len(counts):], strict=True) if flag]
+            means = self._summed({name: self.sums[name] for name in (*self.trained, *moved)}, total=total * self.twice)
+            self._become(means)
+        del self.sums, self.before
+        return counts                               # type: ignore[no-any-return]
+
+    def _become(self, means: Mapping[str, Tensor]) -> None:
+        values = self._values()
+        for name, mean in means.items():
+            own = values[name]
+            own.copy_(mean if own.dtype.is_floating_point or own.dtype.is_complex else
+                      mean >= 0.5 if own.dtype == torch.bool else mean.round())
+
+    def _put_back(self) -> None:
+        self.before.put_back()
+        for name, parameter in self.summed.model.named_parameters():
+            parameter.requires_grad_(name in self.trained)          # a client may have frozen some
+
+    def _values(self) -> dict[str, Tensor]:
+        model = self.summed.model
+        return {name: each.detach() for name, each in (*model.named_parameters(), *model.named_buffers())}
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In which sums are made of it."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point or dtype.is_complex else torch.float64

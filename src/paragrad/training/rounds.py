@@ -1,0 +1,39 @@
+"""The rounds of a training whose clients each have samples of their own: what the door finds out about them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from paragrad.datasets.clients import Rounds, divided, labels_of
+from paragrad.datasets.order import Order
+from paragrad.errors import Refused
+from paragrad.jobs.job import Job, opened
+from paragrad.strategies.strategy import Strategy
+from paragrad.training.asked import Asked
+
+
+def labels_wanted(job: Job, asked: Strategy, resolved: Strategy, data: Path | None) -> Any:
+    """Of every sample its class, where clients are divided by it; otherwise None. Raises Refused."""
+    by_class = resolved.in_rounds and resolved.alpha is not None
+    return labels_of(opened(job.train, data), str(asked)) if by_class else None
+
+
+def rounds_of(resolved: Strategy, order: Order, epochs: int, labels: Any) -> Rounds | None:
+    """The rounds of a resolved strategy; None where it has none."""
+    if not resolved.in_rounds:
+        return None
+    clients = divided(order.samples, resolved.clients, order.seed, labels, resolved.alpha)
+    return Rounds(clients, order, int(resolved.workers), resolved.fraction, resolved.local_epochs, epochs,
+                  None if resolved.rounds == "auto" else int(resolved.rounds))
+
+
+def refuse_lone(rounds: Rounds | None, facts: Asked, asked: Strategy) -> None:
+    """Refuse a client with a batch of one sample, where the model cannot train on that."""
+    lone = [client for client, samples in enumerate(rounds.clients) if len(samples) % rounds.order.batch == 1
+            or rounds.order.batch == 1] if rounds else []
+    if lone and rounds and facts.alone:
+        sizes = len(rounds.clients[lone[0]]), rounds.order.batch
+        raise Refused(f"job {facts.job}: {facts.alone}, and {asked} has {len(lone)} client(s) with a batch of one: client "
+                      f"{lone[0]} has {sizes[0]} sample(s) in batches of {sizes[1]}; give another batch size, or another "
+                      "number of clients")

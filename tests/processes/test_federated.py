@@ -1,0 +1,463 @@
+"""federated: clients with samples of their own train in rounds, and their weights are averaged."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equality import IMAGES, IN_ROUNDS, JOBS, VECTORS, adam, job, mlp, normed_cnn, resolved, stepped
+from torch import Tensor, nn
+from torch.nn import functional
+
+import paragrad as pg
+from paragrad.datasets.clients import Part, Rounds
+from paragrad.record.record import Record, lines_of
+from paragrad.training.admission import Admitted, admitted
+from paragrad.training.in_rounds import InRounds
+from paragrad.training.loop import train_rank
+from paragrad.world.launching import Ranks
+from paragrad.world.world import World
+
+pytestmark = pytest.mark.usefixtures("warm")
+
+State = dict[str, Tensor]
+plain = functools.partial(torch.optim.SGD, lr=0.1)
+heavy = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def vectors(**changes: Any) -> pg.Job:
+    return job("vectors", mlp, VECTORS).replace(
+        **{"epochs": 3, "dtype": torch.float64, "optimizer": heavy, "batch": 4, **changes})
+
+
+def trained(made: pg.Job, text: str, folder: Path, **more: Any) -> tuple[State, Record]:
+    run = pg.train(made, text, runs=folder, **more)
+    return dict(run.model().state_dict()), Record(run.folder)
+
+
+def close(one: State, other: State, within: float = 1e-10) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.allclose(one[name].double(), other[name].double(), rtol=0, atol=within) for name in one)
+
+
+def rounds_of(made: pg.Job, text: str) -> Rounds:
+    found = admitted(made, text).rounds
+    assert found is not None
+    return found
+
+
+# ---- it is federated averaging -----------------------------------------------------------------------------------------------
+def averaged(made: pg.Job, rounds: Rounds) -> State:
+    """As McMahan et al. write it, in a loop of plain torch. Which samples, whose turn and which order are the rounds'."""
+    model = made.built_model()
+    for number in range(rounds.count):
+        begun = {name: each.clone() for name, each in model.state_dict().items()}
+        ended, counts = [], []
+        for part in rounds.parts(number):
+            model.load_state_dict(begun)
+            optimizer = made.optimizer(model.parameters())
+            for piece in rounds.pieces(part, number):
+                inputs, target = (each[piece.samples] for each in made.train.tensors)
+                optimizer.zero_grad()
+                functional.cross_entropy(model(inputs.double()), target).backward()
+                if made.clip_norm:
+                    nn.utils.clip_grad_norm_(model.parameters(), made.clip_norm)
+                optimizer.step()
+            ended.append({name: each.clone() for name, each in model.state_dict().items()})
+            counts.append(len(rounds.clients[part.client]))
+        model.load_state_dict({name: sum(count * each[name] for count, each in zip(counts, ended, strict=True)) / sum(counts)
+                               for name in begun})
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize(("text", "changes"), [
+    ("federated(2, clients=4, fraction=0.5, local_epochs=2, rounds=5)", {}),
+    ("federated(1, clients=3, fraction=1.0, rounds=3, reduce=native)", {"optimizer": adam, "clip_norm": 0.05}),
+    ("federated(3, clients=5, fraction=0.6, rounds=4, split=dirichlet(0.3), reduce=ring)", {}),
+    ("federated(2, clients=9, fraction=0.1, rounds=4, reduce=tree)", {"batch": 3})])
+def test_it_is_federated_averaging_written_out(tmp_path: Path, text: str, changes: dict[str, Any]) -> None:
+    """29 samples: clients have unequal numbers of them. With a fraction of 0.1 of 9 clients it is one a round, so a worker has
+    nothing to do."""
+    made = vectors(**changes)
+    found, _ = trained(made, text, tmp_path)
+    rounds = rounds_of(made, text)
+    assert len({len(samples) for samples in rounds.clients}) == 2
+    assert close(found, averaged(made, rounds), 1e-12)
+
+
+def test_one_client_with_all_samples_is_serial(tmp_path: Path) -> None:
+    """Of plain SGD, which has no state to begin afresh; dropout too."""
+    made = JOBS["dropout"].replace(dtype=torch.float64, optimizer=plain, epochs=3)
+    serial, _ = trained(made, "serial", tmp_path / "serial")
+    found, record = trained(made, "federated(1, clients=1)", tmp_path / "federated")
+    assert close(found, serial, 1e-12)
+    assert len(record.of("epoch")) == 3
+
+
+@pytest.mark.parametrize("name", [
+    "mlp, adam, clipped, scheduled", "cnn with batch norm, activated, dropout", "lstm, tied, loss as a pair",
+    "dicts, padded, transformed", "frozen and unused", "dropout, recomputed"])
+def test_it_does_not_matter_how_many_workers_there_are(tmp_path: Path, name: str) -> None:
+    made = JOBS[name].replace(dtype=torch.float64, batch=4, epochs=2)
+    options = "clients=5, fraction=0.6, local_epochs=2, rounds=3"
+    one, *others = (trained(made, f"federated({workers}, {options})", tmp_path / str(workers))[0] for workers in (1, 2, 3))
+    assert all(close(one, other) for other in others)
+    begun = made.built_model().state_dict()
+    assert not close(one, dict(begun), 1e-3)
+
+
+# ---- what crosses ------------------------------------------------------------------------------------------------------------
+COLLECTIVES = ("all_reduced", "gathered", "passing", "gather_into", "reduce_into", "copy_from", "agreed", "collected")
+
+
+def listening(world: World, checked: Admitted, folder: Path, origin: float) -> list[tuple[str, int]]:
+    """Every collective of a world that a rank makes in rounds: (which, bytes that it gives)."""
+    heard: list[tuple[str, int]] = []
+
+    class Heard(InRounds):
+        def epoch(self, epoch: int, start: int) -> bool:
+            with listened():
+                return super().epoch(epoch, start)
+
+        def end_epoch(self, epoch: int, begun: float) -> bool:
+            with listened():
+                return super().end_epoch(epoch, begun)
+
+    @contextlib.contextmanager
+    def listened() -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in COLLECTIVES:
+                patch.setattr(World, name, told(name, getattr(World, name)))
+            yield
+
+    def told(name: str, function: Any) -> Any:
+        def call(own: World, *given: Any) -> Any:
+            heard.append((name, sum(each.nbytes for each in given if isinstance(each, Tensor))))
+            return function(own, *given)
+        return call
+
+    train_rank(world, checked, folder, origin, loop=Heard)
+    return heard
+
+
+@pytest.mark.parametrize("reduce", ["star", "ring", "native"])
+def test_weights_and_counts_cross_and_nothing_else(pool: Ranks, tmp_path: Path, reduce: str) -> None:
+    """By the record, in the closed form of each; and by every collective that a rank makes in a round. A test adds up two
+    numbers."""
+    made = vectors(test=VECTORS)
+    checked = admitted(made, f"federated(3, clients=6, fraction=0.5, rounds=2, reduce={reduce})")
+    heard = checked.on(pool, listening, checked, tmp_path, 0.0)
+    counts, weights = 8 * (1 + 3), 8 * sum(each.numel() for each in mlp().parameters())
+    for rank in range(3):
+        lines = [line for path in [tmp_path / f"rank-{rank}.jsonl"] for line in lines_of(path)]
+        assert all(line["sent"] == {} for line in lines if line["kind"] == "step")
+        for sent in (line["sent"] for line in lines if line["kind"] == "epoch"):
+            assert list(sent) == ["counts", "weights", "tests"]
+            for kind, whole in (("counts", counts), ("weights", weights)):
+                found = sent[kind]["bytes"]
+                if reduce == "star":
+                    assert found == (2 * whole if rank == 0 else whole)
+                else:                               # a ring of parts of whole numbers: of four, three parts are 2, 1 and 1
+                    assert abs(found - 4 / 3 * whole) <= 2 * 8
+                assert sent[kind]["computed"] == (reduce == "native")
+            assert sent["tests"] == {"bytes": round(4 / 3 * 16), "computed": True}
+        one = [("all_reduced", counts), ("all_reduced", weights)] if reduce == "native" else []
+        assert heard[rank] == [*one, ("all_reduced", 16)] * 2
+
+
+# ---- who is lost -------------------------------------------------------------------------------------------------------------
+class Poisoned(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """The vectors, of which some raise, or are infinite, where they are trained on."""
+
+    def __init__(self, raising: list[int], infinite: list[int]) -> None:
+        self.raising, self.infinite, self.door = raising, infinite, os.getpid()
+
+    def __len__(self) -> int:
+        return len(VECTORS)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        vector, target = VECTORS[index]
+        if index in self.raising and os.getpid() != self.door:
+            raise OSError("this file is gone")
+        return vector * torch.inf if index in self.infinite and os.getpid() != self.door else vector, target
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_mean_is_over_the_clients_that_came_back(tmp_path: Path, workers: int) -> None:
+    text = f"federated({workers}, clients=5, fraction=1.0, rounds=3)"
+    rounds = rounds_of(vectors(), text)
+    poisoned = Poisoned([int(rounds.clients[1][2])], [int(rounds.clients[4][4])])
+    found, record = trained(vectors(train=poisoned), text, tmp_path)
+    others = [0, 2, 3]
+    clients = [each for client, each in enumerate(rounds.clients) if client in others]
+
+    class Left(Rounds):
+        def parts(self, number: int) -> list[Part]:
+            return [part for part in super().parts(number) if part.client in others]
+    left = Left(rounds.clients, rounds.order, 1, 1.0, 1, 3, 3)
+    assert sum(map(len, clients)) < 29
+    assert close(found, averaged(vectors(), left), 1e-12)
+    assert [line["lost"] for line in record.of("epoch")] == [[1, 4]] * 3
+    events = [line for rank in range(workers) for line in record.of("event", rank) if line["name"] == "lost"]
+    assert sorted((line["numbers"]["round"], line["numbers"]["client"]) for line in events) == [
+        (number, client) for number in range(3) for client in (1, 4)]
+    said = {line["numbers"]["client"]: line["message"] for line in events}
+    assert "this file is gone" in said[1]
+    assert "not finite" in said[4]
+    assert record.audit.missed > 0
+    assert record.audit.twice == 0
+
+
+def test_a_round_without_anybody_leaves_the_weights_and_a_run_without_anybody_fails(tmp_path: Path) -> None:
+    text = "federated(2, clients=4, fraction=0.1, rounds=6)"            # one client a round
+    rounds = rounds_of(vectors(), text)
+    turns = [rounds.chosen(number)[0] for number in range(6)]
+    poor = turns[1]
+    assert any(each != poor for each in turns)
+    found, record = trained(vectors(train=Poisoned(list(map(int, rounds.clients[poor])), [])), text, tmp_path)
+
+    class Left(Rounds):
+        def parts(self, number: int) -> list[Part]:
+            return [part for part in super().parts(number) if part.client != poor]
+
+        @property
+        def count(self) -> int:
+            return 6
+    begun = averaged_but(vectors(), Left(rounds.clients, rounds.order, 1, 0.1, 1, 3, 6))
+    assert close(found, begun, 1e-12)
+    assert [line["numbers"]["round"] for line in record.of("event") if line["name"] == "nobody"] == [
+        number for number, turn in enumerate(turns) if turn == poor]
+    with pytest.raises(pg.RankFailed, match=r"no client of any round came back.*loss is not finite"):
+        trained(vectors(train=Poisoned([], list(range(29)))), text, tmp_path)
+    with pytest.raises(pg.RankFailed, match="this file is gone"):
+        trained(vectors(train=Poisoned(list(range(29)), [])), text, tmp_path)
+
+
+def averaged_but(made: pg.Job, rounds: Rounds) -> State:
+    """The same where a round may have nobody: its weights stay."""
+    class Some(Rounds):
+        def parts(self, number: int) -> list[Part]:
+            return rounds.parts(there[number])
+
+        @property
+        def count(self) -> int:
+            return len(there)
+
+        def pieces(self, part: Part, number: int) -> Any:
+            return rounds.pieces(part, there[number])
+    there = [number for number in range(rounds.count) if rounds.parts(number)]
+    return averaged(made, Some(rounds.clients, rounds.order, 1, rounds.fraction, rounds.passes, rounds.epochs, rounds.asked))
+
+
+# ---- what else a model has ---------------------------------------------------------------------------------------------------
+class Keeping(nn.Module):
+    """Counts its forwards in a buffer, in Python and in a flag; a frozen copy follows the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out, self.follows = nn.Linear(10, 4), nn.Linear(10, 4).requires_grad_(False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("large", torch.zeros(4, dtype=torch.bool))
+        self.register_buffer("constants", torch.arange(1.0, 50.0).reciprocal())
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.out(x) + self.follows(x)
+        if self.training:
+            self.forwards += 1
+            self.count += 1
+            self.large |= out.detach().mean(0) > 0.3
+            with torch.no_grad():
+                self.follows.weight.lerp_(self.out.weight, 0.1)
+        return out * (1 + 0.1 * self.forwards)             # type: ignore[no-any-return]
+
+
+def test_whole_numbers_become_the_nearest_mean_and_python_begins_anew(tmp_path: Path) -> None:
+    """What a client counted in Python went on in the next one on its worker, and it mattered how many workers there were."""
+    made = vectors(model=Keeping, train=torch.utils.data.Subset(VECTORS, range(28)), batch=3)
+    text = "clients=3, fraction=1.0, rounds=2"
+    one, *others = (trained(made, f"federated({workers}, {text})", tmp_path / str(workers))[0] for workers in (1, 2, 3))
+    assert all(close(one, other) for other in others)
+    # 10, 9 and 9 samples in batches of 3: 4, 3 and 3 in each of two rounds, of which the mean by samples is 3.36
+    assert int(one["count"]) == 3 + 3
+    assert torch.equal(one["constants"], Keeping().constants.double())
+
+
+class Anchored(torch.optim.SGD):
+    """Keeps the weights that it begins with, and pulls to them: a client stays near the round's (FedProx, Li et al. 2020)."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, lr=lr)
+        self.anchors = [(each, each.detach().clone()) for group in self.param_groups for each in group["params"]]
+
+    def step(self, closure: None = None) -> None:                       # type: ignore[override]
+        for each, anchor in self.anchors:
+            each.grad.add_(each.detach() - anchor)
+        super().step()
+
+
+def test_an_optimizer_may_keep_where_a_client_begins(tmp_path: Path) -> None:
+    """It was made before the weights were put back, and kept those of the client before."""
+    made, text = vectors(optimizer=Anchored), "clients=5, fraction=0.6, rounds=3, local_epochs=2"
+    one, *others = (trained(made, f"federated({workers}, {text})", tmp_path / str(workers))[0] for workers in (1, 3))
+    assert all(close(one, other) for other in others)
+
+
+def test_batch_norms_statistics_are_means_too(tmp_path: Path) -> None:
+    made = job("normed", normed_cnn, IMAGES, dtype=torch.float64, epochs=2)
+    one, two = (trained(made, f"federated({workers}, clients=3, fraction=1.0)", tmp_path / str(workers))[0]
+                for workers in (1, 2))
+    assert close(one, two)
+    assert int(one["1.num_batches_tracked"]) == 2
+
+
+# ---- schedule, goal, checkpoints ---------------------------------------------------------------------------------------------
+def images(**changes: Any) -> pg.Job:
+    return pg.job("digits").replace(**{"epochs": 2, "dtype": torch.float64, **changes})
+
+
+def test_a_scheduler_goes_on_between_rounds_by_samples(tmp_path: Path) -> None:
+    """Halved after every two steps of serial: an epoch of 29 samples is 8 of them, a round of half of the clients 4."""
+    made = vectors(scheduler=stepped, epochs=2)
+    _, record = trained(made, "federated(2, clients=4, fraction=0.5)", tmp_path)
+    rates = [sorted({line["lr"] for rank in range(2) for line in record.of("step", rank) if line["epoch"] == number})
+             for number in range(4)]
+    assert rates == [[0.1], [0.025], [0.00625], [0.0015625]]
+
+
+def test_a_round_is_tested_and_ends_at_the_goal(tmp_path: Path) -> None:
+    text = "federated(2, clients=10, fraction=0.5, local_epochs=2)"
+    _, record = trained(images(epochs=40), text, tmp_path, until="accuracy=60")
+    tests = [line["test"]["value"] for line in record.of("epoch")]
+    assert tests[-1] >= 60 > max(tests[:-1], default=0)
+    assert len(tests) < 40
+
+
+def test_saved_between_rounds_it_goes_on_to_the_bit(tmp_path: Path) -> None:
+    made = images(scheduler=stepped)
+    text = "federated({}, clients=9, fraction=0.34, rounds={})"
+    whole, full = trained(made, text.format(2, 6), tmp_path)
+    _, first = trained(made, text.format(2, 4), tmp_path, save=5)
+    resumed, rest = trained(made, text.format(2, 6), tmp_path, resume=first.folder)
+    assert [line["epoch"] for line in rest.of("epoch")] == [4, 5]
+    assert close(whole, resumed, 0.0)
+    assert [line["test"] for line in rest.of("epoch")] == [line["test"] for line in full.of("epoch")[4:]]
+    assert rest.audit.missed == rest.audit.twice == 0
+    other, _ = trained(made, text.format(3, 6), tmp_path, resume=first.folder)
+    assert close(whole, other)
+
+
+def test_what_is_saved_goes_on_under_other_strategies_and_theirs_here(tmp_path: Path) -> None:
+    """Under serial names, at the step that serial would have come to over as many samples."""
+    made, text = images(epochs=1), "federated(2, clients=4, fraction=0.5)"          # 23 steps an epoch
+    _, first = trained(made, text, tmp_path, save=1, limit=11)
+    assert [path.name for path in first.folder.glob("checkpoint-*")] == ["checkpoint-00000011"]
+    for other in ("serial", "data(2)"):
+        _, record = trained(made, other, tmp_path, resume=first.folder)
+        assert len(record.steps()) == 12
+        assert record.audit.epochs == 0                 # of whose beginning nothing is known
+        _, theirs = trained(made, other, tmp_path, save=7, limit=14)
+        _, record = trained(made, text, tmp_path, resume=theirs.folder)
+        assert [line["epoch"] for line in record.of("epoch")] == []         # the second round begins after 11 steps
+    longer = made.replace(epochs=2)
+    _, record = trained(longer, text, tmp_path, resume=theirs.folder)
+    assert [line["epoch"] for line in record.of("epoch")] == [2, 3]
+    left = [line for line in record.of("choice") if line["what"] in ("checkpoint", "rounds")]
+    assert [line["picked"] for line in left] == ["without the optimizer's state", "from round 2 on"]
+
+
+def asked_to_stop(world: World, checked: Admitted, folder: Path, origin: float) -> str:
+    if world.rank == 1:
+        world.stop.set()
+    try:
+        return train_rank(world, checked, folder, origin, loop=InRounds)
+    finally:
+        world.stop.clear()
+
+
+def test_the_wish_to_stop_is_heard_when_workers_meet(pool: Ranks, tmp_path: Path) -> None:
+    checked = admitted(vectors(), "federated(2, clients=4, fraction=1.0)")
+    assert checked.on(pool, asked_to_stop, checked, tmp_path, 0.0) == ["stopped"] * 2
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-00000008"]
+    _, record = trained(vectors(), "federated(2, clients=4, fraction=1.0)", tmp_path, resume=tmp_path)
+    assert [line["epoch"] for line in record.of("epoch")] == [1, 2]
+
+
+# ---- refused, and what is no question here -----------------------------------------------------------------------------------
+@pytest.mark.parametrize(("text", "says"), [
+    ("federated(2, fraction=0)", "a number above 0, at most 1"),
+    ("federated(2, clients=0)", "a whole number from 1"),
+    ("federated(2, rounds=0)", "a whole number from 1"),
+    ("federated(2, local_epochs=-1)", "a whole number from 1"),
+    ("federated(2, split=dirichlet(0))", "a number above 0"),
+    ("federated(4, clients=3)", "give at most 3 worker(s), or more clients"),
+    ("federated(2) * tensor(2)", "a worker is a whole client at a time"),
+    ("fedavg(2)", "here it is federated(2, clients=100, fraction=0.1)")])
+def test_bad_input_is_refused_with_the_repair(text: str, says: str) -> None:
+    with pytest.raises(pg.Refused) as caught:
+        resolved(text)
+    assert says in str(caught.value)
+
+
+def test_what_a_job_cannot_be_divided_into_is_refused() -> None:
+    for made, text, says in (
+            (vectors(), "federated(2, clients=30)", "give at most clients=29"),
+            (vectors(train=torch.utils.data.TensorDataset(VECTORS.tensors[0], torch.randn(29, 4)), loss=functional.mse_loss),
+             "federated(2, clients=3, split=dirichlet)", "give split=even"),
+            (job("normed", normed_cnn, IMAGES, batch=9), "federated(2, clients=3)",
+             "client 0 has 10 sample(s) in batches of 9")):
+        with pytest.raises(pg.Refused, match=re.escape(says)):
+            admitted(made, text)
+    with pytest.raises(pg.Refused, match="leave out --check"):
+        pg.train(vectors(), "federated(2, clients=3)", check=True)
+    model = mlp()
+    with pytest.raises(pg.Refused, match="not for a loop of your own"), pg.parallelize(
+            model, functional.cross_entropy, plain(model.parameters()), "federated(1, clients=3)"):
+        pass
+
+
+def test_a_record_has_every_step_of_every_client(tmp_path: Path) -> None:
+    text = "federated(2, clients=4, fraction=0.5, local_epochs=2, rounds=3)"
+    _, record = trained(vectors(), text, tmp_path)
+    rounds = rounds_of(vectors(), text)
+    assert record.rounds == rounds.told
+    assert len(record.losses) == record.steps_planned == rounds.begins[-1]
+    assert [lines[0]["step"] for lines in record.steps()] == list(range(rounds.begins[-1]))
+    assert [line["clients"] for line in record.of("epoch")] == [rounds.chosen(number) for number in range(3)]
+    assert record.passed(1) == rounds.places(0) + rounds.places(1)
+    samples = record.passed(2)
+    assert str(record.audit) == (f"{samples} of the {samples} samples that clients of 3 round(s) were to train on, 0 twice, "
+                                 "0 missed")
+    assert record.sent_per_step["weights"]["bytes"] == round(3 * 8 * 244 / rounds.begins[-1])
+    assert record.memory["optimizer"] == 8 * 244                        # of a client, which has gone
+
+
+def test_beside_others_it_is_judged_by_its_tests(tmp_path: Path) -> None:
+    """A step of a client is none of serial's: no difference, no speed-up, and nothing is missing."""
+    found = pg.compare(images(epochs=20), "serial; federated(2, clients=10, fraction=1.0, local_epochs=2)", runs=tmp_path,
+                       until="accuracy=50")
+    row = found.rows[1]
+    assert found.ended["status"] == "finished"
+    assert found.missing == []
+    assert row.difference is None is row.speed_up
+    assert row.test is not None
+    assert row.test >= 50
+    assert row.reached[0] is not None
+    assert row.reached[0].samples == row.reached[0].epochs * 2 * 1437
+    assert (found.folder / "page.html").exists()
+
+
+@pytest.mark.parametrize("text", IN_ROUNDS)
+def test_verify_says_that_there_is_nothing_to_compare(tmp_path: Path, text: str) -> None:
+    found = pg.verify(vectors(), text, runs=tmp_path)
+    assert not found.same
+    assert found.difference is None
+    assert found.failure is not None
+    assert "clients train apart for a round" in found.failure
