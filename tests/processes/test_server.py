@@ -424,8 +424,12 @@ def test_it_is_stopped_and_goes_on(tmp_path: Path) -> None:
 # ---- who dies --------------------------------------------------------------------------------------------------------------
 class Disturbed(elastic.Run):
     """After so many tickets something happens to one of its processes."""
-    after, happens, number = 5, signal.SIGKILL, 0
+    after, happens, number, limit = 5, signal.SIGKILL, 0, 300.0
     stopped: Any = None
+
+    def run(self) -> str:
+        self.office.limit = self.limit                  # not that of sockets: a server takes its time to be there
+        return super().run()
 
     def heard(self, number: int, ticket: Ticket, said: dict[str, Any]) -> None:
         super().heard(number, ticket, said)
@@ -441,13 +445,13 @@ class Disturbed(elastic.Run):
 
 
 @pytest.mark.parametrize(("number", "happens", "more", "event"), [
-    (0, signal.SIGKILL, {}, "replaced"), (1, signal.SIGSTOP, {"timeout": 0.5}, "late"),
+    (0, signal.SIGKILL, {}, "replaced"), (1, signal.SIGSTOP, {"limit": 0.5}, "late"),
     (2, signal.SIGKILL, {}, "again"), (3, signal.SIGKILL, {}, "again")],
     ids=["a worker is killed", "a worker is stopped", "the first server is killed", "the second server is killed"])
 def test_the_others_go_on(number: int, happens: signal.Signals, more: dict[str, Any], event: str, tmp_path: Path,
                           monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic, "Run", type("Here", (Disturbed,), {"number": number, "happens": happens}))
-    run = pg.train(vectors(epochs=6), "server(2, servers=2, sync=asp)", runs=tmp_path, **more)
+    monkeypatch.setattr(elastic, "Run", type("Here", (Disturbed,), {"number": number, "happens": happens, **more}))
+    run = pg.train(vectors(epochs=6), "server(2, servers=2, sync=asp)", runs=tmp_path)
     assert run.finished
     assert set(applied(run)) == {6 * 29}
     events = [line["name"] for line in Record(run.folder).own if line["kind"] == "event"]
@@ -455,6 +459,19 @@ def test_the_others_go_on(number: int, happens: signal.Signals, more: dict[str, 
     lost = [line["lost"]["updates"] for rank in range(len(Record(run.folder).ranks))
             for line in Record(run.folder).of("server", rank)]
     assert sum(map(bool, lost)) == (event == "again")
+
+
+def test_the_limit_of_waiting_is_that_of_sockets_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A world of one rank had 300 s, whatever --timeout said: a server that hung was waited for as long."""
+    class Hung(Disturbed):
+        number, happens = 2, signal.SIGSTOP
+
+        def heard(self, number: int, ticket: Ticket, said: dict[str, Any]) -> None:
+            super().heard(number, ticket, said)
+            self.stopped = None                         # it stays so
+    monkeypatch.setattr(elastic, "Run", Hung)
+    with pytest.raises(pg.RankFailed, match="no answer from server 0 within 10 s"):
+        pg.train(vectors(epochs=6), "server(2, sync=asp)", runs=tmp_path, timeout=10)
 
 
 def raising(output: Tensor, target: Tensor) -> Tensor:

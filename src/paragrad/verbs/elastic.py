@@ -67,10 +67,9 @@ class Run:
         self.count = self.strategy.size                 # the next number of a process
         entrance = self.meeting.entrance(None, Path(allow)) if allow else None
         if entrance is not None:
-            self.office.guests = Guests(checked, folder, record, self.meeting, entrance.allowed, self.number, self.event)
+            self.office.guests = Guests(checked, folder, record, self.meeting, entrance.allowed, self.next_number, self.event)
         self.listening = Listening(LONGEST, None, Keys.made(), self.meeting.office, entrance)
-        if entrance is not None and (address := entrance.address) is not None:
-            self.say_where(address)
+        self.address = entrance.address if entrance is not None else None
         self.anew = 0
         self.servers: dict[int, int] = {}               # number of a process -> which server it is
         self.tickets = (checked.saved.step if checked.saved else 0) * self.shares
@@ -78,10 +77,12 @@ class Run:
         self.loss, self.done, self.told = 0.0, 0, -1.0
 
     def run(self) -> str:
-        for number in range(self.strategy.size):
-            server = number - self.strategy.workers if self.strategy.serves(number) else None
-            self.start(number, server)
         try:
+            for number in range(self.strategy.size):
+                server = number - self.strategy.workers if self.strategy.serves(number) else None
+                self.start(number, server)
+            if self.address is not None:
+                self.say_where(self.address)
             status = self.epochs()
             self.office.ended = True
             self.close()
@@ -92,7 +93,7 @@ class Run:
         self.record.write("handed_out", refused=self.office.refused, anew=self.anew)
         return status
 
-    def number(self) -> int:
+    def next_number(self) -> int:
         """Of one more process."""
         self.count += 1
         return self.count - 1
@@ -213,7 +214,7 @@ class Run:
         if server is None:
             self.office.lost(number)
             if not self.office.ended:
-                another = self.number()
+                another = self.next_number()
                 self.event("replaced", f"{value}; worker {another} is there for it", rank=number)
                 self.start(another, None)
         else:

@@ -63,14 +63,11 @@ class Entrance:
 
 def read_place(option: str, text: str) -> Place:
     """HOST or HOST:PORT, with or without tcp://. option: by which it was given. Raises Refused."""
-    parts = urlsplit(text if "://" in text else f"tcp://{text}")
-    try:
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host, port = None, None
-    if not host or parts.scheme != "tcp" or parts.path.strip("/") or parts.query or parts.username or not text.isprintable():
-        raise Refused(f"{option} {text}: write HOST or HOST:PORT, such as 10.0.0.1:4000, or [fd00::1]:4000")
-    return Place(host, port or 0)
+    with suppress(ValueError):
+        parts = urlsplit(text if "://" in text else f"tcp://{text}")
+        if parts.hostname and parts.netloc == parts.geturl().removeprefix("tcp://") and parts.username is None:
+            return Place(parts.hostname, parts.port or 0)
+    raise Refused(f"{option} {text}: write HOST or HOST:PORT, such as 10.0.0.1:4000, or [fd00::1]:4000")
 
 
 def refuse_place(place: Place, count: int) -> None:

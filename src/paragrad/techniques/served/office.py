@@ -153,6 +153,9 @@ class Office:
     def _asked(self, number: int, ticket: Ticket | None, said: dict[str, Any], asking: tuple[bytes, Header]) -> None:
         now = time.monotonic()
         member = self.members.get(number)
+        if member is not None and member.holds not in (None, ticket):           # it does not say what became of that
+            self.lost(number)
+            member = None
         if member is None:
             fewest = min((each.done for each in self.members.values()), default=0)
             member = self.members[number] = Member(number, fewest, now)

@@ -78,7 +78,8 @@ class Listening:
         else:
             self.door = self._door(_Known(frozenset()))
             self.address = _encrypted(self.socket, keys, Place(host))
-        self.sockets, self.elsewhere, self.entered = [self.socket], self.socket, dict[int, bytes]()
+        self.sockets, self.elsewhere = [self.socket], self.socket
+        self.entered, self.gone = dict[int, bytes](), list[bytes]()         # who asks over which descriptor;  asked until then
         if entrance is not None:
             self._open(entrance, keys, longest)
 
@@ -120,7 +121,10 @@ class Listening:
         name = FROM_HERE + whose.bytes
         if socket is self.elsewhere is not self.socket:
             name = FROM_ELSEWHERE + frames[0].get("User-Id").encode() + whose.bytes
-            self.entered[frames[0].get(zmq.SRCFD)] = name
+            descriptor = frames[0].get(zmq.SRCFD)
+            if self.entered.get(descriptor, name) != name:          # which another connection had
+                self.gone.append(self.entered[descriptor])
+            self.entered[descriptor] = name
         return [zmq.Frame(name), *frames]
 
     def answer(self, whose: bytes, header: Header, *rest: Any) -> None:
@@ -139,8 +143,10 @@ class Listening:
 
     def left(self) -> list[bytes]:
         """Who of those from elsewhere asked over a connection that is gone, since this was asked last."""
-        gone = [descriptor for came, descriptor in _told(self.leaving) if not came] if len(self.sockets) > 1 else []
-        return [self.entered.pop(each) for each in gone if each in self.entered]
+        last = {descriptor: came for came, descriptor in _told(self.leaving)} if len(self.sockets) > 1 else {}
+        found = self.gone + [self.entered.pop(each) for each, came in last.items() if not came and each in self.entered]
+        self.gone = []
+        return found
 
     def close(self) -> None:
         if self.door is not None:
