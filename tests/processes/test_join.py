@@ -71,7 +71,8 @@ class Ground:
         return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=self.folder)
 
     def train(self, text: str, batch: int = 12, **more: Any) -> pg.Run:
-        return pg.train(find(str(self.job)).replace(batch=batch), text, runs=self.folder / "runs", listen="127.0.0.1", allow=self.allow, **more)
+        return pg.train(find(str(self.job)).replace(batch=batch), text, listen="127.0.0.1", allow=self.allow,
+                        runs=self.folder / "runs", **more)
 
 
 @pytest.fixture
