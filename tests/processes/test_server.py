@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,7 @@ from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed
 from paragrad.record.record import Record
 from paragrad.techniques.exchange import Replica
-from paragrad.techniques.served.header import Header, Kind, bytes_of, vector_of
+from paragrad.techniques.served.header import Header, Kind, bytes_of, unpacked, vector_of
 from paragrad.techniques.served.office import LATE, TEST, TRAIN, Office, Ticket
 from paragrad.techniques.served.reception import Reception
 from paragrad.techniques.served.shard import Shard
@@ -233,6 +234,26 @@ def test_who_is_not_answered_says_so() -> None:
     try:
         with pytest.raises(StepFailed, match="no answer from server"):
             list(calling.asked([(0, Header(Kind.PULL, JOB), ())]))
+    finally:
+        calling.close()
+        listening.close()
+
+
+def test_who_was_stopped_waits_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For longer than the limit: its first look at the clock said that nobody had answered, before it looked for an answer."""
+    listening = Listening(1000, None, Keys.made())
+    calling, later, clock = Calling([listening.address], 1000, Keys.made(), 30.0, 0.1), itertools.count(), time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + (100.0 if next(later) > 2 else 0.0))
+    send = calling._send
+
+    def sending(server: int, frames: Any) -> None:
+        if next(later) > 5:                             # it asks again, and is answered
+            send(server, frames)
+            whose, header, *_ = listening.take(20.0) or []
+            listening.answer(whose.bytes, replace(unpacked(header.bytes), kind=Kind.DONE))
+    monkeypatch.setattr(calling, "_send", sending)
+    try:
+        assert [header.kind for _, header, _ in calling.asked([(0, Header(Kind.PULL, JOB), ())])] == [Kind.DONE]
     finally:
         calling.close()
         listening.close()

@@ -37,6 +37,7 @@ ROOM = 2**20            # bytes that a part of a message may have beside the lar
 WAITING = 64            # messages of one peer that are kept until they are looked at
 LEAVING = 2000          # milliseconds for what was sent last to be gone
 BEAT = 2000             # milliseconds after which a silent connection is asked whether it is there
+STOPPED = 1.0           # seconds that a process wakes up late, at least, where it was stopped
 BINDING = 5.0           # seconds in which the port of a process that was killed must be free again
 FROM_HERE, FROM_ELSEWHERE = b"\0", b"\1"            # what begins the name of who asks
 KEY = 40                # signs of a public key
@@ -220,11 +221,14 @@ class Calling:
             call = next(self.calls) % 2**32
             open_calls[call] = server, (replace(header, call=call).packed(), *frames)
             self._send(*open_calls[call])
-        until, poller = time.monotonic() + self.seconds, zmq.Poller()
+        until, woken, poller = time.monotonic() + self.seconds, math.inf, zmq.Poller()
         for socket in self.sockets:
             poller.register(socket, zmq.POLLIN)
         while open_calls:
-            left = until - time.monotonic()
+            if (now := time.monotonic()) > woken:                       # this process was stopped: the others were not late
+                until = now + self.seconds
+            left = until - now
+            woken = now + min(max(left, 0.0), self.again) + STOPPED
             if left <= 0 and not poller.poll(0):
                 silent = ", ".join(self.names[server] for server in sorted({server for server, _ in open_calls.values()}))
                 raise StepFailed(f"no answer from {silent} within {self.seconds:g} s: it, or a worker that it waits for, does "
