@@ -32,11 +32,12 @@ from paragrad.version import __version__
 from paragrad.world.world import World
 
 TEXT = 2**20            # bytes that a job may need to be known by
+VERSION = "paragrad"
 
 
 def known_by(job: Job, facts: Findings) -> dict[str, Any]:
     """What a worker's job must have in common with the training's: as a checkpoint's, and what tests are of."""
-    return {"paragrad": __version__, **checkpoint.identity_of(job, facts), "test samples": facts.test_samples,
+    return {VERSION: __version__, **checkpoint.identity_of(job, facts), "test samples": facts.test_samples,
             "metric": job.metric_name}
 
 
@@ -49,7 +50,7 @@ def refuse_other(ours: Mapping[str, Any], text: bytes) -> None:
         for name, value in ours.items():
             try:
                 refuse_another("the training", {name: value}, {name: theirs.get(name)}, "here it is", "has",
-                               "join with the job that it trains")
+                               "install that version" if name == VERSION else "join with the job that it trains")
             except Refused as error:
                 raise Unfit(f"a job with another {name}", str(error)) from None
     except (ValueError, TypeError, OverflowError, RecursionError) as error:

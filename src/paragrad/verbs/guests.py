@@ -7,6 +7,7 @@ are numbers that it says with its next question. Its clock is not ours: a step e
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from paragrad.training.batches import batch_of
 from paragrad.training.guest import known_by, refuse_other
 
 MOST = 1000             # that join in a training
+MOST_SECONDS = 1e9      # of a step
 NUMBERS = ("loss", "weight", "seconds", "lr", "sent")
 
 
@@ -66,6 +68,9 @@ class Guests:
             return
         if missing := [name for name in NUMBERS if name not in said]:
             raise Unfit(f"a step without its {missing[0]}")
+        if not (0 <= said["seconds"] < MOST_SECONDS and 0 <= said["sent"] < 2**63 and said["weight"] >= 0
+                and math.isfinite(said["loss"] * said["weight"])):
+            raise Unfit("numbers of a step that cannot be")
         order, division, record = self.checked.facts.order, self.checked.resolved.division, self.records[number]
         batch = batch_of(order, ticket.epoch, order.at(ticket.step % order.steps), division, [ticket.share])
         record.write("step", step=ticket.step, start=round(record.now() - said["seconds"], 6),

@@ -54,7 +54,7 @@ def join(address: str, job: Job, *, server_key: str | Path, key: str | Path, thr
     torch.set_num_threads(threads or cores())
     try:
         checked, meeting = let_in(office, keys, job, chosen)
-        with joined(0, 1, Path("/nowhere"), timeout=chosen.timeout, device=chosen.device) as world:
+        with joined(0, 1, Path(), timeout=chosen.timeout, device=chosen.device) as world:
             return meeting.number, help_on(world, checked, meeting)
     except StepFailed as error:
         raise RankFailed(error.message, rank=None, step=error.step, tensor=error.tensor, traceback=traced(error)) from error
