@@ -6,6 +6,7 @@ Trainings are held until those who are to join are there, by the office's own lo
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -24,15 +25,19 @@ from test_server import Desk, applied, frames
 import paragrad as pg
 from paragrad.errors import Refused
 from paragrad.jobs.finding import find
-from paragrad.record.record import Record
+from paragrad.record.record import Record, Recorder, lines_of
+from paragrad.techniques.served.calling import Calling, knock
 from paragrad.techniques.served.entrance import Entrance, Place, read_place, refuse_place
 from paragrad.techniques.served.header import Header, Kind, Unfit
 from paragrad.techniques.served.keys import PUBLIC, SECRET, Allowed, Keys, make_keys, own_keys, public_key, write_public
+from paragrad.techniques.served.meeting import Meeting
 from paragrad.techniques.served.office import KEEP, TEST, TRAIN, Ticket
-from paragrad.techniques.served.sockets import FROM_ELSEWHERE, Calling, Listening, knock
-from paragrad.training.guest import refuse_other
+from paragrad.techniques.served.sockets import FROM_ELSEWHERE, Listening
+from paragrad.training.admission import admitted
+from paragrad.training.guest import known_by, refuse_other
 from paragrad.training.settings import Settings
 from paragrad.verbs import elastic
+from paragrad.verbs.guests import Guests
 
 JOB = """
     import os, signal
@@ -431,6 +436,42 @@ def test_who_asks_again_while_it_waits_is_told_to() -> None:
     assert len(hall.office.members) == 1
 
 
+def test_what_is_recorded_of_a_step_is_the_tickets_or_a_number(place: Ground, tmp_path: Path) -> None:
+    """Who asks twice to join has one number, and servers that are not there yet are waited for; a step has one line."""
+    checked = admitted(find(str(place.job)), "server(2, sync=asp)", Settings(listen="127.0.0.1", allow=place.allow))
+    meeting, happened = Meeting(77, str(tmp_path), 1, place=Place("127.0.0.1")), list[str]()
+    with Recorder(tmp_path / "run.jsonl") as record:
+        guests = Guests(checked, tmp_path, record, meeting, place.allow, itertools.count(3).__next__,
+                        lambda name, message, **numbers: happened.append(message))
+        key, text = own_keys(place.key).public, json.dumps(known_by(checked.job, checked.facts)).encode()
+        assert guests.admit(key, 1, text) is None
+        entrance = meeting.entrance(0)
+        assert entrance is not None
+        entrance.keep(Keys.made(), 4000)
+        first, again, another = (json.loads(guests.admit(key, sender, text) or b"") for sender in (1, 1, 2))
+        assert first == again
+        assert (first["number"], another["number"], first["strategy"]) == (3, 4, "server(2, sync=asp)")
+        assert [at for at, _ in first["servers"]] == ["tcp://127.0.0.1:4000"]
+        assert happened == ["worker 3 joined, with the key of me.key", "worker 4 joined, with the key of me.key"]
+        assert Allowed(meeting.joined).name(key) == "3"
+        said = {"loss": 0.5, "weight": 2.0, "seconds": 0.1, "lr": 0.1, "sent": 80.0, "became": 0.0, "more": 1.0}
+        for bad in ({"sent": 1e300}, {"seconds": -1.0}, {"weight": -1.0}, {"loss": 1e308, "weight": 1e308}):
+            with pytest.raises(Unfit, match="cannot be"):
+                guests.did(3, Ticket(TRAIN, 5, 0, 2, 1), said | bad)
+        with pytest.raises(Unfit, match="without its lr"):
+            guests.did(3, Ticket(TRAIN, 5, 0, 2, 1), {name: value for name, value in said.items() if name != "lr"})
+        guests.did(3, Ticket(TRAIN, 4, 0, 2, 0), said | {"became": 1.0})        # somebody else's was applied
+        for _ in range(2):
+            guests.did(3, Ticket(TRAIN, 5, 0, 2, 1), said)
+        guests.left(3)
+        assert Allowed(meeting.joined).name(key) == "4"
+        guests.close()
+    line, = lines_of(tmp_path / "rank-3.jsonl")
+    assert (line["step"], line["order"], line["loss"], line["sent"]) == (
+        2, [27, 29], [1.0, 2.0], {"gradients": {"bytes": 80, "computed": False}})
+    assert "more" not in line
+
+
 # ---- files and places ------------------------------------------------------------------------------------------------------
 def test_keys_are_their_owners_alone(tmp_path: Path) -> None:
     key = tmp_path / f"me{SECRET}"
@@ -521,6 +562,25 @@ def test_a_server_is_where_it_was_with_the_key_that_it_had(tmp_path: Path) -> No
     finally:
         again.close()
     assert (tmp_path / "kept").stat().st_mode & 0o077 == 0
+
+
+def test_a_flood_of_connections_lets_others_talk() -> None:
+    """ZeroMQ tells who comes and goes, and stood still while nobody had heard the last thousand of it."""
+    mine = Keys.made()
+    listening = Listening(1000, "127.0.0.1", Keys.made())
+    calling = Calling([listening.address], 1000, mine, 30.0)
+    try:
+        listening.allow([mine.public])
+        at = read_place("", listening.address.at)
+        for number in range(1500):
+            with socket.create_connection((at.host, at.port), 20.0) as raw:
+                raw.sendall(os.urandom(64))
+            if number % 100 == 0:
+                calling.sockets[0].send_multipart([Header(Kind.PULL, 77).packed()])
+                assert listening.take(20.0) is not None
+    finally:
+        calling.close()
+        listening.close()
 
 
 def test_noise_is_not_taken_for_workers_that_left() -> None:

@@ -29,12 +29,14 @@ from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed
 from paragrad.record.record import Record
 from paragrad.techniques.exchange import Replica
+from paragrad.techniques.served.calling import Calling
 from paragrad.techniques.served.header import Header, Kind, bytes_of, unpacked, vector_of
+from paragrad.techniques.served.keys import Keys
 from paragrad.techniques.served.office import LATE, TEST, TRAIN, Office, Ticket
 from paragrad.techniques.served.reception import Reception
 from paragrad.techniques.served.shard import Shard
 from paragrad.techniques.served.slicing import Slot
-from paragrad.techniques.served.sockets import Calling, Keys, Listening
+from paragrad.techniques.served.sockets import Listening
 from paragrad.techniques.slices import Stretch
 from paragrad.verbs import elastic
 

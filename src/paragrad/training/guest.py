@@ -18,10 +18,10 @@ from paragrad.errors import Refused
 from paragrad.jobs.job import Job
 from paragrad.strategies.table import strategy
 from paragrad.techniques.served.asking import AGAIN
+from paragrad.techniques.served.calling import Calling, Declined
 from paragrad.techniques.served.header import Header, Kind, Unfit
 from paragrad.techniques.served.keys import Address, Keys
 from paragrad.techniques.served.meeting import Meeting
-from paragrad.techniques.served.sockets import Calling, Declined
 from paragrad.training import checkpoint
 from paragrad.training.admission import Admitted, here_for, ready
 from paragrad.training.door import Findings, examined

@@ -24,11 +24,11 @@ from paragrad.jobs.job import opened
 from paragrad.record.cpu import Cpu
 from paragrad.record.record import Recorder
 from paragrad.techniques.served.asking import AGAIN, Asking
+from paragrad.techniques.served.calling import Calling
 from paragrad.techniques.served.header import Header, Kind
 from paragrad.techniques.served.keys import Keys
 from paragrad.techniques.served.meeting import Meeting
 from paragrad.techniques.served.office import END, KEEP, TEST, TRAIN, Ticket
-from paragrad.techniques.served.sockets import Calling
 from paragrad.training import checkpoint, saving
 from paragrad.training.admission import Admitted
 from paragrad.training.batches import batch_of

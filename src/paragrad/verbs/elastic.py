@@ -19,12 +19,13 @@ from typing import Any
 import zmq
 
 from paragrad.record.record import Recorder
+from paragrad.techniques.served.calling import Calling
 from paragrad.techniques.served.entrance import read_place
 from paragrad.techniques.served.header import Header, Kind
 from paragrad.techniques.served.keys import SECRET, Address, Keys, write_public
 from paragrad.techniques.served.meeting import Meeting
 from paragrad.techniques.served.office import KEEP, TEST, TRAIN, Office, Ticket
-from paragrad.techniques.served.sockets import Calling, Listening
+from paragrad.techniques.served.sockets import Listening
 from paragrad.training.admission import Admitted
 from paragrad.training.handed_out import LONGEST, rank_of
 from paragrad.training.loop import Progress
@@ -179,7 +180,7 @@ class Run:
     def look(self, epoch: int | None) -> None:
         """Wait for what comes first, and do what it asks for."""
         poller = zmq.Poller()
-        for socket in self.listening.sockets:
+        for socket in self.listening.waiting:
             poller.register(socket, zmq.POLLIN)
         whose = self.crew.descriptors
         for descriptor in whose:

@@ -11,9 +11,9 @@ import torch
 from paragrad.errors import RankFailed, Refused, StepFailed, traced
 from paragrad.jobs.job import Job
 from paragrad.notation.choices import Integer
+from paragrad.techniques.served.calling import knock
 from paragrad.techniques.served.entrance import read_place, refuse_unreachable
 from paragrad.techniques.served.keys import PUBLIC, Address, make_keys, own_keys, public_key
-from paragrad.techniques.served.sockets import knock
 from paragrad.training.guest import help_on, let_in
 from paragrad.training.settings import Settings
 from paragrad.world import heap

@@ -22,6 +22,7 @@ from paragrad.record.log import Log
 from paragrad.strategies.server import Server
 from paragrad.techniques.exchange import Alone, Exchange, Replica
 from paragrad.techniques.layout import State, state_together
+from paragrad.techniques.served.calling import Calling
 from paragrad.techniques.served.header import Header, Kind, bytes_of, vector_of
 from paragrad.techniques.served.keys import Keys
 from paragrad.techniques.served.meeting import Meeting
@@ -29,7 +30,7 @@ from paragrad.techniques.served.reception import APPLIED, Reception
 from paragrad.techniques.served.shard import Shard
 from paragrad.techniques.served.slicing import Slot, cut_of, fill, held, marks, places, state_of
 from paragrad.techniques.served.snapshot import Snapshots
-from paragrad.techniques.served.sockets import Calling, Listening, own_host
+from paragrad.techniques.served.sockets import Listening, own_host
 from paragrad.techniques.updating import clip_factor, has_modes
 from paragrad.world.world import World
 

@@ -1,4 +1,4 @@
-"""Sockets between workers and servers (ZeroMQ).
+"""Sockets of servers, and what those of workers have in common with them (ZeroMQ).
 
 On one host they lie in a folder that only their owner may enter. Between hosts they are TCP and encrypted (CurveZMQ): every
 process makes a pair of keys for itself, public ones alone travel, and a server lets in only those whose keys it was told. One
@@ -7,15 +7,13 @@ in a folder may have an entrance beside, for those who join from elsewhere: they
 
 from __future__ import annotations
 
-import itertools
-import math
 import shutil
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from socket import AF_INET, SOCK_DGRAM, gethostname
@@ -37,7 +35,6 @@ ROOM = 2**20            # bytes that a part of a message may have beside the lar
 WAITING = 64            # messages of one peer that are kept until they are looked at
 LEAVING = 2000          # milliseconds for what was sent last to be gone
 BEAT = 2000             # milliseconds after which a silent connection is asked whether it is there
-STOPPED = 1.0           # seconds that a process wakes up late, at least, where it was stopped
 BINDING = 5.0           # seconds in which the port of a process that was killed must be free again
 FROM_HERE, FROM_ELSEWHERE = b"\0", b"\1"            # what begins the name of who asks
 KEY = 40                # signs of a public key
@@ -50,7 +47,7 @@ def key_of(whose: bytes) -> bytes | None:
     return whose[1:1 + KEY] if whose[:1] == FROM_ELSEWHERE else None
 
 
-def _set(socket: zmq.Socket[bytes], longest: int) -> None:
+def set_options(socket: zmq.Socket[bytes], longest: int) -> None:
     for option, value in ((zmq.LINGER, LEAVING), (zmq.RCVHWM, WAITING), (zmq.SNDHWM, WAITING), (zmq.MAXMSGSIZE, longest),
                           (zmq.HEARTBEAT_IVL, BEAT), (zmq.HEARTBEAT_TIMEOUT, 5 * BEAT), (zmq.IPV6, 1)):
         socket.setsockopt(option, value)
@@ -67,7 +64,7 @@ class Listening:
         self.socket = self._socket(longest)
         self.folder: str | None = None
         self.door: ThreadAuthenticator | None = None
-        self.coming, self.there = _watched(self.socket), set[int]()         # connections, by their descriptors
+        self.monitors, self.there = [_watched(self.socket)], set[int]()         # connections, by their descriptors
         if at is not None:
             self.address = at
             Path(at.at.removeprefix("ipc://")).unlink(missing_ok=True)          # of one that was killed
@@ -86,7 +83,7 @@ class Listening:
 
     def _socket(self, longest: int) -> zmq.Socket[bytes]:
         socket = self.context.socket(zmq.ROUTER)
-        _set(socket, longest + ROOM)
+        set_options(socket, longest + ROOM)
         return socket
 
     def _door(self, lets_in: Any) -> ThreadAuthenticator:
@@ -100,7 +97,7 @@ class Listening:
         kept = entrance.found()
         keys, place = kept or (keys, entrance.place)
         self.elsewhere, self.door = self._socket(longest), self._door(Allowed(entrance.allowed))
-        self.leaving = _watched(self.elsewhere)
+        self.monitors.append(_watched(self.elsewhere))
         found = _encrypted(self.elsewhere, keys, place)
         if kept is None:
             entrance.keep(keys, read_place("", found.at).port)
@@ -113,15 +110,21 @@ class Listening:
 
     def take(self, seconds: float) -> list[Any] | None:
         """[whose, header, marks, vector] of the next question, as frames; None where none came."""
-        ready = zmq.select(self.sockets, [], [], seconds)[0]
-        if not ready:
-            return None
-        socket = ready[0]
+        until = time.monotonic() + seconds
+        while True:
+            ready = zmq.select(self.waiting, [], [], max(0.0, until - time.monotonic()))[0]
+            if any(monitor in ready for monitor in self.monitors):
+                self._watch()
+            if asked := [each for each in self.sockets if each in ready]:
+                break
+            if time.monotonic() >= until:
+                return None
+        socket = asked[0]
         self.sockets.sort(key=lambda each: each is socket)              # next time another one comes first
         whose, *frames = socket.recv_multipart(copy=False)
         name = FROM_HERE + whose.bytes
         if socket is self.elsewhere is not self.socket:
-            name = FROM_ELSEWHERE + frames[0].get("User-Id").encode() + whose.bytes
+            name = FROM_ELSEWHERE + str(frames[0].get("User-Id")).encode() + whose.bytes
             descriptor = frames[0].get(zmq.SRCFD)
             if self.entered.get(descriptor, name) != name:          # which another connection had
                 self.gone.append(self.entered[descriptor])
@@ -136,17 +139,29 @@ class Listening:
             socket.send_multipart([name, header.packed(), *rest], flags=zmq.NOBLOCK, copy=False)
 
     @property
+    def waiting(self) -> list[Any]:
+        """What a poller has to wait for: questions, and who comes and goes."""
+        return [*self.sockets, *self.monitors]
+
+    def _watch(self) -> None:
+        """Hear who came and went: ZeroMQ waits for it, and takes no message while a thousand words of it are left."""
+        first, *others = self.monitors
+        for came, descriptor in _told(first):
+            (self.there.add if came else self.there.discard)(descriptor)
+        for monitor in others:
+            last = {descriptor: came for came, descriptor in _told(monitor)}
+            self.gone += [self.entered.pop(each) for each, came in last.items() if not came and each in self.entered]
+
+    @property
     def connections(self) -> int:
         """How many there are now."""
-        for came, descriptor in _told(self.coming):
-            (self.there.add if came else self.there.discard)(descriptor)
+        self._watch()
         return len(self.there)
 
     def left(self) -> list[bytes]:
         """Who of those from elsewhere asked over a connection that is gone, since this was asked last."""
-        last = {descriptor: came for came, descriptor in _told(self.leaving)} if len(self.sockets) > 1 else {}
-        found = self.gone + [self.entered.pop(each) for each, came in last.items() if not came and each in self.entered]
-        self.gone = []
+        self._watch()
+        found, self.gone = self.gone, []
         return found
 
     def close(self) -> None:
@@ -184,100 +199,6 @@ def _encrypted(socket: zmq.Socket[bytes], keys: Keys, place: Place) -> Address:
             if error.errno != zmq.EADDRINUSE or not place.port or time.monotonic() > until:
                 raise StepFailed(f"nobody can be listened to at {place}: {error.strerror}; give another port") from error
             time.sleep(0.05)                            # whoever had it was killed a moment ago
-
-
-class Declined(StepFailed):
-    """What was asked was refused. why: in the words of who was asked."""
-
-    def __init__(self, who: str, why: str) -> None:
-        super().__init__(f"{who} refused it: {why}")
-        self.why = why
-
-
-class Calling:
-    """Of a worker: questions to every server, each of which has one answer. seconds: to wait for one at most;  again: ask again
-    after so many, where a server may have been started anew;  name: of what is asked, where it is one that is no server."""
-
-    def __init__(self, servers: Sequence[Address], longest: int, keys: Keys, seconds: float, again: float = math.inf,
-                 name: str | None = None) -> None:
-        self.names = [name or f"server {number}" for number in range(len(servers))]
-        self.context, self.seconds, self.again, self.calls = zmq.Context(), seconds, again, itertools.count(1)
-        self.keys, self.sockets = keys, [self.context.socket(zmq.DEALER) for _ in servers]
-        for socket, each in zip(self.sockets, servers, strict=True):
-            self.connect(socket, each, longest)
-
-    def connect(self, socket: zmq.Socket[bytes], at: Address, longest: int) -> None:
-        _set(socket, longest + ROOM)
-        if at.key is not None:
-            socket.curve_serverkey, socket.curve_secretkey = at.key, self.keys.secret
-            socket.curve_publickey = self.keys.public
-        socket.connect(at.at)
-
-    def asked(self, questions: Iterable[tuple[int, Header, Frames]]) -> Iterator[tuple[int, Header, Frames]]:
-        """(server, header, frames after it) of the answers to questions (server, header, frames), as they come. What frames lie
-        in must stay as it is until then. Raises StepFailed where an answer is a refusal, or does not come."""
-        open_calls: dict[int, tuple[int, Frames]] = {}
-        for server, header, frames in questions:
-            call = next(self.calls) % 2**32
-            open_calls[call] = server, (replace(header, call=call).packed(), *frames)
-            self._send(*open_calls[call])
-        until, woken, poller = time.monotonic() + self.seconds, math.inf, zmq.Poller()
-        for socket in self.sockets:
-            poller.register(socket, zmq.POLLIN)
-        while open_calls:
-            if (now := time.monotonic()) > woken:                       # this process was stopped: the others were not late
-                until = now + self.seconds
-            left = until - now
-            woken = now + min(max(left, 0.0), self.again) + STOPPED
-            if left <= 0 and not poller.poll(0):
-                silent = ", ".join(self.names[server] for server in sorted({server for server, _ in open_calls.values()}))
-                raise StepFailed(f"no answer from {silent} within {self.seconds:g} s: it, or a worker that it waits for, does "
-                                 "not go on")
-            ready = dict(poller.poll(int(1000 * min(max(left, 0.0), self.again)) + 1))
-            for each in () if ready else open_calls.values():
-                self._send(*each)
-            for server, socket in enumerate(self.sockets):
-                if socket in ready:
-                    first, *frames = socket.recv_multipart(copy=False)
-                    header = self._answer(self.names[server], first.bytes, frames)
-                    if header.kind == Kind.WAIT:                        # it is there
-                        until = time.monotonic() + self.seconds
-                    elif open_calls.pop(header.call, None):             # otherwise it was asked twice
-                        yield server, header, [frame.buffer for frame in frames]
-
-    def _send(self, server: int, frames: Frames) -> None:
-        with suppress(zmq.Again):                                       # it is not there: it is asked again
-            self.sockets[server].send_multipart(list(frames), flags=zmq.NOBLOCK, copy=False)
-
-    @staticmethod
-    def _answer(name: str, frame: bytes, rest: Sequence[Any]) -> Header:
-        try:
-            header = unpacked(frame)
-        except Unfit as error:
-            raise StepFailed(f"{name} answered with {error}") from None
-        if header.kind == Kind.REFUSED:
-            raise Declined(name, rest[-1].bytes.decode(errors="replace"))
-        return header
-
-    def close(self) -> None:
-        self.context.destroy(linger=LEAVING)
-
-
-def knock(at: Address, keys: Keys, seconds: float) -> str:
-    """How it goes to be let in: "" where one is, otherwise "unknown" (our key), "another key" (theirs), or "silent"."""
-    ends = {zmq.EVENT_HANDSHAKE_SUCCEEDED: "", zmq.EVENT_HANDSHAKE_FAILED_AUTH: "unknown",
-            zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "another key", zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "another key"}
-    calling, until = Calling([], 0, keys, seconds), time.monotonic() + seconds
-    try:
-        socket = calling.context.socket(zmq.DEALER)
-        monitor = socket.get_monitor_socket(sum(ends))
-        calling.connect(socket, at, 0)
-        while (left := until - time.monotonic()) > 0:
-            if monitor.poll(int(1000 * left) + 1):
-                return ends[zmq.Event(zmq.utils.monitor.recv_monitor_message(monitor)["event"])]
-        return "silent"
-    finally:
-        calling.close()
 
 
 @dataclass(frozen=True)
