@@ -1,20 +1,22 @@
-"""Workers and servers that are killed, or stopped for longer than the limit, at random moments of a training.
+"""Workers and servers that are killed, or stopped for longer than the limit, or join, at random moments of a training.
 
     python benchmarks/faults.py --check --data DIR
     python benchmarks/faults.py --check --page --data DIR       # the same, written into docs/server.md
 
 | figure | bar |
 |---|---|
-| runs that did not end: 40 under asp and ssp with workers killed or stopped, 20 with a server killed | at most 0 |
+| runs that did not end: 60 under asp and ssp with workers killed, stopped or joining, 20 with a server killed | at most 0 |
 | samples, over all servers and runs, that were neither applied nor counted as lost, or both | at most 0 |
-| points of accuracy below undisturbed runs, of those with workers killed or stopped, means | at most 0.5 |
+| points of accuracy below undisturbed runs, of those with workers killed, stopped or joining, means | at most 0.5 |
 | updates that a death of a server lost, the most | at most 100: a snapshot is made so often |
 | seconds without a step of any worker in runs whose server was killed, the most | at most 5 |
+| workers that joined and did not end: with the training, or by themselves where they missed its end | at most 0 |
 | processes and folders left over | at most 0 |
 | under bsp, anybody killed: parameters after 200 steps, away from serial's, the farthest (float64) | at most 1e-10 |
 
-mnist-mlp, one epoch a run (200 steps under bsp). What is killed, and when, is drawn by the run's number. A worker that died is
-replaced: it joins amid the training.
+mnist-mlp, one epoch a run (200 steps under bsp). What happens to whom, and when, is drawn by the run's number. A worker that
+died is replaced. Where workers join they do so over TCP, by the command, up to three at a time; of those that are there one is
+killed, stopped or asked to leave now and then, and of the training's own one is killed.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ import itertools
 import os
 import random
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -38,16 +42,21 @@ from pages import DOCS, FIGURES, filled, table
 
 import paragrad as pg
 from paragrad.record.record import Record
+from paragrad.techniques.served.keys import PUBLIC, SECRET, Address, make_keys
+from paragrad.verbs import elastic, recovering
 from paragrad.world.launching import crew
 from paragrad.world.launching.processes import Process
 from paragrad.world.launching.processes import server as processes_of
 
 BSP = "server(4, servers=2)"
-KINDS = {"worker killed": ("asp", "ssp(4)"), "worker stopped": ("asp", "ssp(4)"), "server killed": ("asp", "ssp(4)")}
-PACE = 0.05             # seconds that a share takes under bsp, where 200 steps would be over at once
+KINDS = dict.fromkeys(("worker killed", "worker stopped", "workers joining", "server killed"), ("asp", "ssp(4)"))
 LIMIT = 2.0             # seconds for a worker's ticket, where one is stopped
 PAGE, RESULTS = DOCS / "server.md", FIGURES / "faults.json"
+GUESTS = 3              # that are there at a time
+PACE = 0.1              # seconds of a share where workers join: time for them to be there
+ALONE = 10              # seconds without an answer after which one that joined ends
 _started: list[tuple[int, Process]] = []
+_joined: list[subprocess.Popen[bytes]] = []
 
 
 class Watched(crew.Crew):
@@ -56,6 +65,41 @@ class Watched(crew.Crew):
     def start(self, number: int, function: Callable[..., Any], *arguments: Any, **place: Any) -> None:
         super().start(number, function, *arguments, **place)
         _started.append((number, self.members[number]))
+
+
+class Open(elastic.Run):
+    """Remembers where others join. limit: seconds for a ticket, where it is not that of sockets."""
+    address, key, limit = "", Path(), 0.0
+
+    def run(self) -> str:
+        self.office.limit = self.limit or self.office.limit
+        return super().run()
+
+    def say_where(self, address: Address) -> None:
+        super().say_where(address)
+        Open.key, Open.address = self.folder / "office.key", address.at
+
+
+def visit(seed: int, data: str, keys: Path, draws: random.Random, over: threading.Event) -> None:
+    """Until it is over: others join, are killed, stopped, asked to leave, every second or two; or one of the training's own is
+    killed."""
+    words = [sys.executable, "-m", "paragrad", "join", "ADDRESS", "mnist-mlp", "--seed", str(seed), "--data", data,
+             "--key", str(keys), "--threads", "1", "--timeout", str(ALONE), "--server-key"]
+    while not over.wait(draws.uniform(1.0, 2.0)):
+        there = [each for each in _joined if each.poll() is None]
+        own = [process for number, process in _started if number < 4 and process.code is None and process.pid]
+        what = draws.choice(("join", "join", "kill", "stop", "leave", "own"))
+        if what == "join" and len(there) < GUESTS and Open.address:
+            words[4] = Open.address
+            _joined.append(subprocess.Popen([*words, str(Open.key)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        elif what == "own" and own:
+            draws.choice(own).signal(signal.SIGKILL)
+        elif what in ("kill", "stop", "leave") and there:
+            victim = draws.choice(there)
+            victim.send_signal({"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "leave": signal.SIGINT}[what])
+            if what == "stop":
+                over.wait(2 * LIMIT)
+                victim.send_signal(signal.SIGCONT)
 
 
 def disturb(kind: str, workers: int, servers: int, draws: random.Random, over: threading.Event) -> None:
@@ -78,22 +122,47 @@ def trained(text: str, seed: int, data: str, folder: str, kind: str | None) -> d
     """One run: what its record says of it."""
     job, chosen, over = pg.job("mnist-mlp").replace(epochs=1, seed=seed), pg.strategy(text), threading.Event()
     _started.clear()
+    _joined.clear()
+    Open.address, Open.limit = "", LIMIT if kind in ("worker stopped", "workers joining") else 0.0
     thread = threading.Thread(target=disturb, args=(kind, chosen.workers, chosen.servers, random.Random(seed), over))
+    more: dict[str, Any] = {}
+    if kind == "workers joining":
+        keys = Path(folder) / f"me{SECRET}"
+        thread = threading.Thread(target=visit, args=(seed, data, keys, random.Random(seed), over))
+        more = {"listen": "127.0.0.1", "allow": Path(folder) / "allow", "pace": PACE}
+        if not keys.exists():
+            more["allow"].mkdir()
+            make_keys(keys).replace(more["allow"] / f"me{PUBLIC}")
     if kind:
         thread.start()
     try:
-        run = pg.train(job, text, runs=folder, data=data, **({"timeout": LIMIT} if kind == "worker stopped" else {}))
+        run = pg.train(job, text, runs=folder, data=data, **more)
     finally:
         over.set()
+        if kind:
+            thread.join()
+        stayed = sum(map(stays, _joined))
     record = Record(run.folder)
     served = [line for rank in range(len(record.ranks)) for line in record.of("server", rank)]
     samples = record.header["job"]["samples"]
     ends = sorted(line["start"] + line["seconds"] for rank in range(len(record.ranks)) for line in record.of("step", rank))
-    events = [line for line in record.own if line["kind"] == "event"]
+    events = [line for line in record.own if line["kind"] == "event" and line["name"] != "open"]
     return {"accuracy": run.test, "off": sum(abs(line["samples"] + line["lost"]["samples"] - samples) for line in served),
             "servers": len(served), "lost": max(line["lost"]["updates"] for line in served),
             "gap": max(later - earlier for earlier, later in itertools.pairwise(ends)), "events": len(events),
-            "deaths": sum(line["name"] == "again" for line in events)}
+            "deaths": sum(line["name"] == "again" for line in events), "stayed": stayed,
+            "joined": sum(line["name"] == "joined" for line in events), "audit": str(run.audit)}
+
+
+def stays(joiner: subprocess.Popen[bytes]) -> bool:
+    """Does one that joined outlive its training by more than it may?"""
+    try:
+        joiner.wait(6 * ALONE)
+        return False
+    except subprocess.TimeoutExpired:
+        joiner.kill()
+        joiner.wait()
+        return True
 
 
 def apart(seed: int, data: str, folder: str) -> dict[str, Any]:
@@ -112,7 +181,7 @@ def apart(seed: int, data: str, folder: str) -> dict[str, Any]:
     thread = threading.Thread(target=kill)
     thread.start()
     try:
-        run = pg.train(job, BSP, runs=folder, data=data, limit=200, pace=PACE)
+        run = pg.train(job, BSP, runs=folder, data=data, limit=200, pace=0.05)
     finally:
         over.set()
         thread.join()
@@ -150,9 +219,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 def main() -> None:
     bench, found, missing = Bench(__doc__, options), dict[str, list[dict[str, Any]]](), 0
-    import paragrad.verbs.elastic as elastic
-    import paragrad.verbs.recovering as recovering
     elastic.Crew = recovering.Crew = Watched                        # type: ignore[misc]
+    elastic.Run = Open                                              # type: ignore[misc]
     rounds = bench.rounds(20, quick=2)
     with tempfile.TemporaryDirectory() as folder:
         for kind, syncs in {"undisturbed": ("asp",), **KINDS}.items():
@@ -175,14 +243,17 @@ def main() -> None:
                  mean(one["accuracy"] for kind in KINDS if kind.startswith("worker") for one in found[kind]), at_most=0.5)
     bench.figure("updates lost by a death, the most", max(one["lost"] / max(1, one["deaths"]) for one in every), at_most=100)
     bench.figure("seconds without a step, a server killed", max(one["gap"] for one in found["server killed"]), at_most=5)
+    bench.figure("who joined and did not end", sum(one["stayed"] for one in every), at_most=0)
     bench.figure("left over", left_over(), at_most=0)
     if bench.options.page:
         bench.keep(RESULTS)
         rows = [[kind, str(len(ones)), f"{mean(one['accuracy'] for one in ones):.2f}",
                  f"{min(one['accuracy'] for one in ones):.2f}", str(sum(one["events"] for one in ones)),
-                 str(sum(one["lost"] for one in ones)), f"{max(one['gap'] for one in ones):.1f}"]
+                 str(sum(one["joined"] for one in ones)), str(sum(one["lost"] for one in ones)),
+                 f"{max(one['gap'] for one in ones):.1f}"]
                 for kind, ones in found.items()]
-        head = ["", "runs", "accuracy [%], mean", "lowest", "deaths and lateness", "updates lost", "s without a step, most"]
+        head = ["", "runs", "accuracy [%], mean", "lowest", "events", "of them joining", "updates lost",
+                "s without a step, most"]
         PAGE.write_text(filled(PAGE.read_text(), "faults", f"{table(head, rows)}\n\n{told}"))
     bench.finish()
 

@@ -49,7 +49,8 @@ from paragrad.record.record import Record
 from paragrad.techniques.exchange import Replica
 from paragrad.techniques.served import asking
 from paragrad.techniques.served.header import bytes_of
-from paragrad.techniques.served.sockets import Address, Keys, Listening
+from paragrad.techniques.served.keys import Address, Keys
+from paragrad.techniques.served.sockets import Listening
 from paragrad.verbs.train import train
 from paragrad.world import heap
 from paragrad.world.joining import joined_from_environment

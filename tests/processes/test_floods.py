@@ -31,8 +31,10 @@ import paragrad as pg
 from paragrad.record.record import Record
 from paragrad.strategies.server import Server
 from paragrad.techniques.served import asking
+from paragrad.techniques.served.calling import Calling
 from paragrad.techniques.served.header import DTYPES, Header, Kind, unpacked
-from paragrad.techniques.served.sockets import ROOM, WAITING, Address, Calling, Keys, Listening
+from paragrad.techniques.served.keys import Address, Keys
+from paragrad.techniques.served.sockets import ROOM, WAITING, Listening
 from paragrad.training.loop import train_rank
 from paragrad.verbs import train
 from paragrad.world.world import World
@@ -87,7 +89,7 @@ def beside(world: World, *arguments: Any, place: str, **more: Any) -> Any:
     def allow(self: Listening, keys: Any) -> None:
         """Somewhat late: nobody may be there yet, for he would have been sent away, and never come again."""
         assert self.take(0.5) is None
-        assert not self.events
+        assert not any(self.events)
         allows(self, keys)
 
     def serve(self: asking.Serving) -> None:

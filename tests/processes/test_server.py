@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,12 +29,14 @@ from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed
 from paragrad.record.record import Record
 from paragrad.techniques.exchange import Replica
-from paragrad.techniques.served.header import Header, Kind, bytes_of, vector_of
+from paragrad.techniques.served.calling import Calling
+from paragrad.techniques.served.header import Header, Kind, bytes_of, unpacked, vector_of
+from paragrad.techniques.served.keys import Keys
 from paragrad.techniques.served.office import LATE, TEST, TRAIN, Office, Ticket
 from paragrad.techniques.served.reception import Reception
 from paragrad.techniques.served.shard import Shard
 from paragrad.techniques.served.slicing import Slot
-from paragrad.techniques.served.sockets import Calling, Keys, Listening
+from paragrad.techniques.served.sockets import Listening
 from paragrad.techniques.slices import Stretch
 from paragrad.verbs import elastic
 
@@ -247,6 +250,26 @@ def test_who_is_not_answered_says_so() -> None:
         listening.close()
 
 
+def test_who_was_stopped_waits_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For longer than the limit: its first look at the clock said that nobody had answered, before it looked for an answer."""
+    listening = Listening(1000, None, Keys.made())
+    calling, later, clock = Calling([listening.address], 1000, Keys.made(), 30.0, 0.1), itertools.count(), time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + (100.0 if next(later) > 2 else 0.0))
+    send = calling._send
+
+    def sending(server: int, frames: Any) -> None:
+        if next(later) > 5:                             # it asks again, and is answered
+            send(server, frames)
+            whose, header, *_ = listening.take(20.0) or []
+            listening.answer(whose.bytes, replace(unpacked(header.bytes), kind=Kind.DONE))
+    monkeypatch.setattr(calling, "_send", sending)
+    try:
+        assert [header.kind for _, header, _ in calling.asked([(0, Header(Kind.PULL, JOB), ())])] == [Kind.DONE]
+    finally:
+        calling.close()
+        listening.close()
+
+
 # ---- the office ------------------------------------------------------------------------------------------------------------
 class Desk:
     """An office and its workers, without sockets."""
@@ -433,8 +456,12 @@ def test_it_is_stopped_and_goes_on(tmp_path: Path) -> None:
 # ---- who dies --------------------------------------------------------------------------------------------------------------
 class Disturbed(elastic.Run):
     """After so many tickets something happens to one of its processes."""
-    after, happens, number = 5, signal.SIGKILL, 0
+    after, happens, number, limit = 5, signal.SIGKILL, 0, 300.0
     stopped: Any = None
+
+    def run(self) -> str:
+        self.office.limit = self.limit                  # not that of sockets: a server takes its time to be there
+        return super().run()
 
     def heard(self, number: int, ticket: Ticket, said: dict[str, Any]) -> None:
         super().heard(number, ticket, said)
@@ -450,13 +477,13 @@ class Disturbed(elastic.Run):
 
 
 @pytest.mark.parametrize(("number", "happens", "more", "event"), [
-    (0, signal.SIGKILL, {}, "replaced"), (1, signal.SIGSTOP, {"timeout": 0.5}, "late"),
+    (0, signal.SIGKILL, {}, "replaced"), (1, signal.SIGSTOP, {"limit": 0.5}, "late"),
     (2, signal.SIGKILL, {}, "again"), (3, signal.SIGKILL, {}, "again")],
     ids=["a worker is killed", "a worker is stopped", "the first server is killed", "the second server is killed"])
 def test_the_others_go_on(number: int, happens: signal.Signals, more: dict[str, Any], event: str, tmp_path: Path,
                           monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic, "Run", type("Here", (Disturbed,), {"number": number, "happens": happens}))
-    run = pg.train(vectors(epochs=6), "server(2, servers=2, sync=asp)", runs=tmp_path, **more)
+    monkeypatch.setattr(elastic, "Run", type("Here", (Disturbed,), {"number": number, "happens": happens, **more}))
+    run = pg.train(vectors(epochs=6), "server(2, servers=2, sync=asp)", runs=tmp_path)
     assert run.finished
     assert set(applied(run)) == {6 * 29}
     events = [line["name"] for line in Record(run.folder).own if line["kind"] == "event"]
@@ -464,6 +491,19 @@ def test_the_others_go_on(number: int, happens: signal.Signals, more: dict[str, 
     lost = [line["lost"]["updates"] for rank in range(len(Record(run.folder).ranks))
             for line in Record(run.folder).of("server", rank)]
     assert sum(map(bool, lost)) == (event == "again")
+
+
+def test_the_limit_of_waiting_is_that_of_sockets_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A world of one rank had 300 s, whatever --timeout said: a server that hung was waited for as long."""
+    class Hung(Disturbed):
+        number, happens = 2, signal.SIGSTOP
+
+        def heard(self, number: int, ticket: Ticket, said: dict[str, Any]) -> None:
+            super().heard(number, ticket, said)
+            self.stopped = None                         # it stays so
+    monkeypatch.setattr(elastic, "Run", Hung)
+    with pytest.raises(pg.RankFailed, match="no answer from server 0 within 10 s"):
+        pg.train(vectors(epochs=6), "server(2, sync=asp)", runs=tmp_path, timeout=10)
 
 
 def raising(output: Tensor, target: Tensor) -> Tensor:

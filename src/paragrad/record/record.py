@@ -33,7 +33,7 @@ differ, from the end of a barrier, which they leave within a message of each oth
 message came, blocked for the others, and the rest. Of some steps (DETAILED; with --trace, of all) spans also say what a rank
 did between its tasks, named as its schedule names it: `>1:x1.0` in lane send, the posting of that message; in lane wait,
 blocked until it was gone; `<0:x1.0` in lane receive, blocked until it was there. A step that failed has its spans up to there,
-and no line of its own.
+and no line of its own. Of a worker that joined from elsewhere there are its steps alone, which end when it says so.
 What is as in the step before is not written again, and `lines_of` puts it back: fields of a step; and the spans of a step are
 one line {kind: spans, step, start, spans [[name, lane, bytes], ...], micros [start, length, ...]}, microseconds after `start`
 and in the order of `spans`, which is left out where it is the step before's. A step costs some 250 bytes on every rank.

@@ -24,6 +24,7 @@ from paragrad.schedules.sabotage import sabotaged
 from paragrad.strategies.strategy import KINDS, Here, Promise, Strategy, factors_of
 from paragrad.strategies.table import refuse_unbuilt, resolve, strategy
 from paragrad.techniques.layout import hollow
+from paragrad.techniques.served.entrance import read_place, refuse_place
 from paragrad.techniques.slices import FOREACH
 from paragrad.techniques.table import bringing, checks_of, cuts, ours
 from paragrad.techniques.untouched import untouched
@@ -114,6 +115,12 @@ def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, 
     check_plans(asked, resolved, settings)
     if resolved.hands_out and settings.loaders:
         raise Refused(f"{asked} hands out samples one share at a time, so nothing can be loaded ahead; leave out --loaders")
+    if settings.listen is not None:
+        if not resolved.hands_out or here.ranks is not None:
+            raise Refused("--listen: workers join where samples are handed out, under paragrad's own launcher, and "
+                          + (f"{asked} divides each batch among its own; give server(n, sync=asp), ssp or bsp(backup=1)"
+                             if here.ranks is None else "another one started this; start it without"))
+        refuse_place(read_place("--listen", settings.listen), 1 + resolved.servers)
     backend = backend_of(settings, resolved.size)
     checked = Admitted(job, asked, resolved, settings, facts, here, backend,
                        labels=labels_wanted(job, asked, resolved, settings.folder))

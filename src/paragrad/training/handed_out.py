@@ -2,14 +2,18 @@
 of its own, and may die, stall, or come late.
 
 A worker asks the office for a ticket, does what it says, and says so with its next question. The learning rate that it records
-is that of the ticket's step; the servers' scheduler counts the samples that were applied.
+is that of the ticket's step; the servers' scheduler counts the samples that were applied. One that joined from elsewhere has
+not the run's folder: it says the numbers of its steps with its questions, and the launching process records them.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +24,11 @@ from paragrad.jobs.job import opened
 from paragrad.record.cpu import Cpu
 from paragrad.record.record import Recorder
 from paragrad.techniques.served.asking import AGAIN, Asking
+from paragrad.techniques.served.calling import Calling
 from paragrad.techniques.served.header import Header, Kind
+from paragrad.techniques.served.keys import Keys
 from paragrad.techniques.served.meeting import Meeting
 from paragrad.techniques.served.office import END, KEEP, TEST, TRAIN, Ticket
-from paragrad.techniques.served.sockets import Calling, Keys
 from paragrad.training import checkpoint, saving
 from paragrad.training.admission import Admitted
 from paragrad.training.batches import batch_of
@@ -34,33 +39,40 @@ from paragrad.training.trainer import Trainer
 from paragrad.world.world import CPU, World
 
 LONGEST = 2**16         # bytes of what the office says
+FAREWELL = 2.0          # seconds for the office to hear that a worker leaves
 
 
 def rank_of(world: World, checked: Admitted, folder: Path, origin: float, meeting: Meeting) -> str:
     """What every rank does, until the office has nothing more to do; or, of a server, until it is dismissed."""
-    settings = checked.settings
     with Recorder(folder / f"rank-{meeting.number}.jsonl", origin) as record:
-        here = world if meeting.server is None else replace(world, device=CPU)          # from where messages are sent
-        trainer = Trainer.of_job(here, checked.job, checked.resolved, settings, record=record, seen=checked.facts.probe,
-                                 how=replace(settings.how, meeting=meeting),
-                                 pace=Pace(settings.slowed, checked.job.seed, meeting.number, world.device.type != "cpu"))
-        trainer.log.always = settings.trace is not None
-        trainer.batch_size = min(checked.job.batch, checked.facts.samples)
-        try:
-            if checked.saved is not None:
-                saving.restore(trainer, checked.saved)
-            cpu = Cpu()
-            if meeting.server is not None:
-                wire(trainer, False, None).serve()
-            else:
-                Worker(trainer, checked, folder, meeting).run()
-            record.write("cpu", **cpu.told())
-            log_memory(trainer)
-        except Exception as error:
-            raise trainer.failed(error) from error
-        finally:
-            trainer.close()
+        cpu = Cpu()
+        take_part(world, checked, folder, meeting, record)
+        record.write("cpu", **cpu.told())
     return "finished"
+
+
+def take_part(world: World, checked: Admitted, folder: Path, meeting: Meeting, record: Recorder | None = None) -> Counter[str]:
+    """Until the office has nothing more to do; what was done, by kind of ticket."""
+    settings, done = checked.settings, Counter[str]()
+    here = world if meeting.server is None else replace(world, device=CPU)          # from where messages are sent
+    trainer = Trainer.of_job(here, checked.job, checked.resolved, settings, record=record, seen=checked.facts.probe,
+                             how=replace(settings.how, meeting=meeting),
+                             pace=Pace(settings.slowed, checked.job.seed, meeting.number, world.device.type != "cpu"))
+    trainer.log.always = settings.trace is not None
+    trainer.batch_size = min(checked.job.batch, checked.facts.samples)
+    try:
+        if checked.saved is not None:
+            saving.restore(trainer, checked.saved)
+        if meeting.server is not None:
+            wire(trainer, False, None).serve()
+        else:
+            done = Worker(trainer, checked, folder, meeting).run()
+        log_memory(trainer)
+    except Exception as error:
+        raise trainer.failed(error) from error
+    finally:
+        trainer.close()
+    return done
 
 
 class Worker:
@@ -74,16 +86,27 @@ class Worker:
         self.samples = Samples(self.train, job.seed, job.collate, trainer.world.timeout)
         self.scheduler, trainer.scheduler = trainer.scheduler, None
         self.rate_of = trainer.steps                        # of which step the learning rate is
-        self.office = Calling([meeting.office], LONGEST, Keys.made(), math.inf, AGAIN)       # it ends us
+        self.guest = bool(meeting.told)                     # it joined from elsewhere
+        # the launching process ends its own ranks; of another's there is nobody who would
+        self.office = Calling([meeting.office], LONGEST, meeting.keys or Keys.made(),
+                              trainer.world.timeout if self.guest else math.inf, AGAIN, "the training's office")
 
-    def run(self) -> None:
+    def run(self) -> Counter[str]:
+        """Until the office says that it is over; what was done, by kind of ticket."""
         does: dict[str, Callable[[Ticket], dict[str, Any]]] = {TRAIN: self.trains, TEST: self.tests, KEEP: self.keeps}
         done: tuple[dict[str, Any] | None, dict[str, Any]] = None, {}
+        count = Counter[str]()
         try:
             while (ticket := self.next(*done)).what != END:
                 done = asdict(ticket), does[ticket.what](ticket)
+                count[ticket.what] += 1
+        except BaseException:
+            if self.guest:
+                self.leave()
+            raise
         finally:
             self.office.close()
+        return count
 
     def next(self, done: dict[str, Any] | None, said: dict[str, Any]) -> Ticket:
         """The office takes as long as it wants: it has nothing to do while others still train."""
@@ -93,6 +116,13 @@ class Worker:
                 raise StepFailed("the office answered with something else than a ticket")
             return Ticket(**json.loads(bytes(rest[0])))
         raise StepFailed("the office does not answer")
+
+    def leave(self) -> None:
+        """What it was at is somebody else's at once."""
+        self.office.seconds = min(self.office.seconds, FAREWELL)
+        with suppress(StepFailed):
+            text = json.dumps([self.meeting.number, None, {}]).encode()
+            list(self.office.asked([(0, Header(Kind.LEAVE, self.meeting.job), (text,))]))
 
     def trains(self, ticket: Ticket) -> dict[str, Any]:
         trainer, order = self.trainer, self.checked.facts.order
@@ -104,11 +134,15 @@ class Worker:
             trainer.how = replace(trainer.how, meeting=replace(self.meeting, ticket=ticket))
         batch = batch_of(order, ticket.epoch, order.at(ticket.step % order.steps), trainer.division, trainer.replicas)
         said: dict[str, Any] = {}
+        begun, rate = time.monotonic(), trainer.optimizer.param_groups[0]["lr"]
         for fetched in trainer.feed.give(self.samples, [batch], 0):
             result = trainer.step(*parted(fetched))
             assert isinstance(trainer.exchange, Asking)
             said = {"loss": result.loss, "weight": result.weight, "became": trainer.exchange.became,
                     "version": trainer.exchange.version}
+            if self.guest:
+                said |= {"seconds": time.monotonic() - begun, "lr": float(rate),
+                         "sent": trainer.exchange.sent["gradients"]["bytes"]}
         return said
 
     def rate(self, step: int) -> None:

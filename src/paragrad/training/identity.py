@@ -59,8 +59,10 @@ def loss_before(job: Job, model: nn.Module, train: Dataset) -> float | None:
         return None
 
 
-def refuse_another(folder: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any], here: str) -> None:
-    """Refuse what was saved in a folder as another training than this. here: who asks, such as "job mlp has"."""
+def refuse_another(folder: Path | str, theirs: Mapping[str, Any], ours: Mapping[str, Any], here: str,
+                   with_: str = "was saved with", repair: str = "resume it as it was") -> None:
+    """Refuse what was saved in a folder as another training than this. here: who asks, such as "job mlp has";  with_, repair:
+    what is said of one that was not saved."""
     for name in {**theirs, **ours}:
         saved, found = theirs.get(name), ours.get(name)
         if saved == found or (name in SINCE and name not in theirs):
@@ -69,10 +71,10 @@ def refuse_another(folder: Path, theirs: Mapping[str, Any], ours: Mapping[str, A
             if saved is not None and found is not None and abs(found - saved) > SAME_LOSS * abs(saved) + 1e-7:
                 raise Refused(f"{folder} is of a job whose loss before training was {saved:.6g}, over samples from all over "
                               f"the dataset, and here it is {found:.6g}: other data, other transforms, or another forward or "
-                              "loss; resume it as it was")
+                              f"loss; {repair}")
             continue
-        raise Refused(f"{folder} was saved with {name} {_line(saved, found)}, and {here} {_line(found, saved)}; "
-                      + (f"give --{name} {saved}" if name in ("seed", "batch") else "resume it as it was"))
+        raise Refused(f"{folder} {with_} {name} {_line(saved, found)}, and {here} {_line(found, saved)}; "
+                      + (f"give --{name} {saved}" if name in ("seed", "batch") else repair))
 
 
 def _line(text: Any, other: Any) -> Any:

@@ -19,6 +19,8 @@ from paragrad.players.machine import Machine, machine_of, read_machine
 from paragrad.record import tensorboard, trace
 from paragrad.schedules.sabotage import SABOTAGES
 from paragrad.techniques.exchange import How
+from paragrad.techniques.served.entrance import read_place
+from paragrad.techniques.served.keys import refuse_folder
 from paragrad.training.pace import Slowed, read_slowed
 from paragrad.world.launched import cores
 from paragrad.world.world import TIMEOUT
@@ -53,7 +55,9 @@ class Settings:
     unchecked: do not compare the first step with one worker's, and go on with what is known to be another training;
     timeout: seconds that a rank waits for another;
     slow: ranks that wait on purpose, "1=3x" or "random:0.2=3x";  pace: seconds that a step of an equal share takes at least
-    (`training.pace`);  reverse: every batch back to front (the rounding twin of serial);  limit: stop after so many steps.
+    (`training.pace`);  listen: an address of this host, HOST or HOST:PORT, at which workers may join from other hosts, and
+    allow: the folder of their public keys;  reverse: every batch back to front (the rounding twin of serial);  limit: stop
+    after so many steps.
     """
     data: str | Path | None = None
     device: str = "cpu"
@@ -73,6 +77,8 @@ class Settings:
     timeout: float = TIMEOUT
     slow: str | None = None
     pace: float | None = None
+    listen: str | None = None
+    allow: str | Path | None = None
     reverse: bool = False
     limit: int | None = None
 
@@ -135,6 +141,8 @@ class Settings:
         if self.backend == "nccl" and self.device != "cuda":
             raise Refused("backend nccl moves tensors between GPUs; add --device cuda, or leave out --backend")
         read_slowed(self.slow, self.pace)
+        if self.listen is not None or self.allow is not None:
+            self._check_entrance()
         if self.tensorboard:
             tensorboard.check()
         if self.trace is not None:
@@ -148,7 +156,7 @@ class Settings:
             self._check_until(job)
 
     def _check_kinds(self) -> None:
-        for name in ("data", "resume", "machine", "trace"):
+        for name in ("data", "resume", "machine", "trace", "allow"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str | Path) and str(value).isprintable()):
                 raise Refused(f"{name} must be a path, got {value!r}")
@@ -157,6 +165,15 @@ class Settings:
                 raise Refused(f"{name} must be True or False, got {getattr(self, name)!r}")
         if not isinstance(self.until, str | Until | None):
             raise Refused(f"until must be a text such as 'accuracy=97.5', got {self.until!r}")
+
+    def _check_entrance(self) -> None:
+        if self.listen is None or self.allow is None:
+            raise Refused("--listen says where workers may join from other hosts, and --allow is the folder of the public keys "
+                          "of those who may; give both, or neither")
+        if not isinstance(self.listen, str):
+            raise Refused(f"listen must be a text such as '10.0.0.1:4000', got {self.listen!r}")
+        read_place("--listen", self.listen)
+        refuse_folder(Path(self.allow))
 
     def _check_until(self, job: Job) -> None:
         goal = self.goal

@@ -26,6 +26,7 @@ from paragrad.report.progress import Shown
 from paragrad.strategies.table import strategy as read_strategy
 from paragrad.verbs.answering import answering, spelled
 from paragrad.verbs.options import (
+    Allow,
     Backend,
     Batch,
     Data,
@@ -33,6 +34,7 @@ from paragrad.verbs.options import (
     Epochs,
     JobName,
     Json,
+    Listen,
     Loaders,
     Machine,
     Pace,
@@ -42,6 +44,7 @@ from paragrad.verbs.options import (
     Set,
     Slow,
     Strategy,
+    Timeout,
     Unchecked,
     Unproved,
     Until,
@@ -79,7 +82,7 @@ def train(job: JobName, strategy: Strategy = "serial",
           save: Annotated[int | None, typer.Option(metavar="STEPS", help="a checkpoint every so many steps")] = None,
           resume: Annotated[Path | None, typer.Option(
               metavar="RUN", help="go on from a run's last checkpoint, or from RUN/checkpoint-N")] = None,
-          timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="that a rank waits for another")] = None,
+          timeout: Timeout = None, listen: Listen = None, allow: Allow = None,
           tensorboard: Annotated[bool, typer.Option("--tensorboard", help="write event files into the run's folder")] = False,
           trace: Annotated[Path | None, typer.Option(metavar="FILE", help="what every rank did when, for Perfetto")] = None,
           until: Until = None, runs: Runs = Path("runs"), data: Data = None, device: Device = "cpu", backend: Backend = "auto",
@@ -100,7 +103,7 @@ def train(job: JobName, strategy: Strategy = "serial",
             "data": data, "device": device, "backend": backend, "overlap": overlap, "loaders": loaders, "save": save,
             "resume": resume, "until": until, "tensorboard": tensorboard, "trace": trace, "sabotage": sabotage,
             "unproved": unproved, "unchecked": unchecked, "machine": machine, "memory": memory,
-            "slow": ",".join(slow) if slow else None, "pace": pace,
+            "slow": ",".join(slow) if slow else None, "pace": pace, "listen": listen, "allow": allow,
             **({} if timeout is None else {"timeout": timeout})}
         if dry_run:
             listing.dry_run(admitted(chosen, strategy, Settings(**settings)), as_json)
@@ -113,6 +116,22 @@ def train(job: JobName, strategy: Strategy = "serial",
             raise
         if launched_rank() == 0:
             listing.run(run, as_json, sys.argv)
+
+
+@app.command()
+def join(address: Annotated[str, typer.Argument(help="of a training that listens (train --listen): tcp://HOST:PORT")],
+         job: JobName,
+         server_key: Annotated[Path, typer.Option(metavar="FILE", help="its public key: office.key of the run's folder")],
+         key: Annotated[Path, typer.Option(metavar="FILE", help="of this host, made where there is none: ME.key_secret")],
+         threads: Annotated[int | None, typer.Option(help="of this worker; otherwise the cores of this host")] = None,
+         timeout: Timeout = None, data: Data = None, device: Device = "cpu", batch: Batch = None, seed: Seed = None,
+         set_: Set = None) -> None:
+    """Be one worker more of a training that runs elsewhere, of the same JOB, until it is over. Ctrl-C leaves it."""
+    from paragrad.verbs.join import join as joined
+    with answering():
+        number, done = joined(address, _job(job, set_, batch, None, seed), server_key=server_key, key=key, threads=threads,
+                              data=data, device=device, **({} if timeout is None else {"timeout": timeout}))
+        print(f"worker {number}: " + (", ".join(f"{what} {count}" for what, count in done.items()) or "nothing was left to do"))
 
 
 @app.command()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import shutil
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,13 +19,17 @@ from typing import Any
 import zmq
 
 from paragrad.record.record import Recorder
+from paragrad.techniques.served.calling import Calling
+from paragrad.techniques.served.entrance import read_place
 from paragrad.techniques.served.header import Header, Kind
+from paragrad.techniques.served.keys import SECRET, Address, Keys, write_public
 from paragrad.techniques.served.meeting import Meeting
 from paragrad.techniques.served.office import KEEP, TEST, TRAIN, Office, Ticket
-from paragrad.techniques.served.sockets import Calling, Keys, Listening
+from paragrad.techniques.served.sockets import Listening
 from paragrad.training.admission import Admitted
 from paragrad.training.handed_out import LONGEST, rank_of
 from paragrad.training.loop import Progress
+from paragrad.verbs.guests import Guests
 from paragrad.world.launching import Ranks
 from paragrad.world.launching.crew import DIED, FAILED, Crew
 from paragrad.world.signals import Request
@@ -53,13 +58,19 @@ class Run:
         self.strategy = strategy
         self.checked, self.folder, self.record, self.crew = checked, folder, record, crew
         self.asked, self.progress = asked, progress
-        self.meeting = Meeting(secrets.randbits(63), shared, self.strategy.servers)
+        listen, allow = checked.settings.listen, checked.settings.allow
+        self.meeting = Meeting(secrets.randbits(63), shared, self.strategy.servers,
+                               place=read_place("--listen", listen) if listen else None)
         self.order, self.shares = checked.facts.order, self.strategy.shares
         self.office = Office(self.meeting.job, self.strategy.bound, self.strategy.wanted if self.strategy.waits else None,
                              checked.settings.timeout, self.heard)
         self.office.made = checked.saved.step if checked.saved else 0
-        self.listening = Listening(LONGEST, None, Keys.made(), self.meeting.office)
         self.count = self.strategy.size                 # the next number of a process
+        entrance = self.meeting.entrance(None, Path(allow)) if allow else None
+        if entrance is not None:
+            self.office.guests = Guests(checked, folder, record, self.meeting, entrance.allowed, self.next_number, self.event)
+        self.listening = Listening(LONGEST, None, Keys.made(), self.meeting.office, entrance)
+        self.address = entrance.address if entrance is not None else None
         self.anew = 0
         self.servers: dict[int, int] = {}               # number of a process -> which server it is
         self.tickets = (checked.saved.step if checked.saved else 0) * self.shares
@@ -67,17 +78,35 @@ class Run:
         self.loss, self.done, self.told = 0.0, 0, -1.0
 
     def run(self) -> str:
-        for number in range(self.strategy.size):
-            server = number - self.strategy.workers if self.strategy.serves(number) else None
-            self.start(number, server)
         try:
+            for number in range(self.strategy.size):
+                server = number - self.strategy.workers if self.strategy.serves(number) else None
+                self.start(number, server)
+            if self.address is not None:
+                self.say_where(self.address)
             status = self.epochs()
             self.office.ended = True
             self.close()
         finally:
             self.listening.close()
+            if self.office.guests is not None:
+                self.office.guests.close()
         self.record.write("handed_out", refused=self.office.refused, anew=self.anew)
         return status
+
+    def next_number(self) -> int:
+        """Of one more process."""
+        self.count += 1
+        return self.count - 1
+
+    def say_where(self, address: Address) -> None:
+        """How others join: in the record, and to whoever started it."""
+        assert address.key is not None
+        key = self.folder / "office.key"
+        write_public(address.key, key)
+        said = f"others join by: paragrad join {address.at} JOB --server-key {key} --key ME{SECRET}"
+        self.event("open", said)
+        print(f"paragrad: {said}", file=sys.stderr, flush=True)
 
     def start(self, number: int, server: int | None) -> None:
         if server is not None:
@@ -151,7 +180,8 @@ class Run:
     def look(self, epoch: int | None) -> None:
         """Wait for what comes first, and do what it asks for."""
         poller = zmq.Poller()
-        poller.register(self.listening.socket, zmq.POLLIN)
+        for socket in self.listening.waiting:
+            poller.register(socket, zmq.POLLIN)
         whose = self.crew.descriptors
         for descriptor in whose:
             poller.register(descriptor, zmq.POLLIN)
@@ -160,6 +190,10 @@ class Run:
         while (frames := self.listening.take(0)) is not None:
             self.office.taken(self.listening, frames)
         self.office.hand_out(self.listening)
+        for number in filter(None, map(self.office.gone, self.listening.left())):
+            if not self.office.ended:
+                self.event("gone", f"worker {number}, which joined, is not reached any more; others get what it was at",
+                           rank=number)
         for number in {whose[each] for each in ready if each in whose}:
             self.word_of(number)
         for number in self.office.late():
@@ -181,9 +215,9 @@ class Run:
         if server is None:
             self.office.lost(number)
             if not self.office.ended:
-                self.event("replaced", f"{value}; worker {self.count} is there for it", rank=number)
-                self.start(self.count, None)
-                self.count += 1
+                another = self.next_number()
+                self.event("replaced", f"{value}; worker {another} is there for it", rank=number)
+                self.start(another, None)
         else:
             self.event("again", f"{value}; server {server} is started again from its last snapshot", rank=number)
             self.office.anew()

@@ -29,3 +29,6 @@ Json = Annotated[bool, typer.Option("--json", help="print JSON instead of text")
 Slow = Annotated[list[str] | None, typer.Option(
     metavar="RANK=FACTOR", help="a rank that waits on purpose: 1=3x; random:0.2=3x: every one in a fifth of its steps")]
 Pace = Annotated[float | None, typer.Option(metavar="SECONDS", help="that a step of an equal share takes at least")]
+Listen = Annotated[str | None, typer.Option(metavar="HOST[:PORT]", help="where workers may join from other hosts")]
+Allow = Annotated[Path | None, typer.Option(metavar="FOLDER", help="of their public keys, with --listen")]
+Timeout = Annotated[float | None, typer.Option(metavar="SECONDS", help="that a rank waits for another")]

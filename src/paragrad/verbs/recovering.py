@@ -22,10 +22,11 @@ from pathlib import Path
 from paragrad.errors import RankFailed, StepFailed
 from paragrad.record.record import Recorder
 from paragrad.techniques.served.asking import dismissed
+from paragrad.techniques.served.calling import Calling
 from paragrad.techniques.served.header import Header, Kind
+from paragrad.techniques.served.keys import Keys
 from paragrad.techniques.served.meeting import Meeting
 from paragrad.techniques.served.snapshot import common
-from paragrad.techniques.served.sockets import Calling, Keys
 from paragrad.training.admission import Admitted
 from paragrad.training.handed_out import LONGEST, rank_of
 from paragrad.training.loop import Progress, train_rank

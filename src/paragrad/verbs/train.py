@@ -50,8 +50,9 @@ def train(job: Job, strategy: str | Strategy = "serial", *, runs: str | Path = "
 
     runs: the folder in which the run's own folder is made;  check: afterwards compare 20 steps with serial in float64
     (`run.difference`);  settings: data, device, backend, overlap, loaders, save, resume, until, tensorboard, trace, memory,
-    machine, sabotage, unproved, unchecked, timeout, slow, pace, limit, as in `paragrad.training.settings.Settings`. On SIGTERM
-    the run saves a checkpoint and ends (`run.stopped`). Raises Refused (at the door), RankFailed, or Interrupted on Ctrl-C.
+    machine, sabotage, unproved, unchecked, timeout, slow, pace, listen, allow, limit, as in
+    `paragrad.training.settings.Settings`. On SIGTERM the run saves a checkpoint and ends (`run.stopped`). Raises Refused (at
+    the door), RankFailed, or Interrupted on Ctrl-C.
     """
     job, how, fits = fitted(job, strategy, settings_of(settings))
     checked = replace(admitted(job, strategy, how), fitted=fits)

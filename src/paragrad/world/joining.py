@@ -36,7 +36,7 @@ def joined(rank: int, size: int, store: Path, backend: str = "gloo", timeout: fl
     """Join a world of ranks on this host that meet in the file `store`; leave it at the end. stop: set when asked to stop."""
     stop, here = stop or Request(), _device(device, rank)
     if size == 1:
-        yield World(device=here, stop=stop)
+        yield World(timeout=timeout, device=here, stop=stop)        # of servers, which are in worlds of their own
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")           # one host: listen on loopback only
     _initialize(rank, size, dist.FileStore(str(store), size), backend, timeout)

@@ -22,13 +22,15 @@ from paragrad.record.log import Log
 from paragrad.strategies.server import Server
 from paragrad.techniques.exchange import Alone, Exchange, Replica
 from paragrad.techniques.layout import State, state_together
+from paragrad.techniques.served.calling import Calling
 from paragrad.techniques.served.header import Header, Kind, bytes_of, vector_of
+from paragrad.techniques.served.keys import Keys
 from paragrad.techniques.served.meeting import Meeting
 from paragrad.techniques.served.reception import APPLIED, Reception
 from paragrad.techniques.served.shard import Shard
 from paragrad.techniques.served.slicing import Slot, cut_of, fill, held, marks, places, state_of
 from paragrad.techniques.served.snapshot import Snapshots
-from paragrad.techniques.served.sockets import Calling, Keys, Listening, own_host
+from paragrad.techniques.served.sockets import Listening, own_host
 from paragrad.techniques.updating import clip_factor, has_modes
 from paragrad.world.world import World
 
@@ -76,7 +78,8 @@ class Serving(Alone):
         if meeting:
             assert meeting.server is not None
             self.number, self.dismissals, job = meeting.server, 1, meeting.job          # the office's
-            self.listening = Listening(cut.longest, None, keys, meeting.addresses[meeting.server])
+            self.listening = Listening(cut.longest, None, keys, meeting.addresses[meeting.server],
+                                       meeting.entrance(meeting.server))
         else:
             self.number, self.dismissals = world.rank - strategy.workers, strategy.workers
             self.listening = Listening(cut.longest, own_host(world), keys)
@@ -107,7 +110,8 @@ class Asking(Exchange):
 
     def __init__(self, strategy: Server, replica: Replica, world: World, log: Log, meeting: Meeting | None) -> None:
         super().__init__(replica)
-        self.strategy, self.log, self.meeting, keys = strategy, log, meeting, Keys.made()
+        self.strategy, self.log, self.meeting = strategy, log, meeting
+        keys = (meeting and meeting.keys) or Keys.made()
         self.cut = cut_of(strategy, replica.optimizer, replica.module.model, meeting is not None)
         self.step, self.full, self.number = replica.steps, replica.full, world.rank
         self.sender, self.ticket = secrets.randbits(63), meeting.ticket if meeting else None

@@ -33,17 +33,25 @@ class Kind(enum.IntEnum):
     END = 6             # who asks leaves
     FORGET = 7          # the sum of gradients of a step that is not to be made
     NEXT = 8            # of the office: what is to be done;  text: [who, the ticket that is done or null, what to say of it]
-    HALT = 9            # of the launching process, where workers are gone: nothing of theirs counts any more;  version: the
-                        # training's number from here on;  answered by where the server stands, as text
-    RESUME = 10         # workers begin again;  numbers: 1 where a step that is there is to be made, and as UPDATE has them
+    JOIN = 9            # of the office: may it take part, from elsewhere?  text: what it would train (JSON)
+    LEAVE = 10          # of the office: it does no more;  text: as of NEXT
     DONE = 11           # answer: it is;  numbers: under bsp, the sums of all shares, and the square of the gradient's norm
     VALUES = 12         # answer: a vector
     REFUSED = 13        # answer: why, as text
     GIVEN = 14          # answer: a ticket, or where a server stands, as text
+    JOINED = 15         # answer: as whom, in what training, and where its servers are (JSON)
+    WAIT = 16           # answer to who asks again: not yet
+    HALT = 17           # of the launching process, where workers are gone: nothing of theirs counts any more;  version: the
+                        # training's number from here on;  answered by where the server stands, as text
+    RESUME = 18         # workers begin again;  numbers: 1 where a step that is there is to be made, and as UPDATE has them
 
 
 class Unfit(ValueError):
-    """A message that is refused; the text says why."""
+    """A message that is refused; the text says why, in words of ours alone. told: to who sent it, where that is more."""
+
+    def __init__(self, why: str, told: str | None = None) -> None:
+        super().__init__(why)
+        self.told = why if told is None else told
 
 
 @dataclass(frozen=True)

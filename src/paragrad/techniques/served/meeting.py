@@ -5,16 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from paragrad.techniques.served.entrance import Entrance, Place
+from paragrad.techniques.served.keys import Address, Keys
 from paragrad.techniques.served.office import Ticket
-from paragrad.techniques.served.sockets import Address
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """What a rank is told when it is started. job: the training's number;  folder: which only its owner may enter;  number: of
-    this rank;  server: which one it is, or None;  servers: how many;  ticket: what a worker is
-    at, as its exchange is made;  step: with which it goes on, where others began;  last: of every share (weight, loss) in the
-    step before, which whoever was there may not have recorded."""
+    """What a rank is told when it is started. job: the training's number;  folder: which only its owner may enter;  servers:
+    how many;  number: of this rank;  server: which one it is, or None;  ticket: what a worker is at, as its exchange is made;
+    place: where workers may join from elsewhere, or None;  step: with which it goes on, where others began;  last: of every
+    share (weight, loss) in the step before, which whoever was there may not have recorded.
+
+    Of a worker that joined: keys: its own;  told: where the office and the servers are, for it has no folder.
+    """
     job: int
     folder: str
     servers: int
@@ -23,14 +27,32 @@ class Meeting:
     ticket: Ticket | None = None
     step: int | None = None
     last: tuple[tuple[float, float], ...] = ()
+    place: Place | None = None
+    keys: Keys | None = None
+    told: tuple[Address, ...] = ()
 
     def of(self, number: int, server: int | None = None) -> Meeting:
         return replace(self, number=number, server=server)
 
     @property
     def office(self) -> Address:
-        return Address(f"ipc://{Path(self.folder) / 'office'}")
+        return self.told[0] if self.told else Address(f"ipc://{Path(self.folder) / 'office'}")
 
     @property
     def addresses(self) -> list[Address]:
-        return [Address(f"ipc://{Path(self.folder) / f'server-{number}'}") for number in range(self.servers)]
+        return list(self.told[1:]) or [Address(f"ipc://{Path(self.folder) / f'server-{number}'}")
+                                       for number in range(self.servers)]
+
+    @property
+    def joined(self) -> Path:
+        """The public keys of those whom the office let in, by their numbers: servers let in no other."""
+        return Path(self.folder) / "joined"
+
+    def entrance(self, server: int | None, allowed: Path | None = None) -> Entrance | None:
+        """Of a server, or (None) of the office, which lets in those whose keys are in a folder of the user's. Their ports
+        follow each other where one is given."""
+        if self.place is None:
+            return None
+        number = 0 if server is None else 1 + server
+        place = replace(self.place, port=self.place.port + number if self.place.port else 0)
+        return Entrance(place, allowed or self.joined, Path(self.folder) / f"entrance-{number}")

@@ -6,20 +6,24 @@ does late is refused by the servers, who know which tickets they applied. An epo
 is of one model.
 
 Under ssp(s) nobody gets a ticket who has done more than s more than the one who has done fewest.
+
+Who joins from elsewhere (`Guests`) is a member as any, under a number that is its key's alone; but it has not the run's folder,
+so it keeps nothing there.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from paragrad.techniques.served.header import Header, Kind, Unfit
-from paragrad.techniques.served.sockets import Listening, heard
+from paragrad.techniques.served.sockets import Listening, heard, key_of
 
 TRAIN, TEST, KEEP, END = "train", "test", "keep", "end"
 LATE = 2                # of a ticket: its gradient was of older parameters, and was not used
@@ -45,15 +49,31 @@ class Ticket:
 @dataclass
 class Member:
     """A worker. done: tickets, counted from the fewest that anybody had done when it came;  holds: what it is at;  since: when
-    it got that, or asked;  trained: it has done so once;  asking: whom to answer, while it waits;
-    answered: the number of its last question that was, and the answer."""
+    it got that, or asked;  trained: it has done so once;  whose: the connection it asked over;  asking: whom
+    to answer, while it waits;  answered: the number of its last question that was, and the answer."""
     number: int
     done: int
     since: float
     holds: Ticket | None = None
     trained: bool = False
+    whose: bytes = b""
     asking: tuple[bytes, Header] | None = None
     answered: tuple[int, bytes] | None = None
+
+
+class Guests(Protocol):
+    """Those who join from elsewhere. keys: whose each number is;  admit: what one is told that asks to take part, of what it
+    would train as text, or None while nothing can be said (it asks again); raises Unfit;  did: it has done a ticket that it was
+    given, and says numbers of it;  left: it has said so."""
+    keys: dict[int, bytes]
+
+    def admit(self, key: bytes, sender: int, text: bytes) -> bytes | None: ...
+
+    def did(self, number: int, ticket: Ticket, said: dict[str, float]) -> None: ...
+
+    def left(self, number: int) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass
@@ -71,8 +91,10 @@ class Office:
     begun_again: set[Ticket] = field(default_factory=set)          # of members that are lost
     made: int | None = None         # updates of which all shares have been told of; of later ones somebody has
     told: dict[int, int] = field(default_factory=dict)             # of how many, by the number of the update
+    gave: dict[int, Ticket] = field(default_factory=dict)          # to whom last
     ended: bool = False
     refused: Counter[str] = field(default_factory=Counter)
+    guests: Guests | None = None
 
     def give(self, tickets: Iterable[Ticket]) -> None:
         """More to do."""
@@ -89,23 +111,51 @@ class Office:
         heard(listening, frames, self.job, functools.partial(self._question, listening), self.refused)
 
     def _question(self, listening: Listening, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
-        if header.kind != Kind.NEXT or len(rest) != 1:
+        if header.kind not in (Kind.NEXT, Kind.JOIN, Kind.LEAVE) or len(rest) != 1:
             raise Unfit(f"{header.kind.name} is no question of a worker's")
-        try:
-            number, done, said = json.loads(rest[0].bytes)
-            ticket = Ticket(**done) if done else None
-            number, said = int(number), {str(name): float(value) for name, value in dict(said).items()}
-        except (ValueError, TypeError, RecursionError) as error:
-            raise Unfit("a question that cannot be read") from error
+        key = key_of(whose)
+        if header.kind == Kind.JOIN:
+            if self.guests is None or key is None:
+                raise Unfit("nobody joins this training here")
+            if (told := self.guests.admit(key, header.sender, rest[0].bytes)) is not None:
+                listening.answer(whose, header.answer(Kind.JOINED), told)
+            return
+        number, ticket, said = self._read(rest[0].bytes)
+        guests = self.guests.keys if self.guests else {}
+        if guests.get(number) != key:
+            raise Unfit("a number that is somebody else's")
+        if key is not None and not (ticket in (None, self.gave.get(number)) and all(map(math.isfinite, said.values()))):
+            raise Unfit("a ticket that it was not given, or numbers that are not finite")
         member = self.members.get(number)
         if member is not None and member.answered is not None and member.answered[0] == header.call:
             listening.answer(whose, header.answer(Kind.GIVEN), member.answered[1])          # it asked twice
+        elif member is not None and member.asking is not None and member.asking[1].call == header.call:
+            member.whose, member.asking = whose, (whose, header)
+            listening.answer(whose, header.answer(Kind.WAIT))
         else:
             self._asked(number, ticket, said, (whose, header))
+            if self.guests is not None and key is not None and ticket is not None:
+                self.guests.did(number, ticket, said)
+        if header.kind == Kind.LEAVE and self.guests is not None and key is not None:
+            self.lost(number)
+            self.guests.left(number)
+            listening.answer(whose, header.answer(Kind.DONE))
+
+    @staticmethod
+    def _read(text: bytes) -> tuple[int, Ticket | None, dict[str, float]]:
+        try:
+            number, done, said = json.loads(text)
+            ticket = Ticket(**done) if done else None
+            return int(number), ticket, {str(name): float(value) for name, value in dict(said).items()}
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
+            raise Unfit("a question that cannot be read") from error
 
     def _asked(self, number: int, ticket: Ticket | None, said: dict[str, Any], asking: tuple[bytes, Header]) -> None:
         now = time.monotonic()
         member = self.members.get(number)
+        if member is not None and member.holds not in (None, ticket):           # it does not say what became of that
+            self.lost(number)
+            member = None
         if member is None:
             fewest = min((each.done for each in self.members.values()), default=0)
             member = self.members[number] = Member(number, fewest, now)
@@ -114,7 +164,7 @@ class Office:
         elif ticket is not None and ticket in self.left:        # it was late, and nobody else has begun
             self.left.remove(ticket)
             self._done(member, ticket, said)
-        member.asking, member.since, member.holds = asking, now, None
+        member.whose, member.asking, member.since, member.holds = asking[0], asking, now, None
 
     def _done(self, member: Member, ticket: Ticket, said: dict[str, Any]) -> None:
         if ticket.what == TRAIN:
@@ -154,6 +204,13 @@ class Office:
             self.left.appendleft(member.holds)
             self.begun_again.add(member.holds)
 
+    def gone(self, whose: bytes) -> int | None:
+        """Whose connection this was is lost, if it had no other since; its number."""
+        number = next((each.number for each in self.members.values() if each.whose == whose), None)
+        if number is not None:
+            self.lost(number)
+        return number
+
     def late(self) -> list[int]:
         """Who has been at a ticket for longer than the limit; they are lost until they ask again."""
         now = time.monotonic()
@@ -164,6 +221,8 @@ class Office:
 
     def _may(self, member: Member, ticket: Ticket, fewest: int) -> bool:
         """A worker that has not trained yet knows less of the model; it tests where nobody has."""
+        if ticket.what == KEEP and self.guests is not None and member.number in self.guests.keys:
+            return False
         if ticket.what == TRAIN and self.told and ticket not in self.begun_again:
             return False                                # until all of a step have said so: then it is known how many are left
         if ticket.what == TRAIN:
@@ -188,6 +247,7 @@ class Office:
                                      after=-1 if self.made is None else self.made)
                 member.holds = ticket
                 self.open[ticket] = member.number
+            self.gave[member.number] = ticket
             whose, header = member.asking
             member.asking, member.since = None, time.monotonic()
             member.answered = header.call, json.dumps(asdict(ticket)).encode()

@@ -1,21 +1,20 @@
-"""Sockets between workers and servers (ZeroMQ).
+"""Sockets of servers, and what those of workers have in common with them (ZeroMQ).
 
 On one host they lie in a folder that only their owner may enter. Between hosts they are TCP and encrypted (CurveZMQ): every
-process makes a pair of keys for itself, public ones alone travel, and a server lets in only those whose keys it was told.
+process makes a pair of keys for itself, public ones alone travel, and a server lets in only those whose keys it was told. One
+in a folder may have an entrance beside, for those who join from elsewhere: they are known by their keys, and may ask for less.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import math
 import re
 import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from socket import AF_INET, SOCK_DGRAM, gethostname
@@ -27,7 +26,9 @@ import zmq.utils.monitor
 from zmq.auth.thread import ThreadAuthenticator
 
 from paragrad.errors import StepFailed
+from paragrad.techniques.served.entrance import Entrance, Place, read_place
 from paragrad.techniques.served.header import Header, Kind, Unfit, unpacked
+from paragrad.techniques.served.keys import Address, Allowed, Keys
 from paragrad.world.launched import address, launched
 from paragrad.world.world import World
 
@@ -37,28 +38,19 @@ LEAVING = 2000          # milliseconds for what was sent last to be gone
 BEAT = 2000             # milliseconds after which a silent connection is asked whether it is there
 CAME, LET_IN, GONE = zmq.EVENT_ACCEPTED, zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED        # of a connection
 UNKNOWN = zmq.EVENT_HANDSHAKE_FAILED_AUTH
+BINDING = 5.0           # seconds in which the port of a process that was killed must be free again
+FROM_HERE, FROM_ELSEWHERE = b"\0", b"\1"            # what begins the name of who asks
+KEY = 40                # signs of a public key
+ELSEWHERE = {Kind.PUSH, Kind.PULL, Kind.NEXT, Kind.JOIN, Kind.LEAVE}         # what may be asked from there
 Frames = Sequence[Any]
 
 
-@dataclass(frozen=True)
-class Keys:
-    """A process's own pair, made anew for every training."""
-    public: bytes
-    secret: bytes
-
-    @classmethod
-    def made(cls) -> Keys:
-        return cls(*zmq.curve_keypair())
+def key_of(whose: bytes) -> bytes | None:
+    """The public key of one who asks from elsewhere, which its connection has proved."""
+    return whose[1:1 + KEY] if whose[:1] == FROM_ELSEWHERE else None
 
 
-@dataclass(frozen=True)
-class Address:
-    """Where a server listens; key: its public one, where messages are encrypted."""
-    at: str
-    key: bytes | None = None
-
-
-def _set(socket: zmq.Socket[bytes], longest: int) -> None:
+def set_options(socket: zmq.Socket[bytes], longest: int) -> None:
     for option, value in ((zmq.LINGER, LEAVING), (zmq.RCVHWM, WAITING), (zmq.SNDHWM, WAITING), (zmq.MAXMSGSIZE, longest),
                           (zmq.HEARTBEAT_IVL, BEAT), (zmq.HEARTBEAT_TIMEOUT, 5 * BEAT), (zmq.IPV6, 1)):
         socket.setsockopt(option, value)
@@ -66,19 +58,16 @@ def _set(socket: zmq.Socket[bytes], longest: int) -> None:
 
 class Listening:
     """Of a server: everybody's questions, one after another. longest: bytes of the longest vector of one;  host: by which
-    others reach this one, None: all are on it;  at: where, otherwise in a folder or at a port of its own."""
+    others reach this one, None: all are on it;  at: where, otherwise in a folder or at a port of its own;  entrance: beside,
+    for those who join from elsewhere. Raises StepFailed where that cannot be."""
 
-    def __init__(self, longest: int, host: str | None, keys: Keys, at: Address | None = None) -> None:
-        self.context, self.keys = zmq.Context(), keys
-        self.socket = self.context.socket(zmq.ROUTER)
-        _set(self.socket, longest + ROOM)
+    def __init__(self, longest: int, host: str | None, keys: Keys, at: Address | None = None,
+                 entrance: Entrance | None = None) -> None:
+        self.context = zmq.Context()
+        self.socket = self._socket(longest)
         self.folder: str | None = None
         self.door: ThreadAuthenticator | None = None
-        self.events: Counter[int] = Counter()           # of all connections there were
-        self.monitor = self.socket.get_monitor_socket(CAME | LET_IN | UNKNOWN | GONE)
-        self.poller = zmq.Poller()
-        self.poller.register(self.socket, zmq.POLLIN)
-        self.poller.register(self.monitor, zmq.POLLIN)
+        self.monitors, self.events = [_watched(self.socket)], [Counter[int]()]          # of all connections there were
         if at is not None:
             self.address = at
             Path(at.at.removeprefix("ipc://")).unlink(missing_ok=True)          # of one that was killed
@@ -88,13 +77,35 @@ class Listening:
             self.address = Address(f"ipc://{Path(self.folder) / 'server'}")
             self.socket.bind(self.address.at)
         else:
-            self.door = ThreadAuthenticator(self.context)
-            self.door.start()
-            self.door.configure_curve_callback(credentials_provider=_Nobody())
-            self.socket.curve_server, self.socket.curve_secretkey = True, keys.secret
-            self.socket.curve_publickey = keys.public
-            port = self.socket.bind_to_random_port(f"tcp://{_bracketed(host)}")
-            self.address = Address(f"tcp://{_bracketed(host)}:{port}", keys.public)
+            self.door = self._door(_Known(frozenset()))
+            self.address = _encrypted(self.socket, keys, Place(host))
+        self.sockets, self.elsewhere = [self.socket], self.socket
+        self.entered, self.gone = dict[int, bytes](), list[bytes]()         # who asks over which descriptor;  asked until then
+        if entrance is not None:
+            self._open(entrance, keys, longest)
+
+    def _socket(self, longest: int) -> zmq.Socket[bytes]:
+        socket = self.context.socket(zmq.ROUTER)
+        set_options(socket, longest + ROOM)
+        return socket
+
+    def _door(self, lets_in: Any) -> ThreadAuthenticator:
+        door = ThreadAuthenticator(self.context)
+        door.start()
+        door.configure_curve_callback(credentials_provider=lets_in)
+        return door
+
+    def _open(self, entrance: Entrance, keys: Keys, longest: int) -> None:
+        """Where it was, or anew."""
+        kept = entrance.found()
+        keys, place = kept or (keys, entrance.place)
+        self.elsewhere, self.door = self._socket(longest), self._door(Allowed(entrance.allowed))
+        self.monitors.append(_watched(self.elsewhere))
+        self.events.append(Counter())
+        found = _encrypted(self.elsewhere, keys, place)
+        if kept is None:
+            entrance.keep(keys, read_place("", found.at).port)
+        self.sockets.append(self.elsewhere)
 
     def allow(self, keys: Iterable[bytes]) -> None:
         """From here on these may talk to it, where messages are encrypted."""
@@ -102,108 +113,101 @@ class Listening:
             self.door.configure_curve_callback(credentials_provider=_Known(frozenset(keys)))
 
     def take(self, seconds: float) -> list[Any] | None:
-        """[whose, header, marks, vector] of the next question, as frames; None where none came. Events are read too, which
-        would otherwise be in the way of messages once there are 2000."""
+        """[whose, header, marks, vector] of the next question, as frames; None where none came."""
         until = time.monotonic() + seconds
-        while ready := dict(self.poller.poll(max(0, int(1000 * (until - time.monotonic()))))):
-            while self.monitor in ready and self.monitor.poll(0):
-                self.events[zmq.utils.monitor.recv_monitor_message(self.monitor)["event"]] += 1
-            if self.socket in ready:
-                return self.socket.recv_multipart(copy=False)
-        return None
+        while True:
+            ready = zmq.select(self.waiting, [], [], max(0.0, until - time.monotonic()))[0]
+            if any(monitor in ready for monitor in self.monitors):
+                self._watch()
+            if asked := [each for each in self.sockets if each in ready]:
+                break
+            if time.monotonic() >= until:
+                return None
+        socket = asked[0]
+        self.sockets.sort(key=lambda each: each is socket)              # next time another one comes first
+        whose, *frames = socket.recv_multipart(copy=False)
+        name = FROM_HERE + whose.bytes
+        if socket is self.elsewhere is not self.socket:
+            name = FROM_ELSEWHERE + str(frames[0].get("User-Id")).encode() + whose.bytes
+            descriptor = frames[0].get(zmq.SRCFD)
+            if self.entered.get(descriptor, name) != name:          # which another connection had
+                self.gone.append(self.entered[descriptor])
+            self.entered[descriptor] = name
+        return [zmq.Frame(name), *frames]
 
     def answer(self, whose: bytes, header: Header, *rest: Any) -> None:
         """Never waits: who does not take what it is told is told no more."""
-        with contextlib.suppress(zmq.Again):
-            self.socket.send_multipart([whose, header.packed(), *rest], flags=zmq.NOBLOCK, copy=False)
+        key = key_of(whose)
+        socket, name = (self.socket, whose[1:]) if key is None else (self.elsewhere, whose[1 + len(key):])
+        with suppress(zmq.Again):
+            socket.send_multipart([name, header.packed(), *rest], flags=zmq.NOBLOCK, copy=False)
+
+    @property
+    def waiting(self) -> list[Any]:
+        """What a poller has to wait for: questions, and who comes and goes."""
+        return [*self.sockets, *self.monitors]
+
+    def _watch(self) -> None:
+        """Hear who came and went: ZeroMQ waits for it, and takes no message while a thousand words of it are left."""
+        for monitor, events in zip(self.monitors, self.events, strict=True):
+            last: dict[int, int] = {}                   # what a descriptor's connection did last
+            while monitor.poll(0):
+                told = zmq.utils.monitor.recv_monitor_message(monitor)
+                events[told["event"]] += 1
+                last |= {told["value"]: told["event"]} if told["event"] in (CAME, GONE) else {}
+            self.gone += [self.entered.pop(each) for each, event in last.items() if event == GONE and each in self.entered]
 
     @property
     def connections(self) -> int:
         """How many there are now; strangers, too, until they are sent away, after 30 s at most."""
-        return self.events[CAME] - self.events[GONE]
+        self._watch()
+        return self.events[0][CAME] - self.events[0][GONE]
 
     @property
     def refused(self) -> Counter[str]:
         """Connections over TCP that were not let in, or ended, by why: to be read while all workers are there. A message that
-        is longer than the socket takes ends its connection."""
-        out = self.events[CAME] - self.events[LET_IN]
-        found = {"a connection without the key of anybody known": self.events[UNKNOWN],
-                 "a connection that is not encrypted, or not ZeroMQ's": out - self.events[UNKNOWN],
-                 "a connection that broke off, or brought too long a message": self.events[GONE] - out}
+        is longer than the socket takes ends its connection; who joined may leave."""
+        events = self.events[-1]
+        out = events[CAME] - events[LET_IN]
+        found = {"a connection without the key of anybody known": events[UNKNOWN],
+                 "a connection that is not encrypted, or not ZeroMQ's": out - events[UNKNOWN],
+                 "a connection that broke off, or brought too long a message": (len(self.sockets) == 1) * (events[GONE] - out)}
         return Counter({why: count for why, count in found.items() if count > 0 and self.door is not None})
+
+    def left(self) -> list[bytes]:
+        """Who of those from elsewhere asked over a connection that is gone, since this was asked last."""
+        self._watch()
+        found, self.gone = self.gone, []
+        return found
 
     def close(self) -> None:
         if self.door is not None:
             self.door.stop()
-        self.socket.disable_monitor()
+        for socket in self.sockets:
+            socket.disable_monitor()
         self.context.destroy(linger=LEAVING)
         if self.folder is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class Calling:
-    """Of a worker: questions to every server, each of which has one answer. seconds: to wait for one at most;  again: ask again
-    after so many, where a server may have been started anew."""
+def _watched(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    """Where is told who comes and goes."""
+    return socket.get_monitor_socket(CAME | LET_IN | UNKNOWN | GONE)
 
-    def __init__(self, servers: Sequence[Address], longest: int, keys: Keys, seconds: float, again: float = math.inf) -> None:
-        self.context, self.seconds, self.again, self.calls = zmq.Context(), seconds, again, itertools.count(1)
-        self.sockets = []
-        for each in servers:
-            socket = self.context.socket(zmq.DEALER)
-            _set(socket, longest + ROOM)
-            if each.key is not None:
-                socket.curve_serverkey, socket.curve_secretkey = each.key, keys.secret
-                socket.curve_publickey = keys.public
-            socket.connect(each.at)
-            self.sockets.append(socket)
 
-    def asked(self, questions: Iterable[tuple[int, Header, Frames]]) -> Iterator[tuple[int, Header, Frames]]:
-        """(server, header, frames after it) of the answers to questions (server, header, frames), as they come. What frames lie
-        in must stay as it is until then. Raises StepFailed where an answer is a refusal, or does not come."""
-        open_calls: dict[int, tuple[int, Frames]] = {}
-        for server, header, frames in questions:
-            call = next(self.calls) % 2**32
-            open_calls[call] = server, (replace(header, call=call).packed(), *frames)
-            self._send(*open_calls[call])
-        until, poller = time.monotonic() + self.seconds, zmq.Poller()
-        for socket in self.sockets:
-            poller.register(socket, zmq.POLLIN)
-        while open_calls:
-            left = until - time.monotonic()
-            if left <= 0 and not poller.poll(0):
-                raise StepFailed(f"no answer from server(s) {sorted({server for server, _ in open_calls.values()})} within "
-                                 f"{self.seconds:g} s: it, or a worker that it waits for, does not go on")
-            ready = dict(poller.poll(int(1000 * min(max(left, 0.0), self.again)) + 1))
-            for each in () if ready else open_calls.values():
-                self._send(*each)
-            for server, socket in enumerate(self.sockets):
-                if socket in ready:
-                    first, *frames = socket.recv_multipart(copy=False)
-                    header = self._answer(server, first.bytes, frames)
-                    if open_calls.pop(header.call, None):               # otherwise it was asked twice
-                        yield server, header, [frame.buffer for frame in frames]
-
-    def _send(self, server: int, frames: Frames) -> None:
-        with contextlib.suppress(zmq.Again):                            # it is not there: it is asked again
-            self.sockets[server].send_multipart(list(frames), flags=zmq.NOBLOCK, copy=False)
-
-    @staticmethod
-    def _answer(server: int, frame: bytes, rest: Sequence[Any]) -> Header:
+def _encrypted(socket: zmq.Socket[bytes], keys: Keys, place: Place) -> Address:
+    """Bind a socket to a place; where it is then reached. Raises StepFailed."""
+    socket.curve_server, socket.curve_secretkey, socket.curve_publickey = True, keys.secret, keys.public
+    until = time.monotonic() + BINDING
+    while True:
         try:
-            header = unpacked(frame)
-        except Unfit as error:
-            raise StepFailed(f"server {server} answered with {error}") from None
-        if header.kind == Kind.REFUSED:
-            raise StepFailed(f"server {server} refused it: {rest[-1].bytes.decode(errors='replace')}")
-        return header
-
-    def close(self) -> None:
-        self.context.destroy(linger=LEAVING)
-
-
-class _Nobody:
-    def callback(self, domain: str, key: bytes) -> bool:
-        return False
+            socket.bind(str(place.resolved))
+            bound = read_place("", socket.getsockopt_string(zmq.LAST_ENDPOINT))
+            return Address(str(Place(place.host, bound.port)), keys.public)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE or not place.port or time.monotonic() > until:
+                raise StepFailed(f"nobody can be listened to at {place}: {error.strerror}; give another port") from error
+            time.sleep(0.05)                            # whoever had it was killed a moment ago
 
 
 @dataclass(frozen=True)
@@ -212,10 +216,6 @@ class _Known:
 
     def callback(self, domain: str, key: bytes) -> bool:
         return key in self.keys
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def heard(listening: Listening, frames: Sequence[Any], job: int, does: Callable[[bytes, Header, Sequence[Any]], None],
@@ -227,12 +227,14 @@ def heard(listening: Listening, frames: Sequence[Any], job: int, does: Callable[
         if not 2 <= len(frames) <= 4:
             raise Unfit(f"a message of {len(frames) - 1} parts")
         header = unpacked(frames[1].bytes)
-        if header.job != job:
+        if header.job != job and header.kind != Kind.JOIN:              # who joins does not know it yet
             raise Unfit("it is of another training")
+        if key_of(whose) is not None and header.kind not in ELSEWHERE:
+            raise Unfit(f"{header.kind.name} is not for those who joined from elsewhere")
         does(whose, header, frames[2:])
     except Unfit as error:
         refused[re.sub(r"\b\d+\b", "N", str(error))] += 1
-        listening.answer(whose, header.answer(Kind.REFUSED), str(error).encode())
+        listening.answer(whose, header.answer(Kind.REFUSED), error.told.encode())
 
 
 def own_host(world: World) -> str | None:

@@ -1,0 +1,90 @@
+"""Who joins a running training from elsewhere, from its side: who is let in, what it is told, what is recorded of it.
+
+A step line of such a worker is written here: where its share stands in the order is the ticket's, which was ours, and the rest
+are numbers that it says with its next question. Its clock is not ours: a step ended when that question came.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from paragrad.record.record import Recorder
+from paragrad.techniques.served.header import Unfit
+from paragrad.techniques.served.keys import PUBLIC, Allowed, write_public
+from paragrad.techniques.served.meeting import Meeting
+from paragrad.techniques.served.office import TRAIN, Ticket
+from paragrad.techniques.served.reception import APPLIED
+from paragrad.training.admission import Admitted
+from paragrad.training.batches import batch_of
+from paragrad.training.guest import known_by, refuse_other
+
+MOST = 1000             # that join in a training
+MOST_SECONDS = 1e9      # of a step
+NUMBERS = ("loss", "weight", "seconds", "lr", "sent")
+
+
+class Guests:
+    """Of one training. number: the next of a process;  event: writes one into the record. A context manager for its files."""
+
+    def __init__(self, checked: Admitted, folder: Path, record: Recorder, meeting: Meeting, allowed: Path,
+                 number: Callable[[], int], event: Callable[..., None]) -> None:
+        self.checked, self.folder, self.origin, self.meeting = checked, folder, record.origin, meeting
+        self.allowed, self.number, self.event = Allowed(allowed), number, event
+        self.known = known_by(checked.job, checked.facts)
+        self.keys: dict[int, bytes] = {}
+        self.numbers: dict[tuple[bytes, int], int] = {}         # by its key, and the number that it drew for itself
+        self.records: dict[int, Recorder] = {}
+        self.last: dict[int, int] = {}                          # ticket whose line is written
+        meeting.joined.mkdir()
+
+    def admit(self, key: bytes, sender: int, text: bytes) -> bytes | None:
+        """What one is told that asks to take part; None until all servers are there. Raises Unfit."""
+        servers = [entrance and entrance.address for entrance in map(self.meeting.entrance, range(self.meeting.servers))]
+        refuse_other(self.known, text)
+        if not all(servers):
+            return None
+        if (number := self.numbers.get((key, sender))) is None:
+            if len(self.numbers) >= MOST:
+                raise Unfit(f"{MOST} have joined already")
+            number = self.numbers[key, sender] = self._joined(key)
+        settings = self.checked.settings
+        told = {"number": number, "job": self.meeting.job, "strategy": str(self.checked.resolved), "slow": settings.slow,
+                "pace": settings.pace, "servers": [[each.at, (each.key or b"").decode()] for each in servers if each]}
+        return json.dumps(told).encode()
+
+    def _joined(self, key: bytes) -> int:
+        number = self.number()
+        write_public(key, self.meeting.joined / f"{number}{PUBLIC}")
+        self.keys[number], self.records[number] = key, Recorder(self.folder / f"rank-{number}.jsonl", self.origin)
+        self.event("joined", f"worker {number} joined, with the key of {self.allowed.name(key)}{PUBLIC}", rank=number)
+        return number
+
+    def did(self, number: int, ticket: Ticket, said: dict[str, float]) -> None:
+        """A step line, of a share that was applied and has none yet."""
+        if ticket.what != TRAIN or said.get("became") != APPLIED or self.last.get(number) == ticket.number:
+            return
+        if missing := [name for name in NUMBERS if name not in said]:
+            raise Unfit(f"a step without its {missing[0]}")
+        if not (0 <= said["seconds"] < MOST_SECONDS and 0 <= said["sent"] < 2**63 and said["weight"] >= 0
+                and math.isfinite(said["loss"] * said["weight"])):
+            raise Unfit("numbers of a step that cannot be")
+        order, division, record = self.checked.facts.order, self.checked.resolved.division, self.records[number]
+        batch = batch_of(order, ticket.epoch, order.at(ticket.step % order.steps), division, [ticket.share])
+        record.write("step", step=ticket.step, start=round(record.now() - said["seconds"], 6),
+                     seconds=round(said["seconds"], 6), epoch=ticket.epoch,
+                     loss=[said["loss"] * said["weight"], said["weight"]], order=batch.recorded, lr=said["lr"],
+                     sent={"gradients": {"bytes": int(said["sent"]), "computed": False}})
+        self.last[number] = ticket.number
+
+    def left(self, number: int) -> None:
+        """It said so: nobody else comes in by that number."""
+        self.keys.pop(number, None)
+        (self.meeting.joined / f"{number}{PUBLIC}").unlink(missing_ok=True)
+        self.event("left", f"worker {number} left; others get what it was at", rank=number)
+
+    def close(self) -> None:
+        for each in self.records.values():
+            each.file.close()

@@ -1,0 +1,59 @@
+"""A worker that joins from another host: a network of its own, nothing but an address and two public keys in common."""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+from hosts import Cluster
+
+from paragrad.record.record import Record
+
+Clusters = Callable[..., AbstractContextManager[Cluster]]
+
+TRAINS = """
+    import sys
+    import paragrad as pg
+    from paragrad.verbs import elastic
+
+    class Held(elastic.Run):
+        def epochs(self):
+            while len(self.office.members) < 3:         # two of its own, and the one that joins
+                self.look(None)
+            return super().epochs()
+
+    elastic.Run = Held
+    if __name__ == "__main__":
+        job = pg.job("digits").replace(epochs=1)
+        run = pg.train(job, "server(2, servers=2, sync=ssp(1))", listen="host0:4000", allow="allow")
+        print(run.folder, run.audit)
+"""
+JOIN = f"{sys.executable} -m paragrad join tcp://host0:4000 digits --server-key runs/*/office.key --key me.key_secret"
+
+
+@pytest.mark.table
+def test_a_worker_joins_from_another_host(clusters: Clusters, tmp_path: Path) -> None:
+    """Its key is made by the first call, which says where it has to go. The ports follow each other."""
+    (tmp_path / "trains.py").write_text(textwrap.dedent(TRAINS))
+    (tmp_path / "allow").mkdir()
+    with clusters(2, megabits=100) as cluster:
+        first = cluster.start(1, ["sh", "-c", JOIN], folder=tmp_path)
+        assert first.process.wait(60) == 2
+        assert re.search(r"have its public half me.key put into the\s+folder", first.said()[1])
+        (tmp_path / "me.key").rename(tmp_path / "allow" / "host1.key")
+        trains = cluster.start(0, [sys.executable, "trains.py"], folder=tmp_path)
+        opens = "until ls runs/*/office.key >/dev/null 2>&1; do :; done"
+        joins = cluster.start(1, ["sh", "-c", f"{opens}; {JOIN}"], folder=tmp_path)
+        said, joined = cluster.finished([trains, joins], 110)
+    assert re.fullmatch(r"worker 4: train \d+(, test \d+)?\n", joined)
+    assert "1437 of 1437 samples seen in each of 1 epoch(s), 0 twice, 0 missed" in said
+    record = Record(tmp_path / said.split()[0])
+    assert sum(line["samples"] for rank in (2, 3) for line in record.of("server", rank)) == 2 * 1437
+    assert record.of("step", 4)
+    opened = next(line["message"] for line in record.own if line["kind"] == "event")
+    assert "paragrad join tcp://host0:4000 JOB" in opened

@@ -1,0 +1,609 @@
+"""Workers that join a running training by a command of their own: who takes part, who is let in, who goes, and how it ends.
+
+Trainings are held until those who are to join are there, by the office's own loop: nothing here waits for luck.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_server import Desk, applied, frames
+
+import paragrad as pg
+from paragrad.errors import Refused
+from paragrad.jobs.finding import find
+from paragrad.record.record import Record, Recorder, lines_of
+from paragrad.techniques.served.calling import Calling, knock
+from paragrad.techniques.served.entrance import Entrance, Place, read_place, refuse_place
+from paragrad.techniques.served.header import Header, Kind, Unfit
+from paragrad.techniques.served.keys import PUBLIC, SECRET, Allowed, Keys, make_keys, own_keys, public_key, write_public
+from paragrad.techniques.served.meeting import Meeting
+from paragrad.techniques.served.office import KEEP, TEST, TRAIN, Ticket
+from paragrad.techniques.served.sockets import FROM_ELSEWHERE, Listening
+from paragrad.training.admission import admitted
+from paragrad.training.guest import known_by, refuse_other
+from paragrad.training.settings import Settings
+from paragrad.verbs import elastic
+from paragrad.verbs.guests import Guests
+
+JOB = """
+    import torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+    import paragrad as pg
+
+    def numbers(*shape, seed):
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+    inputs = numbers(29, 10, seed=1)
+    data = TensorDataset(inputs, (inputs @ numbers(10, 4, seed=2)).argmax(1))
+    job = pg.Job(name="vectors", model=lambda: nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4)),
+                 loss=nn.functional.cross_entropy, optimizer=lambda values: torch.optim.SGD(values, lr=0.1, momentum=0.9),
+                 train=data, test=data, metric=pg.accuracy, batch=12, epochs=6, dtype=torch.float64)
+"""
+SAMPLES = 6 * 29
+TRAINING = elastic.Run
+
+
+class Ground:
+    """A folder with a job, the keys of somebody who may join, and what has to be said to do so."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.job, self.allow, self.key = folder, folder / "job.py", folder / "allow", folder / f"me{SECRET}"
+        self.job.write_text(textwrap.dedent(JOB))
+        self.allow.mkdir()
+        make_keys(self.key).replace(self.allow / f"me{PUBLIC}")
+        self.server_key, self.address = Path(), ""
+        self.complaints: Any = subprocess.PIPE
+
+    def join(self, *more: str, key: Path | None = None) -> subprocess.Popen[str]:
+        """The command, once it is known where."""
+        words = [sys.executable, "-m", "paragrad", "join", self.address, str(self.job), "--server-key", str(self.server_key),
+                 "--key", str(key or self.key), "--threads", "1", *more]
+        return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=self.complaints, text=True, cwd=self.folder)
+
+    def train(self, text: str, batch: int = 12, **more: Any) -> pg.Run:
+        return pg.train(find(str(self.job)).replace(batch=batch), text, listen="127.0.0.1", allow=self.allow,
+                        runs=self.folder / "runs", **more)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Ground:
+    return Ground(tmp_path)
+
+
+class Open(elastic.Run):
+    """Has others join as soon as it is known where, trains when those who are wanted are there, and tells of what they did."""
+    place: Ground
+    joining: tuple[tuple[str, ...], ...] = ((),)            # the options of each
+    wanted = 1
+    joiners: list[subprocess.Popen[str]]
+    seen: Any = None                                        # called after every ticket of theirs
+
+    def say_where(self, address: Any) -> None:
+        super().say_where(address)
+        self.place.address, self.place.server_key = address.at, self.folder / "office.key"
+        type(self).joiners = [self.place.join(*options) for options in self.joining]
+
+    @property
+    def guests(self) -> list[int]:
+        return [number for number in self.office.members if number >= self.strategy.size]
+
+    def epochs(self) -> str:
+        while len(self.guests) < self.wanted or len(self.office.members) < self.strategy.workers + self.wanted:
+            self.look(None)
+        return super().epochs()
+
+    def heard(self, number: int, ticket: Ticket, said: dict[str, Any]) -> None:
+        super().heard(number, ticket, said)
+        if number >= self.strategy.size and ticket.what == TRAIN and self.seen is not None:
+            self.seen(number)
+
+
+@pytest.fixture
+def opened(place: Ground, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., type[Open]]]:
+    """Trainings are such as that, with what is changed of it. Nobody who joined outlives the test."""
+    found: list[type[Open]] = []
+
+    def change(**changes: Any) -> type[Open]:
+        made: type[Open] = type("Here", (Open,), {"place": place, "joiners": [], **changes})
+        monkeypatch.setattr(elastic, "Run", made)
+        found.append(made)
+        return made
+    yield change
+    for joiner in (each for made in found for each in made.joiners):
+        joiner.kill()
+        joiner.communicate()
+
+
+def ended(joiner: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """How a command ended, and what it printed."""
+    printed, complaint = joiner.communicate(timeout=60)
+    return joiner.returncode, printed, complaint
+
+
+def events(run: pg.Run) -> list[str]:
+    return [line["name"] for line in Record(run.folder).own if line["kind"] == "event"]
+
+
+def whole(run: pg.Run) -> bool:
+    """Every sample was applied once on every server, and the record has it."""
+    return set(applied(run)) == {SAMPLES} and (run.audit.epochs, run.audit.twice, run.audit.missed) == (6, 0, 0)
+
+
+# ---- who takes part --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("text", ["server(2, servers=2, sync=asp)", "server(2, sync=ssp(1))",
+                                  pytest.param("server(3, sync=bsp(backup=1))", marks=pytest.mark.table)])
+def test_who_joins_does_its_part_and_ends_with_the_training(text: str, place: Ground, opened: Callable[..., Any]) -> None:
+    here = opened(joining=((), ()), wanted=2)
+    run = place.train(text, save=1)
+    assert run.finished
+    assert whole(run)
+    assert events(run) == ["open", "joined", "joined"]
+    for joiner in here.joiners:
+        code, printed, _ = ended(joiner)
+        assert code == 0
+        assert "train" in printed
+    record, size = Record(run.folder), pg.strategy(text).size
+    own, theirs = (line for rank in (0, size) for line in record.of("step", rank)[:1])
+    assert own.keys() == theirs.keys()
+    assert own["sent"].keys() == theirs["sent"].keys()
+    assert len(record.ranks) == size + 2
+    assert all(record.of("step", size + guest) for guest in (0, 1))
+    assert record.own[-2]["refused"] == {}
+    assert not any(path.name.startswith("entrance") for path in run.folder.rglob("*"))
+
+
+def test_who_leaves_says_so(place: Ground, opened: Callable[..., Any]) -> None:
+    """Ctrl-C: what it was at is somebody else's at once."""
+    here = opened(seen=lambda run, number: run.joiners[0].send_signal(signal.SIGINT))
+    run = place.train("server(2, sync=ssp(1))")
+    code, _, complaint = ended(here.joiners[0])
+    assert (code, complaint) == (130, "paragrad: stopped\n")
+    assert whole(run)
+    assert events(run) == ["open", "joined", "left"]
+
+
+def test_one_that_is_killed_is_missed_by_nobody(place: Ground, opened: Callable[..., Any]) -> None:
+    here = opened(seen=lambda run, number: run.joiners[0].kill())
+    run = place.train("server(2, servers=2, sync=ssp(1))")
+    assert ended(here.joiners[0])[0] == -signal.SIGKILL
+    assert whole(run)
+    assert events(run) == ["open", "joined", "gone"]
+
+
+def test_one_that_is_stopped_is_late_and_comes_back(place: Ground, opened: Callable[..., Any]) -> None:
+    def run(self: Any) -> str:
+        self.office.limit, self.was_late = 0.5, False
+        return TRAINING.run(self)
+
+    def stop(self: Any, number: int) -> None:
+        if not self.was_late:
+            self.joiners[0].send_signal(signal.SIGSTOP)
+
+    def event(self: Any, name: str, message: str, **numbers: float) -> None:
+        TRAINING.event(self, name, message, **numbers)
+        if name == "late" and numbers["rank"] >= self.strategy.size:
+            self.was_late = True
+            self.joiners[0].send_signal(signal.SIGCONT)
+
+    def train(self: Any, epoch: int, start: int) -> int:
+        while epoch == 5 and not (self.was_late and self.guests):       # the last one only when it is back
+            self.look(None)
+        return TRAINING.train(self, epoch, start)
+    here = opened(run=run, seen=stop, event=event, train=train)
+    run = place.train("server(2, servers=2, sync=asp)")
+    assert ended(here.joiners[0])[0] == 0
+    assert whole(run)
+    assert "late" in events(run)
+
+
+def test_a_server_that_is_killed_is_found_again(place: Ground, opened: Callable[..., Any]) -> None:
+    """At its port, by its key, and it knows who was let in. Under ssp nobody goes on without the one that joined."""
+    def kill(run: Any, number: int) -> None:
+        if "killed" not in vars(run):
+            run.killed = run.crew.members[2].signal(signal.SIGKILL)
+    here = opened(seen=kill)
+    run = place.train("server(2, servers=2, sync=ssp(1))")
+    assert ended(here.joiners[0])[0] == 0
+    assert set(applied(run)) == {SAMPLES}
+    assert events(run) == ["open", "joined", "again"]
+    assert len(Record(run.folder).of("step", 4)) > 3
+
+
+def test_who_waits_for_long_is_told_that_somebody_is_there(place: Ground, opened: Callable[..., Any]) -> None:
+    """It gives up after a second and a half without an answer, and is held for three questions."""
+    waited: list[bytes] = []
+
+    def epochs(self: Any) -> str:
+        answer = self.listening.answer
+
+        def counting(whose: bytes, header: Header, *rest: Any) -> None:
+            if header.kind == Kind.WAIT and whose[:1] == FROM_ELSEWHERE:
+                waited.append(whose)
+            answer(whose, header, *rest)
+        self.listening.answer = counting
+        while len(waited) < 3:
+            self.look(None)
+        return TRAINING.epochs(self)
+    here = opened(joining=(("--timeout", "1.5"),), epochs=epochs)
+    run = place.train("server(2, sync=ssp(4))")
+    assert ended(here.joiners[0])[0] == 0
+    assert whole(run)
+
+
+LAUNCHES = """
+    import sys
+    from pathlib import Path
+    from test_join import Open, Ground
+    from paragrad.verbs import elastic
+
+    class Told(Open):
+        joining, place = (("--timeout", "5"),), Ground(Path(sys.argv[1]))
+
+        def seen(self, number):
+            if self.joiners:
+                print(self.joiners.pop().pid, flush=True)
+                sys.stdin.read()
+
+    elastic.Run = Told
+    Told.place.complaints = (Told.place.folder / "complaints").open("w")
+    Told.place.train("server(2, sync=asp)")
+"""
+
+
+def test_where_the_launching_process_is_killed_who_joined_ends_with_a_sentence(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    launcher = subprocess.Popen([sys.executable, "-c", textwrap.dedent(LAUNCHES), str(tmp_path)], stdin=subprocess.PIPE,
+                                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+    assert launcher.stdout is not None
+    joiner = os.pidfd_open(int(launcher.stdout.readline()))
+    launcher.kill()
+    launcher.communicate(timeout=60)
+    assert select.select([joiner], [], [], 60)[0]           # it ends by itself
+    os.close(joiner)
+    complaint = (tmp_path / "complaints").read_text()
+    assert re.search(r"^paragrad: .*no answer from (server 0|the training's office) within 5 s", complaint, re.MULTILINE)
+
+
+# ---- who is let in ---------------------------------------------------------------------------------------------------------
+def test_a_stranger_gets_no_answer_and_changes_nothing(place: Ground, opened: Callable[..., Any], tmp_path: Path) -> None:
+    """Noise over raw TCP, ZeroMQ without a key, an unknown key, another server's key: of the training, which one worker makes
+    as serial does, nothing is different."""
+    make_keys(tmp_path / f"other{SECRET}")
+    said: list[str] = []
+
+    def epochs(self: Any) -> str:
+        office = self.office_at
+        while not all(servers := [self.meeting.entrance(number).address for number in range(2)]):
+            self.look(None)
+        for address in (office, *servers):
+            at = read_place("", address.at)
+            for noise in (os.urandom(64), b"GET / HTTP/1.0\r\n\r\n", b"", os.urandom(100_000)):
+                with socket.create_connection((at.host, at.port)) as raw:
+                    raw.sendall(noise)
+            said.append(knock(address, own_keys(tmp_path / f"other{SECRET}"), 20.0))
+            said.append(knock(type(address)(address.at, Keys.made().public), own_keys(place.key), 20.0))
+            said.append(knock(type(address)(address.at), own_keys(place.key), 20.0))
+            if address is not office:                       # the office would know it, and did not let it in yet
+                said.append(knock(address, own_keys(place.key), 20.0))
+        place.key = tmp_path / f"other{SECRET}"
+        type(self).joiners = [place.join()]
+        code, _, complaint = ended(type(self).joiners[0])
+        assert code == 2
+        assert "does not let in the key of" in complaint
+        return TRAINING.epochs(self)
+
+    def say_where(self: Any, address: Any) -> None:
+        place.address, place.server_key, self.office_at = address.at, self.folder / "office.key", address
+        write_public(address.key, place.server_key)
+    opened(epochs=epochs, say_where=say_where)
+    run = place.train("server(1, servers=2, sync=asp)", batch=29)
+    assert said == ["unknown", "another key", "another key", *2 * ["unknown", "another key", "another key", "unknown"]]
+    serial = pg.train(find(str(place.job)).replace(batch=29), "serial", runs=tmp_path / "runs")
+    assert run.losses == pytest.approx(serial.losses, rel=1e-9)
+    assert whole(run)
+    assert events(run) == []
+
+
+def test_another_job_is_refused_by_name_on_both_sides(place: Ground, opened: Callable[..., Any]) -> None:
+    """And the training goes on with who trains the same. One key may be added while it runs."""
+    later = place.folder / f"later{SECRET}"
+
+    def epochs(self: Any) -> str:
+        while self.joiners[0].poll() is None:
+            self.look(None)
+        code, _, complaint = ended(self.joiners[0])
+        assert code == 2
+        assert "the training has seed 0, and here it is 7; give --seed 0" in complaint
+        make_keys(later).replace(place.allow / f"later{PUBLIC}")
+        self.joiners.append(place.join(key=later))
+        return Open.epochs(self)
+    here = opened(joining=(("--seed", "7"),), epochs=epochs)
+    run = place.train("server(2, sync=asp)")
+    assert ended(here.joiners[1])[0] == 0
+    assert whole(run)
+    handed_out = next(line for line in Record(run.folder).own if line["kind"] == "handed_out")
+    assert handed_out["refused"] == {"a job with another seed": 1}
+    assert "with the key of later.key" in next(line["message"] for line in Record(run.folder).own
+                                               if line["kind"] == "event" and line["name"] == "joined")
+
+
+KNOWN = {"seed": 0, "model": "Linear(1, 1)", "loss before training": 0.5}
+
+
+@pytest.mark.parametrize(("text", "why"), [
+    (b"\xff", "cannot be read"), (b"[1]", "cannot be read"), (b"null", "cannot be read"), (b"[" * 100_000, "cannot be read"),
+    (json.dumps(KNOWN | {"more": 1}).encode(), "1 thing(s) more"),
+    (json.dumps(KNOWN | {"model": "\n\x1b[31m"}).encode(), "another model"),
+    (json.dumps(KNOWN | {"loss before training": 0.6}).encode(), "another loss before training"),
+    (json.dumps(KNOWN | {"loss before training": "x"}).encode(), "cannot be read"), (b"{}", "another seed")])
+def test_what_a_job_is_known_by_is_checked(text: bytes, why: str) -> None:
+    """What is recorded has no word of who sent it."""
+    with pytest.raises(Unfit, match=why.replace("(", r"\(").replace(")", r"\)")):
+        refuse_other(KNOWN, text)
+    refuse_other(KNOWN, json.dumps(KNOWN).encode())
+
+
+class Hall(Desk):
+    """A desk at which somebody from elsewhere has number 7."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys, self.told, self.refusals = {7: b"k" * 40}, list[Any](), list[str]()
+        self.office.guests = self           # type: ignore[assignment]
+
+    def did(self, number: int, ticket: Ticket, said: dict[str, float]) -> None:
+        self.told.append((number, ticket.number))
+
+    def left(self, number: int) -> None:
+        del self.keys[number]
+
+    def answer(self, whose: bytes, header: Header, text: bytes = b"") -> None:
+        if header.kind == Kind.REFUSED:
+            self.refusals.append(text.decode())
+        elif header.kind == Kind.GIVEN:
+            super().answer(whose.removeprefix(FROM_ELSEWHERE)[-1:], header, text)
+
+    def says(self, key: bytes, *text: Any, kind: Kind = Kind.NEXT, call: int = 0) -> str:
+        """What is refused of a question from elsewhere, or nothing."""
+        before = len(self.refusals)
+        header = Header(kind, 77, call=call or next(self.calls))
+        self.office.taken(self, frames(header, json.dumps(text).encode(), whose=FROM_ELSEWHERE + key + b"7"))  # type: ignore[arg-type]
+        self.office.hand_out(self)          # type: ignore[arg-type]
+        return "".join(self.refusals[before:])
+
+
+def test_a_number_is_its_keys_alone_and_a_ticket_whose_it_was_given() -> None:
+    hall, key = Hall(), b"k" * 40
+    hall.give(3)
+    assert "somebody else's" in hall.says(b"x" * 40, 7, None, {})
+    assert "somebody else's" in hall.says(key, 0, None, {})             # one of the training's own
+    assert hall.says(key, 7, None, {}) == ""
+    given = hall.given[7].__dict__
+    assert "was not given" in hall.says(key, 7, {**given, "number": 2}, {})
+    assert "was not given" in hall.says(key, 7, {**given, "what": ["train"]}, {})
+    assert "not finite" in hall.says(key, 7, given, {"loss": float("nan")})
+    assert "cannot be read" in hall.says(key, 7, given, {"loss": 10**400})
+    assert "END is not for those who joined" in hall.says(key, 7, None, {}, kind=Kind.END)
+    assert hall.says(key, 7, given, {"loss": 1.0}) == ""
+    assert hall.told == [(7, 0)]
+    assert hall.asks(0) is not None                     # its own are as they were
+
+
+@pytest.mark.parametrize("kind", [Kind.NEXT, Kind.LEAVE])
+def test_what_nobody_says_anything_of_is_somebody_elses(kind: Kind) -> None:
+    """Who left as it was given a ticket took it away: it was open for ever, and the training did not end."""
+    hall, key = Hall(), b"k" * 40
+    hall.give(1)
+    hall.says(key, 7, None, {})
+    taken = hall.given.pop(7)
+    hall.says(key, 7, None, {}, kind=kind)
+    assert (hall.asks(0) or hall.given.get(7)) == taken
+    assert hall.office.open == {taken: 7 if 7 in hall.given else 0}
+
+
+def test_who_joined_keeps_nothing() -> None:
+    """It has not the run's folder; and tests it does as any."""
+    hall = Hall()
+    hall.office.give([Ticket(KEEP, keep="model"), Ticket(TEST)])
+    hall.says(b"k" * 40, 7, None, {})
+    assert 7 not in hall.given
+    assert hall.asks(0) == Ticket(KEEP, keep="model")
+    hall.says(b"k" * 40, 7, None, {})
+    assert hall.given[7] == Ticket(TEST)
+
+
+def test_who_asks_again_while_it_waits_is_told_to() -> None:
+    hall = Hall()
+    kinds: list[Kind] = []
+    hall.answer = lambda whose, header, text=b"": kinds.append(header.kind)      # type: ignore[method-assign]
+    for _ in range(2):
+        hall.says(b"k" * 40, 7, None, {}, call=5)
+    assert kinds == [Kind.WAIT]
+    assert len(hall.office.members) == 1
+
+
+def test_what_is_recorded_of_a_step_is_the_tickets_or_a_number(place: Ground, tmp_path: Path) -> None:
+    """Who asks twice to join has one number, and servers that are not there yet are waited for; a step has one line."""
+    checked = admitted(find(str(place.job)), "server(2, sync=asp)", Settings(listen="127.0.0.1", allow=place.allow))
+    meeting, happened = Meeting(77, str(tmp_path), 1, place=Place("127.0.0.1")), list[str]()
+    with Recorder(tmp_path / "run.jsonl") as record:
+        guests = Guests(checked, tmp_path, record, meeting, place.allow, itertools.count(3).__next__,
+                        lambda name, message, **numbers: happened.append(message))
+        key, text = own_keys(place.key).public, json.dumps(known_by(checked.job, checked.facts)).encode()
+        assert guests.admit(key, 1, text) is None
+        entrance = meeting.entrance(0)
+        assert entrance is not None
+        entrance.keep(Keys.made(), 4000)
+        first, again, another = (json.loads(guests.admit(key, sender, text) or b"") for sender in (1, 1, 2))
+        assert first == again
+        assert (first["number"], another["number"], first["strategy"]) == (3, 4, "server(2, sync=asp)")
+        assert [at for at, _ in first["servers"]] == ["tcp://127.0.0.1:4000"]
+        assert happened == ["worker 3 joined, with the key of me.key", "worker 4 joined, with the key of me.key"]
+        assert Allowed(meeting.joined).name(key) == "3"
+        said = {"loss": 0.5, "weight": 2.0, "seconds": 0.1, "lr": 0.1, "sent": 80.0, "became": 0.0, "more": 1.0}
+        for bad in ({"sent": 1e300}, {"seconds": -1.0}, {"weight": -1.0}, {"loss": 1e308, "weight": 1e308}):
+            with pytest.raises(Unfit, match="cannot be"):
+                guests.did(3, Ticket(TRAIN, 5, 0, 2, 1), said | bad)
+        with pytest.raises(Unfit, match="without its lr"):
+            guests.did(3, Ticket(TRAIN, 5, 0, 2, 1), {name: value for name, value in said.items() if name != "lr"})
+        guests.did(3, Ticket(TRAIN, 4, 0, 2, 0), said | {"became": 1.0})        # somebody else's was applied
+        for _ in range(2):
+            guests.did(3, Ticket(TRAIN, 5, 0, 2, 1), said)
+        guests.left(3)
+        assert Allowed(meeting.joined).name(key) == "4"
+        guests.close()
+    line, = lines_of(tmp_path / "rank-3.jsonl")
+    assert (line["step"], line["order"], line["loss"], line["sent"]) == (
+        2, [27, 29], [1.0, 2.0], {"gradients": {"bytes": 80, "computed": False}})
+    assert "more" not in line
+
+
+# ---- files and places ------------------------------------------------------------------------------------------------------
+def test_keys_are_their_owners_alone(tmp_path: Path) -> None:
+    key = tmp_path / f"me{SECRET}"
+    public = make_keys(key)
+    assert key.stat().st_mode & 0o777 == 0o600
+    assert own_keys(key).public == public_key("--server-key", public)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"me{PUBLIC}", f"me{SECRET}"]
+    for break_it, repair in ((lambda: key.chmod(0o644), "chmod 600"),
+                             (lambda: key.write_text('public-key = "x"\nsecret-key = "y"\n'), "holds no key of CurveZMQ"),
+                             (lambda: key.write_bytes(public.read_bytes()), "holds a public key alone")):
+        break_it()
+        with pytest.raises(Refused, match=repair):
+            own_keys(key)
+    with pytest.raises(Refused, match="cannot be made"):
+        make_keys(key)                                  # never over one that is there
+    with pytest.raises(Refused, match=f"give .*me{SECRET}"):
+        make_keys(tmp_path / "me")
+
+
+def test_who_may_join_is_a_folder_of_public_keys(tmp_path: Path) -> None:
+    folder, job = tmp_path / "allow", pg.job("digits")
+    for prepare, repair in ((lambda: None, "there is no such folder"), (folder.mkdir, "holds no public key"),
+                            (lambda: (folder / f"a{PUBLIC}").write_text("nothing"), "holds no key of CurveZMQ"),
+                            (lambda: make_keys(tmp_path / f"a{SECRET}").with_suffix(SECRET).replace(folder / f"a{PUBLIC}"),
+                             "holds a secret key")):
+        prepare()
+        with pytest.raises(Refused, match=repair):
+            Settings(listen="127.0.0.1", allow=folder).check(job)
+    public = (tmp_path / f"a{PUBLIC}").replace(folder / f"a{PUBLIC}")
+    Settings(listen="127.0.0.1", allow=folder).check(job)
+    key = public_key("", public)
+    assert Allowed(folder).name(key) == "a"
+    (folder / f"a half{PUBLIC}").write_text("curve\n")          # somebody is copying it
+    assert Allowed(folder).callback("*", key)
+    public.unlink()
+    assert not Allowed(folder).callback("*", key)
+
+
+@pytest.mark.parametrize(("text", "place"), [
+    ("10.0.0.1", Place("10.0.0.1")), ("host:40", Place("host", 40)), ("[::1]:4", Place("::1", 4)),
+    ("tcp://[fd00::1]:4", Place("fd00::1", 4))])
+def test_places_are_read_as_they_are_printed(text: str, place: Place) -> None:
+    assert read_place("--listen", text) == place
+    assert read_place("--listen", str(place)) == place
+
+
+@pytest.mark.parametrize("text", ["", ":40", "a:b", "http://a:40", "a:99999", "a/b", "[::1", "a:40?x", "u@a:40"])
+def test_other_places_are_refused(text: str) -> None:
+    with pytest.raises(Refused, match="write HOST or HOST:PORT"):
+        read_place("--listen", text)
+
+
+def test_a_port_that_is_in_use_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(Refused, match=f"port {port} of 127.0.0.1 is in use; give another one, or none"):
+            refuse_place(Place("127.0.0.1", port), 1)
+        with pytest.raises(Refused, match="is in use"):
+            refuse_place(Place("127.0.0.1", port - 2), 3)           # a server's
+    refuse_place(Place("127.0.0.1", port), 1)
+
+
+def test_a_server_is_where_it_was_with_the_key_that_it_had(tmp_path: Path) -> None:
+    """Also while the old one's connections are still closing. Only who is allowed is let in, by the folder as it is."""
+    allowed, mine = tmp_path / "allowed", Keys.made()
+    allowed.mkdir()
+    entrance = Entrance(Place("127.0.0.1"), allowed, tmp_path / "kept")
+    first = Listening(1000, None, Keys.made(), None, entrance)
+    address = entrance.address
+    assert address is not None
+    assert knock(address, mine, 20.0) == "unknown"
+    write_public(mine.public, allowed / f"1{PUBLIC}")
+    assert knock(address, mine, 20.0) == ""
+    calling = Calling([address], 1000, mine, 30.0, 0.1)
+    first.close()
+    again = Listening(1000, None, Keys.made(), None, entrance)
+    try:
+        assert entrance.address == address
+        calling.sockets[0].send_multipart([Header(Kind.PULL, 77).packed()])
+        taken = again.take(20.0)
+        assert taken is not None
+        assert taken[0].bytes[1:41] == mine.public
+        calling.close()
+        left: list[bytes] = []
+        while not left:
+            left = again.left()
+        assert left == [taken[0].bytes]
+    finally:
+        again.close()
+    assert (tmp_path / "kept").stat().st_mode & 0o077 == 0
+
+
+def test_a_flood_of_connections_lets_others_talk() -> None:
+    """ZeroMQ tells who comes and goes, and stood still while nobody had heard the last thousand of it."""
+    mine = Keys.made()
+    listening = Listening(1000, "127.0.0.1", Keys.made())
+    calling = Calling([listening.address], 1000, mine, 30.0)
+    try:
+        listening.allow([mine.public])
+        at = read_place("", listening.address.at)
+        for number in range(1500):
+            with socket.create_connection((at.host, at.port), 20.0) as raw:
+                raw.sendall(os.urandom(64))
+            if number % 100 == 0:
+                calling.sockets[0].send_multipart([Header(Kind.PULL, 77).packed()])
+                assert listening.take(20.0) is not None
+    finally:
+        calling.close()
+        listening.close()
+
+
+def test_noise_is_not_taken_for_workers_that_left() -> None:
+    """A port scan between hosts made the count of connections negative, and the server end: no worker is there any more."""
+    mine = Keys.made()
+    listening = Listening(1000, "127.0.0.1", Keys.made())
+    try:
+        listening.allow([mine.public])
+        at = read_place("", listening.address.at)
+        calling = Calling([listening.address], 1000, mine, 30.0)
+        calling.sockets[0].send_multipart([Header(Kind.PULL, 77).packed()])
+        assert listening.take(20.0) is not None
+        for _ in range(3):
+            with socket.create_connection((at.host, at.port)) as raw:
+                raw.sendall(os.urandom(64))
+                with contextlib.suppress(ConnectionResetError):
+                    while raw.recv(100):                # until it is thrown out
+                        pass
+        assert listening.connections >= 1
+        calling.close()
+        while listening.connections:
+            pass
+    finally:
+        listening.close()
