@@ -27,17 +27,18 @@ from torch.utils.data import Subset
 import paragrad as pg
 from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed
-from paragrad.record.record import Record
+from paragrad.record.record import Record, lines_of
 from paragrad.techniques.exchange import Replica
 from paragrad.techniques.served.calling import Calling
 from paragrad.techniques.served.header import Header, Kind, bytes_of, unpacked, vector_of
 from paragrad.techniques.served.keys import Keys
 from paragrad.techniques.served.office import LATE, TEST, TRAIN, Office, Ticket
-from paragrad.techniques.served.reception import Reception
+from paragrad.techniques.served.reception import AGAIN, APPLIED, Reception
 from paragrad.techniques.served.shard import Shard
 from paragrad.techniques.served.slicing import Slot
 from paragrad.techniques.served.sockets import Listening
 from paragrad.techniques.slices import Stretch
+from paragrad.training.admission import admitted
 from paragrad.verbs import elastic
 
 JOB = 77
@@ -504,6 +505,25 @@ def test_the_limit_of_waiting_is_that_of_sockets_too(tmp_path: Path, monkeypatch
     monkeypatch.setattr(elastic, "Run", Hung)
     with pytest.raises(pg.RankFailed, match="no answer from server 0 within 10 s"):
         pg.train(vectors(epochs=6), "server(2, sync=asp)", runs=tmp_path, timeout=10)
+
+
+@pytest.mark.parametrize("became", [APPLIED, AGAIN])
+def test_a_share_that_was_applied_is_recorded_though_its_worker_died_before_it_wrote(became: int, tmp_path: Path) -> None:
+    """It was missed in the audit, though every server had it. Where the next worker applied it, that one wrote so itself."""
+    run: Any = elastic.Run.__new__(elastic.Run)
+    run.checked, run.folder, run.unrecorded = admitted(vectors(), "server(2, sync=asp)"), tmp_path, {}
+    run.done, run.loss = 0, 0.0
+    ticket, desk = Ticket(TRAIN, 3, 0, 1, 1), Desk()
+    desk.give(1)
+    desk.asks(4)
+    run.office, run.record = desk.office, SimpleNamespace(origin=0.0)
+    desk.office.members[4].holds = ticket
+    run.note_unrecorded(4)
+    run.heard(5, ticket, {"became": became, "loss": 2.0, "weight": 6.0})
+    lines = list(lines_of(tmp_path / "rank-4.jsonl"))
+    assert [(line["step"], line["order"], line["loss"]) for line in lines] == [(1, [18, 24], [12.0, 6.0])] * (became == AGAIN)
+    run.note_unrecorded(4)
+    assert bool(run.unrecorded) == (became == APPLIED)
 
 
 def raising(output: Tensor, target: Tensor) -> Tensor:

@@ -18,18 +18,19 @@ from typing import Any
 
 import zmq
 
-from paragrad.record.record import Recorder
+from paragrad.record.record import Recorder, lines_of
 from paragrad.techniques.served.calling import Calling
 from paragrad.techniques.served.entrance import read_place
 from paragrad.techniques.served.header import Header, Kind
 from paragrad.techniques.served.keys import SECRET, Address, Keys, write_public
 from paragrad.techniques.served.meeting import Meeting
 from paragrad.techniques.served.office import KEEP, TEST, TRAIN, Office, Ticket
+from paragrad.techniques.served.reception import AGAIN as APPLIED_BEFORE
 from paragrad.techniques.served.sockets import Listening
 from paragrad.training.admission import Admitted
 from paragrad.training.handed_out import LONGEST, rank_of
 from paragrad.training.loop import Progress
-from paragrad.verbs.guests import Guests
+from paragrad.verbs.guests import Guests, place_of, write_step
 from paragrad.world.launching import Ranks
 from paragrad.world.launching.crew import DIED, FAILED, Crew
 from paragrad.world.signals import Request
@@ -76,6 +77,7 @@ class Run:
         self.tickets = (checked.saved.step if checked.saved else 0) * self.shares
         self.tested = {"sum": 0.0, "weight": 0.0}
         self.loss, self.done, self.told = 0.0, 0, -1.0
+        self.unrecorded: dict[int, int] = {}            # tickets of which who died at them wrote no line, and who that was
 
     def run(self) -> str:
         try:
@@ -175,6 +177,9 @@ class Run:
             self.tested = {name: self.tested[name] + said.get(name, 0.0) for name in self.tested}
         elif ticket.what == TRAIN:
             self.done, self.loss = self.done + 1, said.get("loss", self.loss)
+            if (dead := self.unrecorded.pop(ticket.number, None)) is not None and said.get("became") == APPLIED_BEFORE:
+                with Recorder(self.folder / f"rank-{dead}.jsonl", self.record.origin) as record:
+                    write_step(record, self.checked, ticket, said)
 
     # ---- what comes ----------------------------------------------------------------------------------------------------------
     def look(self, epoch: int | None) -> None:
@@ -213,6 +218,7 @@ class Run:
             raise value
         server = self.servers.get(number)
         if server is None:
+            self.note_unrecorded(number)
             self.office.lost(number)
             if not self.office.ended:
                 another = self.next_number()
@@ -222,6 +228,16 @@ class Run:
             self.event("again", f"{value}; server {server} is started again from its last snapshot", rank=number)
             self.office.anew()
             self.start(number, server)
+
+    def note_unrecorded(self, number: int) -> None:
+        """Of one that died, its ticket, if it wrote no line of it: servers may have what it pushed."""
+        member = self.office.members.get(number)
+        if member is None or member.holds is None or member.holds.what != TRAIN:
+            return
+        place = [member.holds.step, place_of(self.checked, member.holds)]
+        lines = lines_of(self.folder / f"rank-{number}.jsonl", spans=False)
+        if place not in ([line["step"], line["order"]] for line in lines if line["kind"] == "step"):
+            self.unrecorded[member.holds.number] = number
 
     def event(self, name: str, message: str, **numbers: float) -> None:
         self.record.write("event", name=name, numbers=numbers, message=message)

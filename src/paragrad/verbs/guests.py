@@ -26,6 +26,21 @@ MOST_SECONDS = 1e9      # of a step
 NUMBERS = ("loss", "weight", "seconds", "lr", "sent")
 
 
+def place_of(checked: Admitted, ticket: Ticket) -> list[int]:
+    """Where a ticket's share stands in the order, as the record has it."""
+    order = checked.facts.order
+    batch = batch_of(order, ticket.epoch, order.at(ticket.step % order.steps), checked.resolved.division, [ticket.share])
+    return batch.recorded
+
+
+def write_step(record: Recorder, checked: Admitted, ticket: Ticket, said: dict[str, float]) -> None:
+    """The line of a step of somebody else's, by what is said of it."""
+    seconds = said.get("seconds", 0.0)
+    record.write("step", step=ticket.step, start=round(record.now() - seconds, 6), seconds=round(seconds, 6),
+                 epoch=ticket.epoch, loss=[said["loss"] * said["weight"], said["weight"]], order=place_of(checked, ticket),
+                 lr=said.get("lr"), sent={"gradients": {"bytes": int(said.get("sent", 0)), "computed": False}})
+
+
 class Guests:
     """Of one training. number: the next of a process;  event: writes one into the record. A context manager for its files."""
 
@@ -71,12 +86,7 @@ class Guests:
         if not (0 <= said["seconds"] < MOST_SECONDS and 0 <= said["sent"] < 2**63 and said["weight"] >= 0
                 and math.isfinite(said["loss"] * said["weight"])):
             raise Unfit("numbers of a step that cannot be")
-        order, division, record = self.checked.facts.order, self.checked.resolved.division, self.records[number]
-        batch = batch_of(order, ticket.epoch, order.at(ticket.step % order.steps), division, [ticket.share])
-        record.write("step", step=ticket.step, start=round(record.now() - said["seconds"], 6),
-                     seconds=round(said["seconds"], 6), epoch=ticket.epoch,
-                     loss=[said["loss"] * said["weight"], said["weight"]], order=batch.recorded, lr=said["lr"],
-                     sent={"gradients": {"bytes": int(said["sent"]), "computed": False}})
+        write_step(self.records[number], self.checked, ticket, said)
         self.last[number] = ticket.number
 
     def left(self, number: int) -> None:
