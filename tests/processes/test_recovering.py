@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from equality import IMAGES, VECTORS, job, mlp, normed_cnn
 from test_server import JOB, Told, frames, push, said, server
-from torch import Tensor
+from test_shared_memory import Averaging
+from torch import Tensor, nn
 from torch.nn import functional
 
 import paragrad as pg
 from paragrad.record.record import Record, lines_of
+from paragrad.techniques.served.beside import saved
 from paragrad.techniques.served.header import Header, Kind
 from paragrad.techniques.served.snapshot import common
 from paragrad.training.checkpoint import folders
@@ -26,6 +31,10 @@ from paragrad.verbs import recovering
 
 def halving(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 20, 0.5)
+
+
+def schedule_free(parameters: Any) -> torch.optim.Optimizer:
+    return Averaging(parameters, lr=0.05)
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
@@ -91,6 +100,92 @@ def test_who_is_killed_leaves_no_trace_in_the_training(made: pg.Job, text: str, 
     assert on.losses == pytest.approx(more.losses[-3:], rel=1e-8)
 
 
+# ---- what is no parameter, and what comes after the last step ----------------------------------------------------------------
+class Remembering(nn.Module):
+    """A count of another type, a frozen copy that follows, a mask that stays, a view of another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.slow, self.out = nn.Linear(10, 8), nn.Linear(10, 8).requires_grad_(False), nn.Linear(8, 4)
+        self.register_buffer("calls", torch.zeros(1, dtype=torch.int32))
+        self.register_buffer("mask", torch.ones(256, 256))
+        self.register_buffer("table", torch.ones(8, 10).t())
+        self.register_buffer("never", torch.tensor([-math.inf]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.calls += 1
+                self.slow.weight.mul_(0.9).add_(self.layer.weight, alpha=0.1)
+        hidden = self.layer(x) + self.slow(x) + x @ self.table
+        return self.out(hidden / (1.0 + 0.01 * self.calls))             # type: ignore[no-any-return]
+
+
+def deadly(output: Tensor, target: Tensor) -> tuple[float, float]:
+    """A metric in which a worker dies, once: after so many calls, each of which leaves a file."""
+    if "PARAGRAD_TEST_CALLS" in os.environ and os.getpid() != int(os.environ["PARAGRAD_TEST_LAUNCHER"]):
+        calls = Path(os.environ["PARAGRAD_TEST_CALLS"])
+        (calls / f"{len(list(calls.iterdir()))}-{os.getpid()}").touch()
+        if len(list(calls.iterdir())) >= int(os.environ["PARAGRAD_TEST_DIES_AT"]):
+            with contextlib.suppress(FileExistsError), (calls.parent / "dead").open("x"):
+                os._exit(3)
+    return float(functional.cross_entropy(output, target, reduction="sum")), len(target)
+
+
+def test_what_forwards_change_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A count that is no float, and weights that follow others, began anew. What stays as it is does not travel."""
+    made = job("remembering", Remembering, VECTORS).replace(dtype=torch.float64, epochs=20)
+    monkeypatch.setattr(recovering, "Run", type("Here", (Disturbed,), {"at": (5, 20), "happens": signalled(1, signal.SIGKILL)}))
+    run, serial = pg.train(made, "server(2)", runs=tmp_path), pg.train(made, runs=tmp_path)
+    assert run.happened
+    assert run.losses == pytest.approx(serial.losses, rel=1e-9)
+    for name, tensor in serial.model().state_dict().items():
+        assert torch.allclose(run.model().state_dict()[name], tensor, rtol=1e-9, atol=1e-10), name
+    assert run.sent_per_step["beside"]["bytes"] < 8 * 256 * 256
+
+
+@pytest.mark.parametrize(("optimizer", "changes", "at"), [
+    (adam, {}, 3), pytest.param(adam, {"limit": 8}, 2, marks=pytest.mark.table), (schedule_free, {}, 2),
+    pytest.param(adam, {"until": "deadly=0.001"}, 1, marks=pytest.mark.table)],
+    ids=["in the last test", "before a limit", "in a test of weights that are not those of training", "in the test of a goal"])
+def test_who_dies_after_a_last_step_leaves_no_trace(optimizer: Any, changes: dict[str, Any], at: int, tmp_path: Path,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody makes a step then: the checkpoint had no optimizer's state, the test was of other weights, a limit was overrun."""
+    made = MADE["dropout, AdamW, clipping, a scheduler"].replace(
+        dtype=torch.float64, optimizer=optimizer, scheduler=None, clip_norm=None, epochs=3, metric=deadly)
+    serial = pg.train(made, runs=tmp_path, save=100, **changes)
+    (calls := tmp_path / "calls").mkdir()
+    monkeypatch.setenv("PARAGRAD_TEST_LAUNCHER", str(os.getpid()))
+    monkeypatch.setenv("PARAGRAD_TEST_CALLS", str(calls))
+    monkeypatch.setenv("PARAGRAD_TEST_DIES_AT", "1000")
+    tests = len(Record(pg.train(made, "server(2)", runs=tmp_path, **changes).folder).of("epoch"))
+    a_test = len(list(calls.iterdir())) // tests
+    for call in calls.iterdir():
+        call.unlink()
+    monkeypatch.setenv("PARAGRAD_TEST_DIES_AT", str((at - 1) * a_test + 1))
+    run = pg.train(made, "server(2)", runs=tmp_path, save=100, **changes)
+    assert run.happened
+    assert run.losses == pytest.approx(serial.losses, rel=1e-9)
+    assert run.test == pytest.approx(serial.test, rel=1e-9)
+    epochs = [[line["epoch"] for line in Record(each.folder).of("epoch")] for each in (run, serial)]
+    assert epochs[0] == epochs[1]
+    for name, tensor in serial.model().state_dict().items():
+        assert torch.allclose(run.model().state_dict()[name], tensor, rtol=1e-9, atol=1e-10), name
+    more = [pg.train(made.replace(epochs=4), runs=tmp_path, resume=each.folder).losses for each in (run, serial)]
+    assert more[0] == pytest.approx(more[1], rel=1e-8)
+
+
+@pytest.mark.table
+def test_servers_that_die_again_and_again_end_no_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = MADE["batch norm"].replace(dtype=torch.float64, epochs=110)
+    monkeypatch.setattr(recovering, "AGAIN", 1)
+    monkeypatch.setattr(recovering, "Run", type("Here", (Disturbed,), {
+        "at": (101, 203, 305), "happens": signalled(1, signal.SIGKILL)}))
+    run, serial = pg.train(made, "server(1)", runs=tmp_path), pg.train(made, runs=tmp_path)
+    assert [line["name"] for line in Record(run.folder).own if line["kind"] == "event"] == ["back"] * 3
+    assert run.losses == pytest.approx(serial.losses, rel=1e-9)
+
+
 def test_a_worker_that_stands_still_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = MADE["batch norm"].replace(dtype=torch.float64, epochs=10)
     monkeypatch.setattr(recovering, "Run", type("Here", (Disturbed,), {
@@ -115,6 +210,26 @@ def test_what_a_worker_raises_ends_the_run(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(recovering.Run, "work", work)
     with pytest.raises(pg.RankFailed, match="ValueError: broken"):
         pg.train(MADE["batch norm"].replace(loss=raising), "server(4)", runs=tmp_path)
+
+
+def late(output: Tensor, target: Tensor) -> Tensor:
+    if torch.is_grad_enabled() and os.environ.get("PARAGRAD_TEST_RAISES"):
+        raise ValueError("price lookup timed out: connection refused")
+    return functional.cross_entropy(output, target)
+
+
+def test_what_sounds_like_a_wait_is_somebodys_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was tried fifteen times."""
+    begin, worlds = recovering.Run.work, list[int]()
+
+    def work(self: recovering.Run) -> None:
+        monkeypatch.setenv("PARAGRAD_TEST_RAISES", "yes")
+        worlds.append(self.worlds)
+        begin(self)
+    monkeypatch.setattr(recovering.Run, "work", work)
+    with pytest.raises(pg.RankFailed, match="price lookup timed out"):
+        pg.train(MADE["batch norm"].replace(loss=late), "server(2)", runs=tmp_path)
+    assert worlds == [0]
 
 
 def leaving(output: Tensor, target: Tensor) -> Tensor:
@@ -147,6 +262,13 @@ def test_it_is_stopped_and_goes_on(tmp_path: Path) -> None:
 
 
 # ---- what a server does ------------------------------------------------------------------------------------------------------
+def kept(told: Told) -> Any:
+    """A server that is kept when workers die."""
+    served = server("server(2)", told)
+    served.shard.snapshots = SimpleNamespace()
+    return served
+
+
 def asked(served: Any, told: Told, kind: Kind, job: int = JOB, **more: Any) -> None:
     served.taken(frames(Header(kind, job, **more)))
 
@@ -158,7 +280,7 @@ def stands(told: Told) -> tuple[Kind, int]:
 @pytest.mark.parametrize("finish", [0.0, 1.0])
 def test_a_step_of_which_all_is_there_is_made_or_forgotten(finish: float) -> None:
     told = Told()
-    served = server("server(2)", told)
+    served = kept(told)
     for share in range(2):
         served.taken(push(share=share, sender=share + 1, whose=b"w%d" % share))
     asked(served, told, Kind.HALT, version=78)
@@ -173,7 +295,7 @@ def test_a_step_of_which_all_is_there_is_made_or_forgotten(finish: float) -> Non
 
 def test_what_those_who_are_gone_sent_is_nothing_any_more() -> None:
     told = Told()
-    served = server("server(2)", told)
+    served = kept(told)
     served.taken(push(share=0))
     asked(served, told, Kind.HALT, version=78)
     assert said(served, push(share=1, sender=2)) == "it is of another training"
@@ -202,3 +324,16 @@ def test_servers_go_back_to_what_all_have(tmp_path: Path) -> None:
             (tmp_path / f"server-{number}-{step:08}.snapshot").touch()
     assert common(tmp_path, 2) == 100
     assert common(tmp_path, 3) is None
+
+
+def test_what_forwards_change_counts_with_its_step() -> None:
+    told = Told()
+    served = kept(told)
+    served.taken(frames(Header(Kind.BESIDE, JOB), saved({"calls": torch.ones(1)})))
+    assert not served.shard.beside
+    for share in range(2):
+        served.taken(push(share=share, sender=share + 1))
+    asked(served, told, Kind.UPDATE, numbers=(12.0, 1.0))
+    assert served.shard.beside == {"calls": torch.ones(1)}
+    assert said(served, frames(Header(Kind.BESIDE, JOB, step=1), b"no tensors")) == "what forwards change, and cannot be read"
+    assert said(server("server(2)"), frames(Header(Kind.HALT, JOB))) == "HALT is no question"

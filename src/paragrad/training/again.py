@@ -6,6 +6,8 @@ a step and the line of its record: then that line is written now, of what the se
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from paragrad.record.record import lines_of
 from paragrad.techniques.served.asking import pulled_into
 from paragrad.techniques.served.meeting import Meeting
 from paragrad.training.batches import batch_of
+from paragrad.training.first_step.start import wire
 from paragrad.training.trainer import Trainer
 
 
@@ -35,6 +38,19 @@ def taken_up(trainer: Trainer, order: Order, folder: Path, meeting: Meeting) -> 
         weight, loss = meeting.last[trainer.replicas[0]]
         trainer.log.step(meeting.step - 1, trainer.log.now(), epoch=epoch, loss=[loss, weight], order=batch.recorded, lr=rate,
                          sent={})
+
+
+@contextlib.contextmanager
+def wired_meanwhile(trainer: Trainer) -> Iterator[None]:
+    """A test, or a checkpoint, where no step was made here: of what the servers have. The first step looks at the model before
+    it makes the exchange, so this one goes again. Collective."""
+    if trainer.how.meeting is None or trainer.exchange is not None:
+        yield
+        return
+    found = wire(trainer, False, None)
+    yield
+    found.close()
+    trainer.exchange = trainer.passes = None
 
 
 def rate_of(trainer: Trainer) -> float:

@@ -21,8 +21,8 @@ from paragrad.techniques.served.meeting import Meeting
 from paragrad.techniques.updating import in_eval_mode
 from paragrad.training import checkpoint, saving
 from paragrad.training.admission import Admitted
-from paragrad.training.again import taken_up
-from paragrad.training.first_step.start import dismiss, serve
+from paragrad.training.again import taken_up, wired_meanwhile
+from paragrad.training.first_step.start import dismiss, serve, wire
 from paragrad.training.saved import Saved, tested
 from paragrad.training.tensor_files import save_weights
 from paragrad.training.trainer import Trainer
@@ -95,6 +95,7 @@ class Training:
         self.beside: dict[str, Any] = {}
 
     def run(self) -> str:
+        settings = self.checked.settings
         if self.checked.saved is not None:
             self.load(self.checked.saved)
         if self.trainer.serves:
@@ -102,19 +103,33 @@ class Training:
             return self.status
         if (meeting := self.trainer.how.meeting) is not None and meeting.step is not None:
             taken_up(self.trainer, self.checked.facts.order, self.folder, meeting)
+            self.save_what_was_due()
         first, start = self.begin(self.checked.saved)
-        if first and not start and self.ended(first - 1):
-            return self.status
-        for epoch in range(first, self.epochs):
+        over = self.trainer.steps == settings.limit
+        if first and not start and not over:
+            with wired_meanwhile(self.trainer):
+                over = self.ended(first - 1)
+        for epoch in range(first, self.epochs) if not over else ():
             begun = self.record.now()
             if not self.epoch(epoch, start if epoch == first else 0) or self.end_epoch(epoch, begun):
                 break
-        if self.checked.settings.save and self.status == "finished":
+        if meeting is not None and self.trainer.exchange is None:       # no step is left to those who begin again here
+            wire(self.trainer, False, None)
+        if settings.save and self.status == "finished":
             self.save()
         if self.status == "finished" and self.last and self.trainer.steps < self.steps:     # the goal was reached before
             self.steps = self.trainer.steps
             self.tell(*self.last)
         return self.status
+
+    def save_what_was_due(self) -> None:
+        """By those who died over it."""
+        steps, every = self.trainer.steps, self.checked.settings.save
+        if (self.folder / f"checkpoint-{steps:08}").is_dir():
+            self.saved_at = steps
+        elif every and steps and steps % every == 0:
+            with wired_meanwhile(self.trainer):
+                self.save()
 
     def begin(self, saved: Saved | None) -> tuple[int, int]:
         """(epoch, step of it) with which the training goes on."""

@@ -36,7 +36,7 @@ from paragrad.world.launching.crew import DIED, FAILED, Crew
 from paragrad.world.signals import Request
 
 LOOK = 0.2              # seconds after which somebody looks whether a worker is late
-ANEW = 5                # times as many processes as there are may be started anew
+ANEW = 5                # times as many processes as there are may be started anew while no batch more is done
 
 
 def run_handed_out(ranks: Ranks, checked: Admitted, folder: Path, record: Recorder, asked: Request,
@@ -72,7 +72,7 @@ class Run:
             self.office.guests = Guests(checked, folder, record, self.meeting, entrance.allowed, self.next_number, self.event)
         self.listening = Listening(LONGEST, None, Keys.made(), self.meeting.office, entrance)
         self.address = entrance.address if entrance is not None else None
-        self.anew = 0
+        self.anew = self.in_vain = self.furthest = 0            # started anew: in all, and since so many shares were done
         self.servers: dict[int, int] = {}               # number of a process -> which server it is
         self.tickets = (checked.saved.step if checked.saved else 0) * self.shares
         self.tested = {"sum": 0.0, "weight": 0.0}
@@ -93,7 +93,7 @@ class Run:
             self.listening.close()
             if self.office.guests is not None:
                 self.office.guests.close()
-        self.record.write("handed_out", refused=self.office.refused, anew=self.anew)
+        self.record.write("handed_out", refused=self.office.refused + self.listening.refused, anew=self.anew)
         return status
 
     def next_number(self) -> int:
@@ -213,8 +213,10 @@ class Run:
             raise value
         if what != DIED:
             return
-        self.anew += 1
-        if self.anew > ANEW * self.strategy.size:
+        self.anew, self.in_vain = self.anew + 1, self.in_vain + 1
+        if self.done >= self.furthest + self.shares:
+            self.furthest, self.in_vain = self.done, 0
+        if self.in_vain > ANEW * self.strategy.size:
             raise value
         server = self.servers.get(number)
         if server is None:

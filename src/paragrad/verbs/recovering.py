@@ -38,7 +38,7 @@ from paragrad.world.signals import Request
 from paragrad.world.waiting import in_vain
 
 LOOK = 0.2              # seconds after which somebody looks whether the run is to stop
-AGAIN = 5               # times as often as there are processes may be begun again without a step more
+AGAIN = 10              # times that workers may begin again without a step more
 ANSWER = 30.0           # seconds for a server to say where it stands: it may be writing a snapshot
 
 
@@ -67,6 +67,8 @@ class Run:
         self.troubles: list[tuple[str, RankFailed]] = []    # who died or failed, of late
         self.until, self.stopping = 0.0, False
         self.worlds = self.again = self.furthest = 0        # of workers; begun again since the furthest step was reached
+        self.raised: RankFailed | None = None               # by a rank of itself, since then
+        self.ending = 0.0                                   # when the first worker came to its end
         self.seconds = min(checked.settings.timeout, ANSWER)
 
     def run(self) -> str:
@@ -84,7 +86,7 @@ class Run:
 
     def work(self) -> None:
         store = self.shared / f"workers-{self.worlds}"
-        self.worlds, self.statuses, self.stopping = self.worlds + 1, {}, False
+        self.worlds, self.statuses, self.stopping, self.ending = self.worlds + 1, {}, False, 0.0
         for number in self.workers:
             self.crew.start(number, train_rank, self.checked, self.folder, self.record.origin, self.meeting.of(number),
                             size=len(self.workers), store=store, backend=self.checked.backend)
@@ -110,11 +112,15 @@ class Run:
             what, value = self.crew.heard(number)
             if what == DONE and number in self.workers:
                 self.statuses[number] = value
+                self.ending = self.ending or time.monotonic()
             elif what == SAID and self.progress:
                 self.progress(value)
             elif what in (DIED, FAILED):
                 self.until = self.until or time.monotonic() + GRACE
                 self.troubles.append((what, value))
+        if self.ending and time.monotonic() - self.ending > self.checked.settings.timeout and not self.troubles:
+            late = next(number for number in self.workers if number not in self.statuses)
+            self.troubles.append((DIED, RankFailed("it does not come to its end, as the others have", rank=late)))
         if self.troubles and time.monotonic() > self.until:             # until then the cause may show
             self.begin_again(self.cause())
             self.troubles, self.until = [], 0.0
@@ -123,25 +129,28 @@ class Run:
         """For which workers are to begin again: a death, before what others say who met it; or that somebody waited in vain.
         Raises what a rank has raised of itself."""
         deaths = [value for what, value in self.troubles if what == DIED]
-        if not deaths and (raised := [value for _, value in self.troubles if not in_vain(value.message)]):
+        raised = [value for what, value in self.troubles if what == FAILED and not in_vain(value.message)]
+        self.raised = raised[0] if raised else self.raised
+        if raised and not deaths:
             raise raised[0]
         return deaths[0] if deaths else self.troubles[0][1]
 
     def begin_again(self, trouble: RankFailed) -> None:
         self.again += 1
-        if self.again > AGAIN * self.checked.size:
-            raise trouble
+        if self.again > AGAIN:
+            raise self.raised or trouble
         self.crew.kill(number for number in self.workers if number in self.crew.members)
         remove_partial(self.folder)
         try:
             step, last = self.halted()
+            self.event("again", f"{trouble}; all workers begin again with step {step}", step)
         except StepFailed as error:
             self.go_back(trouble, str(error))
-        else:
-            self.meeting = replace(self.meeting, step=step, last=last)
-            if step > self.furthest:
-                self.furthest, self.again = step, 0
-            self.event("again", f"{trouble}; all workers begin again with step {step}", step)
+            step, last = self.halted()
+            rewind(self.folder, len(self.workers), step)
+        if step > self.furthest:
+            self.furthest, self.again, self.raised = step, 0, None
+        self.meeting = replace(self.meeting, step=step, last=last)
         self.work()
 
     def halted(self) -> tuple[int, tuple[tuple[float, float], ...]]:
@@ -163,14 +172,13 @@ class Run:
         return first["updates"], tuple((weight, loss) for weight, loss in first["shares"])
 
     def go_back(self, trouble: RankFailed, because: str) -> None:
-        """To the last step of which all servers have a snapshot."""
+        """Servers begin with the last step of which all of them have a snapshot."""
         self.crew.kill(number for number in self.servers if number in self.crew.members)
         step = common(self.shared, len(self.servers))
         begun = self.checked.saved.step if self.checked.saved else 0
-        self.meeting = replace(self.meeting, job=secrets.randbits(63), step=step, last=())
+        self.meeting = replace(self.meeting, job=secrets.randbits(63), step=step)
         self.event("back", f"{trouble}: {because}; everything goes back to step {begun if step is None else step}",
                    begun if step is None else step)
-        rewind(self.folder, len(self.workers), begun if step is None else step)
         self.serve()
 
     def event(self, name: str, message: str, step: int) -> None:

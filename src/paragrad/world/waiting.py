@@ -19,12 +19,13 @@ LOOK = 0.5              # seconds between two looks
 HEARD = 2.0             # for the others to say that they fail too: connections to a rank that died close at once, on all
 CLOSED = re.compile("connection (closed|reset|refused)|broken pipe|timed? ?out", re.IGNORECASE)     # what gloo and stores say
 LATE = re.compile("timed? ?out|gave up waiting", re.IGNORECASE)         # gloo and stores; shm
-GONE = re.compile("ended while rank|no answer from server")             # shm; servers
+VAIN = re.compile(r"no answer from server|^GroupError: .*(ended while rank|gave up waiting)|^RuntimeError: \[[^\]]*gloo|"
+                  r"^Dist\w*Error: ", re.DOTALL)                # servers; shm; gloo; stores
 
 
 def in_vain(message: str) -> bool:
-    """Does a failure say that its rank waited for another, which is gone or does not go on?"""
-    return any(each.search(message) for each in (CLOSED, LATE, GONE))
+    """Does a failure say that its rank waited for another, which is gone or does not go on? Not what a user's code raises."""
+    return VAIN.search(message) is not None
 
 
 class Watch:

@@ -22,6 +22,7 @@ from paragrad.record.log import Log
 from paragrad.strategies.server import Server
 from paragrad.techniques.exchange import Alone, Exchange, Replica
 from paragrad.techniques.layout import State, state_together
+from paragrad.techniques.served.beside import loaded, put, room_for, saved, values_of
 from paragrad.techniques.served.calling import Calling
 from paragrad.techniques.served.header import Header, Kind, bytes_of, vector_of
 from paragrad.techniques.served.keys import Keys
@@ -32,6 +33,7 @@ from paragrad.techniques.served.slicing import Slot, cut_of, fill, held, marks, 
 from paragrad.techniques.served.snapshot import Snapshots
 from paragrad.techniques.served.sockets import Listening, own_host
 from paragrad.techniques.updating import clip_factor, has_modes
+from paragrad.techniques.values import same
 from paragrad.world.world import World
 
 AGAIN = 1.0             # seconds after which a worker asks again, where a server may have died
@@ -47,13 +49,16 @@ def met(world: World, own: Any) -> tuple[int, list[Any]]:
 def pulled_into(model: nn.Module, strategy: Server, optimizer: torch.optim.Optimizer, meeting: Meeting,
                 seconds: float) -> None:
     """What the servers have becomes a model's, before its first step."""
-    cut = cut_of(strategy, optimizer, model, True)
-    tensors, calling = cut.tensors(model), Calling(meeting.addresses, cut.longest, Keys.made(), seconds)
+    cut = cut_of(strategy, optimizer, model)
+    tensors, longest = cut.tensors(model), max(cut.longest, room_for(model))
+    calling = Calling(meeting.addresses, longest, Keys.made(), seconds)
     with contextlib.closing(calling), torch.no_grad():
         for server, header, rest in calling.asked((server, Header(Kind.PULL, meeting.job, slot=number), ())
                                                   for server, number, _ in cut.every()):
             slot = cut.slots[server][header.slot]
             torch._foreach_copy_(places(slot, tensors), slot.views(vector_of(header, rest[1])))
+        for _, _, rest in calling.asked([(0, Header(Kind.BESIDE, meeting.job), ())]):
+            put(model, loaded(bytes(rest[0])))
 
 
 def dismissed(meeting: Meeting, seconds: float) -> None:
@@ -74,11 +79,12 @@ class Serving(Alone):
         super().__init__(replica)
         self.log, keys, model = log, Keys.made(), replica.module.model
         self.seconds = None if meeting else world.timeout
-        cut = cut_of(strategy, replica.optimizer, model, meeting is not None)
+        cut = cut_of(strategy, replica.optimizer, model)
         if meeting:
             assert meeting.server is not None
             self.number, self.dismissals, job = meeting.server, 1, meeting.job          # the office's
-            self.listening = Listening(cut.longest, None, keys, meeting.addresses[meeting.server],
+            longest = cut.longest if strategy.hands_out else max(cut.longest, room_for(model))
+            self.listening = Listening(longest, None, keys, meeting.addresses[meeting.server],
                                        meeting.entrance(meeting.server))
         else:
             self.number, self.dismissals = world.rank - strategy.workers, strategy.workers
@@ -112,7 +118,10 @@ class Asking(Exchange):
         super().__init__(replica)
         self.strategy, self.log, self.meeting = strategy, log, meeting
         keys = (meeting and meeting.keys) or Keys.made()
-        self.cut = cut_of(strategy, replica.optimizer, replica.module.model, meeting is not None)
+        self.cut = cut_of(strategy, replica.optimizer, replica.module.model)
+        self.beside: dict[str, Tensor] | None = None    # as servers know it, where somebody may have to go on with it
+        if meeting and not strategy.hands_out and not world.rank:
+            self.beside = {name: each.clone() for name, each in values_of(replica.module.model).items()}
         self.step, self.full, self.number = replica.steps, replica.full, world.rank
         self.sender, self.ticket = secrets.randbits(63), meeting.ticket if meeting else None
         self.workers: World | None = None               # where they are ranks of one
@@ -150,20 +159,18 @@ class Asking(Exchange):
         if not self.strategy.hands_out:
             self.summing = True
             numbers = weight, loss, float(self.stop), self.doubt, float(self.own_samples)
+            self._tell_beside()
             self._push(numbers, self.step, self.strategy.shares, self.number)
 
     def _push(self, numbers: tuple[float, ...], ticket: int, shares: int = 1, share: int = 0) -> None:
         """shares: that make a step. Where all wait for all, what comes back are the sums over all shares, the same from every
         server, and of each the square of its part of the norm."""
         own = [each.detach() for each in self.cut.tensors(self.summed.model)[len(self.cut.parameters):]]
-        if self.strategy.hands_out:
-            own = [self._change(new, old) for new, old in zip(own, self.pulled, strict=True)]
-        gradients = [*(each.grad for each in self.cut.parameters), *own]
+        gradients = [*(each.grad for each in self.cut.parameters),
+                     *(self._change(new, old) for new, old in zip(own, self.pulled, strict=True))]
 
         def questions() -> Iterator[tuple[int, Header, Any]]:
             for server, number, slot in self.cut.every():
-                if slot.added and share:                # where they are numbered, all have the same: the first one tells
-                    continue
                 vector = self.vectors[server][number]
                 fill(slot, gradients, vector)           # while what came before travels
                 self.count("gradients", vector.nbytes, computed=False)
@@ -179,6 +186,18 @@ class Asking(Exchange):
                 else:
                     self.told, squares[server] = list(header.numbers[:4]), header.numbers[4]
         self.square = sum(squares.values())
+
+    def _tell_beside(self) -> None:
+        """What a forward changed beside the parameters, for whoever may have to go on. It is exact, and so the same on all
+        workers: the first one tells."""
+        if self.beside is None:
+            return
+        now = values_of(self.summed.model)
+        if changed := {name: each for name, each in now.items() if not same(each, self.beside.get(name))}:
+            text = saved(changed)
+            self.count("beside", len(text), computed=False)
+            list(self.calling.asked([(0, self._header(Kind.BESIDE), (text,))]))
+            self.beside |= {name: each.detach().clone() for name, each in changed.items()}
 
     def _change(self, new: Tensor, old: Tensor) -> Tensor:
         """Of what a forward changed, as much as its share is of a full batch; under backup the server takes the mean."""

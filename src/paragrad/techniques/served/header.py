@@ -41,6 +41,8 @@ class Kind(enum.IntEnum):
     GIVEN = 14          # answer: a ticket, or where a server stands, as text
     JOINED = 15         # answer: as whom, in what training, and where its servers are (JSON)
     WAIT = 16           # answer to who asks again: not yet
+    BESIDE = 19         # under bsp, what forwards changed beside the parameters in a step, tensors by name as torch saves them;
+                        # without it, what they did until now
     HALT = 17           # of the launching process, where workers are gone: nothing of theirs counts any more;  version: the
                         # training's number from here on;  answered by where the server stands, as text
     RESUME = 18         # workers begin again;  numbers: 1 where a step that is there is to be made, and as UPDATE has them

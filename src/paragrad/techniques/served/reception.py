@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -19,9 +20,11 @@ import torch
 from torch import Tensor
 
 from paragrad.errors import StepFailed
+from paragrad.techniques.served.beside import loaded, saved
 from paragrad.techniques.served.header import Header, Kind, Unfit, bytes_of, vector_of
 from paragrad.techniques.served.office import LATE
 from paragrad.techniques.served.shard import Shard
+from paragrad.techniques.served.snapshot import EVERY
 from paragrad.techniques.served.sockets import Listening, heard
 from paragrad.techniques.updating import clip_factor, in_eval_mode
 
@@ -45,7 +48,7 @@ class Reception:
         self.shard, self.listening, self.job = shard, listening, job
         self.pushes: dict[int, Push] = {}
         self.forgetting: dict[int, tuple[bytes, Header]] = {}           # who wants the sum of this step gone
-        self.last: dict[str, list[Any]] = {"made": [0.0, 0.0], "shares": []}        # how the last step was, and of what
+        self.due = False                                # a snapshot of this step is to be made before the next one
         self.left: set[int] = set()                     # senders that left, each once though a message comes twice
         self.met = False                                # somebody was there
 
@@ -55,7 +58,9 @@ class Reception:
         None: whoever started this process ends it, for others come for those that go."""
         since = time.monotonic()
         while len(self.left) < wanted:
-            if (frames := self.listening.take(LOOK)) is not None:
+            if self.due and (frames := self.listening.take(0)) is None:
+                self._save()                            # while workers compute
+            elif (frames := frames if self.due else self.listening.take(LOOK)) is not None:
                 since, self.met = time.monotonic(), True
                 self.taken(frames)
             elif seconds is None or self.listening.connections:
@@ -70,8 +75,9 @@ class Reception:
     def _does(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
         handlers: dict[Kind, Callable[[bytes, Header, Sequence[Any]], None]] = {
             Kind.PUSH: self._push, Kind.UPDATE: self._update, Kind.PULL: self._pull, Kind.GRADIENTS: self._tell_gradients,
-            Kind.STATE: self._state, Kind.FORGET: self._forget, Kind.HALT: self._halt, Kind.RESUME: self._resume,
-            Kind.END: self._end}
+            Kind.STATE: self._state, Kind.FORGET: self._forget, Kind.END: self._end}
+        if self.shard.snapshots is not None:            # workers may be replaced
+            handlers |= {Kind.BESIDE: self._beside, Kind.HALT: self._halt, Kind.RESUME: self._resume}
         if header.kind not in handlers:
             raise Unfit(f"{header.kind.name} is no question")
         handlers[header.kind](whose, header, rest)
@@ -121,8 +127,7 @@ class Reception:
                                                   self.shard.strategy.shares):
             raise Unfit("samples or shares that cannot be")
         # what is not finite makes a sum so; each is looked at, which takes many times as long, where a sum is out of range
-        if ((self.shard.strategy.hands_out or not slot.added)
-                and not vector.sum().isfinite() and not vector.isfinite().all()):
+        if not vector.sum().isfinite() and not vector.isfinite().all():
             raise Unfit("a gradient that is not finite")
         self.shard.received += vector.nbytes
         return vector, marked
@@ -133,15 +138,13 @@ class Reception:
             raise Unfit(f"a gradient of {'an earlier' if header.step <= self.shard.updates else 'a later'} step")
         if header.shares != self.shard.strategy.shares or header.share >= header.shares:
             raise Unfit(f"a share that there is not ({header.share} of {header.shares})")
-        if header.share and self.shard.slots[header.slot].added:
-            raise Unfit("what forwards change the first share tells")
         push = self.pushes.setdefault(header.share, Push(header.sender, header.numbers, {}, []))
         if push.sender != header.sender or header.slot in push.vectors:
             raise Unfit("a gradient that came before")
         push.vectors[header.slot] = marked, vector
         push.waiting.append((whose, header))
-        wanted = {share: len(self.shard.trained if share else self.shard.slots) for share in range(header.shares)}
-        if {share: len(each.vectors) for share, each in sorted(self.pushes.items())} != wanted:
+        there = [each for each in self.pushes.values() if len(each.vectors) == len(self.shard.slots)]
+        if len(there) < header.shares:
             return
         told, square = self._sums(), self.shard.add_up([self.pushes[share].vectors for share in sorted(self.pushes)])
         for each in self.pushes.values():
@@ -204,21 +207,41 @@ class Reception:
         """Of a synchronous step, by the first who says so; all are told the parameters."""
         divisor, factor = header.numbers[:2]
         if header.step == self.shard.updates and self.shard.complete:
-            if not 0 < divisor < math.inf or not 0 < factor <= 1:
-                raise Unfit("a divisor or a factor that cannot be")
             self._make(divisor, factor)
         elif header.step != self.shard.updates - 1:
             raise Unfit(f"an update of {'an earlier' if header.step < self.shard.updates else 'a later'} step")
         self._tell(whose, header, self.shard.values, False)
 
     def _make(self, divisor: float, factor: float) -> None:
-        """The synchronous step of which all is there."""
-        self.last = {"made": [divisor, factor], "shares": [self.pushes[share].numbers[:2] for share in sorted(self.pushes)]}
+        """The synchronous step of which all is there. Raises Unfit."""
+        if not 0 < divisor < math.inf or not 0 < factor <= 1:
+            raise Unfit("a divisor or a factor that cannot be")
+        if self.due:
+            self._save()
+        shares = [list(self.pushes[share].numbers[:2]) for share in sorted(self.pushes)]
+        self.shard.last = {"made": [divisor, factor], "shares": shares}
         self.shard.divided(divisor, factor)
         self.shard.make(1.0, int(self._sums()[4]))
         self.shard.complete, self.pushes = False, {}
-        if self.shard.snapshots is not None:
-            self.shard.snapshots.after_step(self.shard)
+        self.due = self.shard.snapshots is not None and self.shard.updates % EVERY == 0
+
+    def _save(self) -> None:
+        assert self.shard.snapshots is not None
+        self.due = False
+        self.shard.snapshots.save_if_there_is_room(self.shard)
+
+    def _beside(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
+        """Before the gradients of the first share, or when a worker begins."""
+        if not rest:
+            self.listening.answer(whose, header.answer(Kind.VALUES), saved(self.shard.beside))
+            return
+        if header.step != self.shard.updates or self.shard.complete:
+            raise Unfit("what forwards change, of another step")
+        try:
+            self.shard.changed |= loaded(rest[0].bytes)             # in a step that was forgotten they may have, too
+        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+            raise Unfit("what forwards change, and cannot be read") from error
+        self.listening.answer(whose, header.answer(Kind.DONE))
 
     def _forget(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
         """Once all have said so: until then somebody may look at it."""
@@ -235,7 +258,7 @@ class Reception:
     def _halt(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
         """What they sent and nobody has looked at yet is of another training from here on."""
         self.job = header.version
-        said = {"updates": self.shard.updates, "complete": self.shard.complete, **self.last}
+        said = {"updates": self.shard.updates, "complete": self.shard.complete, **self.shard.last}
         self.listening.answer(whose, header.answer(Kind.GIVEN), json.dumps(said).encode())
 
     def _resume(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:

@@ -67,7 +67,9 @@ class Shard:
         self.anyone = [False] * len(self.own)           # had a gradient in the last update
         self.samples = replica.steps * full
         self.complete = False                           # all of them were added up
-        self.changed: dict[int, Tensor] = {}            # then, what forwards changed, which is so once the update is made
+        self.beside: dict[str, Tensor] = {}             # what forwards changed until now, by name, beside the parameters
+        self.changed: dict[str, Tensor] = {}            # and in this step, which is so once its update is made
+        self.last: dict[str, Any] = {"made": [0.0, 0.0], "shares": []}          # how the last step was made, and of what
         self.applied = Applied()
         self.applied.below = replica.steps * strategy.shares
         self.received = self.sent = 0
@@ -108,11 +110,8 @@ class Shard:
             if self.clip_norm is not None and total.numel():
                 square += float(torch.linalg.vector_norm(total, dtype=wide)) ** 2
             anyone += [any(found) for found in zip(*(marked for marked, _ in (first, *others)), strict=True)]
-        for number in range(len(self.trained), len(self.slots)):
-            if not self.strategy.hands_out:             # exact, and so the same on all workers: of the first
-                self.changed[number] = shares[0][number][1]
-                continue
-            change = sum(each[number][1] for each in shares)            # the mean over the shares
+        for number in range(len(self.trained), len(self.slots)):         # what forwards changed: the mean over the shares
+            change = sum(each[number][1] for each in shares)
             self.values[number].add_(torch.div(change, len(shares)).to(self.values[number].dtype))
         self.anyone, self.complete = anyone, True
         return square
@@ -141,8 +140,7 @@ class Shard:
             place.grad = gradient if there else None
         with self._slower(rate):
             self.alike("update", self.updates, lambda: updated(self.optimizer))
-        for number, value in self.changed.items():
-            self.values[number].copy_(value)
+        self.beside |= self.changed
         self.changed = {}
         before = self.samples // self.full if self.strategy.hands_out else self.updates
         self.updates, self.samples = self.updates + 1, self.samples + samples
@@ -170,6 +168,7 @@ class Shard:
     def counts(self) -> dict[str, Any]:
         """Where it stands, for a snapshot."""
         return {"updates": self.updates, "samples": self.samples, "received": self.received, "sent": self.sent,
+                "beside": self.beside, "last": self.last,
                 "below": self.applied.below, "above": sorted(self.applied.above), "lost": self.lost,
                 "staleness": {str(late): count for late, count in self.staleness.items()}, "refused": dict(self.refused)}
 
@@ -177,6 +176,7 @@ class Shard:
         """Stand where a snapshot says."""
         self.updates, self.samples = told["updates"], told["samples"]
         self.received, self.sent, self.lost = told["received"], told["sent"], told["lost"]
+        self.beside, self.last = told["beside"], told["last"]
         self.applied.below, self.applied.above = told["below"], set(told["above"])
         self.staleness = Counter({int(late): count for late, count in told["staleness"].items()})
         self.refused = Counter(told["refused"])

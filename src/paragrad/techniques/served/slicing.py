@@ -20,8 +20,8 @@ from paragrad.techniques.slices import Stretch, slices
 
 @dataclass(frozen=True)
 class Slot:
-    """One vector of a slice: the stretches of one type, one after another. added: of values that forwards change, beside the
-    parameters: where samples are handed out what comes is added to them, otherwise it takes their place."""
+    """One vector of a slice: the stretches of one type, one after another. added: of values that forwards change, not of
+    parameters: what comes is added to them."""
     dtype: torch.dtype
     stretches: tuple[Stretch, ...]
     added: bool = False
@@ -100,9 +100,8 @@ class Cut:
         return ((server, number, slot) for server, slots in enumerate(self.slots) for number, slot in enumerate(slots))
 
 
-def cut_of(strategy: Server, optimizer: torch.optim.Optimizer, model: nn.Module, replaced: bool) -> Cut:
-    """Flat ranges of all parameters of equal length; of one server all, each whole. replaced: a worker that is gone is, so
-    servers have what forwards change too."""
+def cut_of(strategy: Server, optimizer: torch.optim.Optimizer, model: nn.Module) -> Cut:
+    """Flat ranges of all parameters of equal length; of one server all, each whole."""
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     names, parameters = list(trained), list(trained.values())
     lengths = [each.numel() for each in parameters]
@@ -110,11 +109,10 @@ def cut_of(strategy: Server, optimizer: torch.optim.Optimizer, model: nn.Module,
     if strategy.servers > 1:
         stretches, _ = slices(optimizer, ELEMENT, lengths, strategy.servers, grain=1)
     slots = [slots_of(each, parameters) for each in stretches]
-    added = strategy.hands_out or replaced              # otherwise all workers have the same
-    buffers = changing(model) if added else []
+    buffers = changing(model) if strategy.hands_out else []             # where all wait for all they are equal
     slots[0] += slots_of([Stretch(len(parameters) + index, 0, each.numel()) for index, each in enumerate(buffers)],
                          [*parameters, *buffers], added=True)
-    return Cut(names, parameters, slots, added)
+    return Cut(names, parameters, slots, strategy.hands_out)
 
 
 def changing(model: nn.Module) -> list[Tensor]:

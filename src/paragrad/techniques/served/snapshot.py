@@ -65,10 +65,13 @@ class Snapshots:
         os.write(self.journal, b"".join(ENTRY.pack(*each) for each in tickets))
         self.entries += len(tickets)
 
-    def after_step(self, shard: Shard) -> None:
-        """Of all servers, which make the same steps."""
-        if shard.updates % EVERY == 0:
+    def save_if_there_is_room(self, shard: Shard) -> None:
+        """Where steps can be made again: without this snapshot more of them."""
+        try:
             self.save(shard)
+        except (OSError, RuntimeError):                 # torch says it so
+            for left in self.folder.glob(f"server-{self.number}-*.partial"):
+                left.unlink()
 
     def save(self, shard: Shard) -> None:
         path = self.folder / f"server-{self.number}-{shard.updates:08}.snapshot"

@@ -57,8 +57,9 @@ class Crew:
                 self.members[number].socket.send(Stop())
 
     def kill(self, numbers: Iterable[int]) -> None:
-        """Members are none any more."""
-        gone = [self.members.pop(number) for number in numbers]
+        """Members are none any more; nor are those that have ended, of which some wait where they failed."""
+        gone = [*(self.members.pop(number) for number in [*numbers]), *self.spare]
+        self.spare = []
         for process in gone:
             process.signal(signal.SIGKILL)
         for process in gone:
