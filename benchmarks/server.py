@@ -47,7 +47,7 @@ from paragrad.jobs.loss import Summed
 from paragrad.record.log import Log
 from paragrad.record.record import Record
 from paragrad.techniques.exchange import Replica
-from paragrad.techniques.served import asking
+from paragrad.techniques.served import asking, serving
 from paragrad.techniques.served.header import bytes_of
 from paragrad.techniques.served.keys import Address, Keys
 from paragrad.techniques.served.sockets import Listening
@@ -100,7 +100,7 @@ def copies(address: str) -> None:
         serve(address, answer)
 
 
-def side(world: World, transport: str) -> asking.Serving | asking.Asking:
+def side(world: World, transport: str) -> serving.Serving | asking.Asking:
     """This rank's, over a transport. Collective."""
     made, strategy = model(), pg.strategy("server(2)")
     for parameter in made.parameters():
@@ -108,10 +108,10 @@ def side(world: World, transport: str) -> asking.Serving | asking.Asking:
     replica = Replica(Summed(made, nn.functional.mse_loss), torch.optim.SGD(made.parameters(), lr=0.01), full=2)
     with contextlib.ExitStack() as stack:
         if transport != "ipc":
-            stack.enter_context(mock.patch.object(asking, "own_host", return_value="127.0.0.1"))
+            stack.enter_context(mock.patch.object(serving, "own_host", return_value="127.0.0.1"))
         if transport == "TCP":
             stack.enter_context(mock.patch.object(asking, "Listening", bare))
-        kind = asking.Serving if world.rank == 2 else asking.Asking
+        kind = serving.Serving if world.rank == 2 else asking.Asking
         return kind(strategy, replica, world, Log(None), None)      # type: ignore[arg-type]
 
 
@@ -124,7 +124,7 @@ def bare(longest: int, host: str, keys: Keys) -> Listening:
 
 def turns(own: Any, whose: str) -> Callable[[], object]:
     """A push and a pull of this rank."""
-    if isinstance(own, asking.Serving):
+    if isinstance(own, serving.Serving):
         own.shard.alike = lambda name, step, update: update() if whose == UPDATED else None
         return partial(handed, own) if whose == THEIRS else partial(taken, own)
     return partial(copied, own) if whose == THEIRS else partial(stepped, own)
@@ -137,7 +137,7 @@ def in_step(world: World, turn: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def taken(own: asking.Serving) -> None:
+def taken(own: serving.Serving) -> None:
     for _ in range(4):                                  # two pushes, two that ask for the update
         found = own.listening.take(60.0)
         assert found is not None
@@ -151,7 +151,7 @@ def stepped(own: asking.Asking) -> None:
     own.update()
 
 
-def handed(own: asking.Serving) -> None:
+def handed(own: serving.Serving) -> None:
     """What the server does, without what is ours."""
     line, vector = own.listening.socket, bytes_of(WHOLE)
     pushed = [line.recv_multipart(copy=False) for _ in range(2)]

@@ -30,7 +30,7 @@ from torch import nn
 import paragrad as pg
 from paragrad.record.record import Record
 from paragrad.strategies.server import Server
-from paragrad.techniques.served import asking
+from paragrad.techniques.served import asking, serving
 from paragrad.techniques.served.calling import Calling
 from paragrad.techniques.served.header import DTYPES, Header, Kind, unpacked
 from paragrad.techniques.served.keys import Address, Keys
@@ -92,7 +92,7 @@ def beside(world: World, *arguments: Any, place: str, **more: Any) -> Any:
         assert not any(self.events)
         allows(self, keys)
 
-    def serve(self: asking.Serving) -> None:
+    def serve(self: serving.Serving) -> None:
         Path("/proc/self/clear_refs").write_text("5")   # the peak is of what follows
         before = resident("VmRSS")
         serves(self)
@@ -100,11 +100,11 @@ def beside(world: World, *arguments: Any, place: str, **more: Any) -> Any:
 
     seen, sent = 0, list[list[bytes]]()
     begun, called, sends, allows, serves = (asking.Asking.begin, Calling.__init__, Calling._send, Listening.allow,
-                                            asking.Serving.serve)
+                                            serving.Serving.serve)
     with contextlib.ExitStack() as stack:
-        for owner, name, other in ((asking, "own_host", lambda world: "127.0.0.1"), (asking.Asking, "begin", begin),
+        for owner, name, other in ((serving, "own_host", lambda world: "127.0.0.1"), (asking.Asking, "begin", begin),
                                    (Calling, "__init__", made), (Calling, "_send", send), (Listening, "allow", allow),
-                                   (asking.Serving, "serve", serve)):
+                                   (serving.Serving, "serve", serve)):
             stack.enter_context(mock.patch.object(owner, name, other))
         if world.rank < 2:
             meeting = stack.enter_context(Client(str(Path(place, "meeting")), "AF_UNIX"))

@@ -93,7 +93,7 @@ class Run:
             self.listening.close()
             if self.office.guests is not None:
                 self.office.guests.close()
-        self.record.write("handed_out", refused=self.office.refused + self.listening.refused, anew=self.anew)
+        self.record.write("handed_out", refused=self.office.refused, anew=self.anew)
         return status
 
     def next_number(self) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from paragrad.record.log import Log
 from paragrad.strategies.server import Server
 from paragrad.techniques.exchange import Exchange, How, Replica
-from paragrad.techniques.served.asking import Asking, Serving
+from paragrad.techniques.served.asking import Asking
+from paragrad.techniques.served.serving import Serving
 from paragrad.world.world import World
 
 

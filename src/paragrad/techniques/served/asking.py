@@ -1,4 +1,4 @@
-"""The exchange of `server(n, servers=m)`: a worker's, which asks all servers, and a server's, which answers.
+"""The exchange of a worker of `server(n, servers=m)`, which asks all servers.
 
 In a step a worker pushes its share's gradients, each server its slice of them. Under bsp it is told the sums of all shares, and
 by how much they are to be divided and clipped it tells the servers, which update once and answer with the parameters. Otherwise
@@ -11,7 +11,6 @@ import contextlib
 import math
 import secrets
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,30 +19,21 @@ from torch import Tensor, nn
 from paragrad.errors import StepFailed
 from paragrad.record.log import Log
 from paragrad.strategies.server import Server
-from paragrad.techniques.exchange import Alone, Exchange, Replica
+from paragrad.techniques.exchange import Exchange, Replica
 from paragrad.techniques.layout import State, state_together
 from paragrad.techniques.served.beside import loaded, put, room_for, saved, values_of
 from paragrad.techniques.served.calling import Calling
 from paragrad.techniques.served.header import Header, Kind, bytes_of, vector_of
 from paragrad.techniques.served.keys import Keys
-from paragrad.techniques.served.meeting import Meeting
-from paragrad.techniques.served.reception import APPLIED, Reception
-from paragrad.techniques.served.shard import Shard
+from paragrad.techniques.served.meeting import Meeting, met, workers_of
+from paragrad.techniques.served.reception import APPLIED
 from paragrad.techniques.served.slicing import Slot, cut_of, fill, held, marks, places, state_of
-from paragrad.techniques.served.snapshot import Snapshots
-from paragrad.techniques.served.sockets import Listening, own_host
 from paragrad.techniques.updating import clip_factor, has_modes
 from paragrad.techniques.values import same
 from paragrad.world.world import World
 
 AGAIN = 1.0             # seconds after which a worker asks again, where a server may have died
 SHARE = 4               # times its slice that a server's state is at most, as it travels: Adam keeps two of it
-
-
-def met(world: World, own: Any) -> tuple[int, list[Any]]:
-    """The training's number, and what every rank says of itself. Collective: by what made the world, which is trusted."""
-    every = world.agreed(world.collected((secrets.randbits(63), own)))
-    return every[0][0], [each for _, each in every]
 
 
 def pulled_into(model: nn.Module, strategy: Server, optimizer: torch.optim.Optimizer, meeting: Meeting,
@@ -67,53 +57,7 @@ def dismissed(meeting: Meeting, seconds: float) -> None:
         list(calling.asked((server, Header(Kind.END, meeting.job), ()) for server in range(meeting.servers)))
 
 
-def workers_of(strategy: Server, world: World) -> World | None:
-    """The world of the workers, or of the servers. Collective of both."""
-    return world.among([range(strategy.workers), range(strategy.workers, world.size)])
-
-
-class Serving(Alone):
-    """A server's, which has no steps."""
-
-    def __init__(self, strategy: Server, replica: Replica, world: World, log: Log, meeting: Meeting | None) -> None:
-        super().__init__(replica)
-        self.log, keys, model = log, Keys.made(), replica.module.model
-        self.seconds = None if meeting else world.timeout
-        cut = cut_of(strategy, replica.optimizer, model)
-        if meeting:
-            assert meeting.server is not None
-            self.number, self.dismissals, job = meeting.server, 1, meeting.job          # the office's
-            longest = cut.longest if strategy.hands_out else max(cut.longest, room_for(model))
-            self.listening = Listening(longest, None, keys, meeting.addresses[meeting.server],
-                                       meeting.entrance(meeting.server))
-        else:
-            self.number, self.dismissals = world.rank - strategy.workers, strategy.workers
-            self.listening = Listening(cut.longest, own_host(world), keys)
-            workers_of(strategy, world)
-            job, told = met(world, self.listening.address)
-            self.listening.allow(told[:strategy.workers])
-            world.barrier()
-        self.shard = Shard(strategy, replica, cut.slots[self.number], cut.names, cut.tensors(model), replica.full)
-        self.reception = Reception(self.shard, self.listening, job)
-        self.largest = 2 * self.shard.nbytes
-        if meeting:
-            self.shard.snapshots = Snapshots(Path(meeting.folder), self.number)
-            self.shard.snapshots.restore(self.shard, meeting.step)
-
-    def serve(self) -> None:
-        self.reception.serve(self.dismissals, self.seconds)
-        if self.log.recorder:
-            self.log.recorder.write("server", number=self.number, **self.shard.told())
-
-    def close(self) -> None:
-        self.listening.close()
-        if self.shard.snapshots is not None:
-            self.shard.snapshots.close()
-
-
 class Asking(Exchange):
-    """A worker's."""
-
     def __init__(self, strategy: Server, replica: Replica, world: World, log: Log, meeting: Meeting | None) -> None:
         super().__init__(replica)
         self.strategy, self.log, self.meeting = strategy, log, meeting

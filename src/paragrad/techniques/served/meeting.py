@@ -1,13 +1,28 @@
-"""Where the servers and the office of a training are, whose workers come and go."""
+"""Where workers and servers meet: as ranks of one world, or where the launching process says, whose processes come and go."""
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from paragrad.strategies.server import Server
 from paragrad.techniques.served.entrance import Entrance, Place
 from paragrad.techniques.served.keys import Address, Keys
 from paragrad.techniques.served.office import Ticket
+from paragrad.world.world import World
+
+
+def met(world: World, own: Any) -> tuple[int, list[Any]]:
+    """The training's number, and what every rank says of itself. Collective: by what made the world, which is trusted."""
+    every = world.agreed(world.collected((secrets.randbits(63), own)))
+    return every[0][0], [each for _, each in every]
+
+
+def workers_of(strategy: Server, world: World) -> World | None:
+    """The world of the workers, or of the servers. Collective of both."""
+    return world.among([range(strategy.workers), range(strategy.workers, world.size)])
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,57 @@
+"""The exchange of a server of `server(n, servers=m)`, which answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paragrad.record.log import Log
+from paragrad.strategies.server import Server
+from paragrad.techniques.exchange import Alone, Replica
+from paragrad.techniques.served.beside import room_for
+from paragrad.techniques.served.keys import Keys
+from paragrad.techniques.served.meeting import Meeting, met, workers_of
+from paragrad.techniques.served.reception import Reception
+from paragrad.techniques.served.shard import Shard
+from paragrad.techniques.served.slicing import cut_of
+from paragrad.techniques.served.snapshot import Snapshots
+from paragrad.techniques.served.sockets import Listening, own_host
+from paragrad.world.world import World
+
+
+class Serving(Alone):
+    """A server's, which has no steps."""
+
+    def __init__(self, strategy: Server, replica: Replica, world: World, log: Log, meeting: Meeting | None) -> None:
+        super().__init__(replica)
+        self.log, keys, model = log, Keys.made(), replica.module.model
+        self.seconds = None if meeting else world.timeout
+        cut = cut_of(strategy, replica.optimizer, model)
+        if meeting:
+            assert meeting.server is not None
+            self.number, self.dismissals, job = meeting.server, 1, meeting.job          # the office's
+            longest = cut.longest if strategy.hands_out else max(cut.longest, room_for(model))
+            self.listening = Listening(longest, None, keys, meeting.addresses[meeting.server],
+                                       meeting.entrance(meeting.server))
+        else:
+            self.number, self.dismissals = world.rank - strategy.workers, strategy.workers
+            self.listening = Listening(cut.longest, own_host(world), keys)
+            workers_of(strategy, world)
+            job, told = met(world, self.listening.address)
+            self.listening.allow(told[:strategy.workers])
+            world.barrier()
+        self.shard = Shard(strategy, replica, cut.slots[self.number], cut.names, cut.tensors(model), replica.full)
+        self.reception = Reception(self.shard, self.listening, job)
+        self.largest = 2 * self.shard.nbytes
+        if meeting:
+            self.shard.snapshots = Snapshots(Path(meeting.folder), self.number)
+            self.shard.snapshots.restore(self.shard, meeting.step)
+
+    def serve(self) -> None:
+        self.reception.serve(self.dismissals, self.seconds)
+        if self.log.recorder:
+            self.log.recorder.write("server", number=self.number, **self.shard.told())
+
+    def close(self) -> None:
+        self.listening.close()
+        if self.shard.snapshots is not None:
+            self.shard.snapshots.close()
