@@ -110,7 +110,7 @@ def side(world: World, transport: str) -> serving.Serving | asking.Asking:
         if transport != "ipc":
             stack.enter_context(mock.patch.object(serving, "own_host", return_value="127.0.0.1"))
         if transport == "TCP":
-            stack.enter_context(mock.patch.object(asking, "Listening", bare))
+            stack.enter_context(mock.patch.object(serving, "Listening", bare))
         kind = serving.Serving if world.rank == 2 else asking.Asking
         return kind(strategy, replica, world, Log(None), None)      # type: ignore[arg-type]
 
