@@ -18,7 +18,8 @@ for name in list(os.environ):
     if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") or name.startswith(
             ("OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "SLURM_")):
         os.environ.pop(name)
-settings.register_profile("untimed", deadline=None)     # how quick a machine is at the moment decides no test
+# neither how quick a machine is at the moment decides a test, nor which values were drawn today
+settings.register_profile("untimed", deadline=None, derandomize=True)
 settings.load_profile("untimed")
 os.environ.pop("PYTHONUNBUFFERED", None)                # with it the lines that two ranks print at once are not whole
 

@@ -6,7 +6,7 @@ from dataclasses import MISSING, replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from paragrad.errors import Refused
@@ -60,7 +60,10 @@ def choices(draw: st.DrawFn, cls: type[Choice]) -> Choice:
         arguments.pop("rate", None)
     if cls is TwoLevel:                     # it is the whole exchange that is reproducible
         arguments |= {name: replace(arguments[name], reproducible=False) for name in ("inside", "across") if name in arguments}
-    return cls(**arguments)
+    try:
+        return cls(**arguments)
+    except Refused:                         # values that do not fit together, or one that is refused with a reason of its own
+        reject()
 
 
 @given(st.sampled_from(list(STRATEGIES.values())).flatmap(choices))
