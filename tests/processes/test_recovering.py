@@ -195,19 +195,27 @@ def test_a_worker_that_stands_still_is_replaced(tmp_path: Path, monkeypatch: pyt
     assert [line["name"] for line in Record(run.folder).own if line["kind"] == "event"] == ["again"]
 
 
+@pytest.fixture
+def worlds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of workers that were started; what goes wrong in a loss begins with the first of them, after the door has tried it."""
+    begin, found = recovering.Run.work, list[int]()
+
+    def work(self: recovering.Run) -> None:
+        monkeypatch.setenv("PARAGRAD_TEST_RAISES", "yes")
+        found.append(self.worlds)
+        begin(self)
+    monkeypatch.setattr(recovering.Run, "work", work)
+    return found
+
+
 def raising(output: Tensor, target: Tensor) -> Tensor:
     if torch.is_grad_enabled() and os.environ.get("PARAGRAD_TEST_RAISES") and len(target) < 5:
         raise ValueError("broken")
     return functional.cross_entropy(output, target)
 
 
-def test_what_a_worker_raises_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = recovering.Run.work
-
-    def work(self: recovering.Run) -> None:
-        monkeypatch.setenv("PARAGRAD_TEST_RAISES", "yes")
-        begin(self)
-    monkeypatch.setattr(recovering.Run, "work", work)
+@pytest.mark.usefixtures("worlds")
+def test_what_a_worker_raises_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(pg.RankFailed, match="ValueError: broken"):
         pg.train(MADE["batch norm"].replace(loss=raising), "server(4)", runs=tmp_path)
 
@@ -218,15 +226,8 @@ def late(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output, target)
 
 
-def test_what_sounds_like_a_wait_is_somebodys_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_sounds_like_a_wait_is_somebodys_own(worlds: list[int], tmp_path: Path) -> None:
     """It was tried fifteen times."""
-    begin, worlds = recovering.Run.work, list[int]()
-
-    def work(self: recovering.Run) -> None:
-        monkeypatch.setenv("PARAGRAD_TEST_RAISES", "yes")
-        worlds.append(self.worlds)
-        begin(self)
-    monkeypatch.setattr(recovering.Run, "work", work)
     with pytest.raises(pg.RankFailed, match="price lookup timed out"):
         pg.train(MADE["batch norm"].replace(loss=late), "server(2)", runs=tmp_path)
     assert worlds == [0]
@@ -238,16 +239,11 @@ def leaving(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output, target)
 
 
-def test_who_dies_every_time_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = recovering.Run.work
-
-    def work(self: recovering.Run) -> None:
-        monkeypatch.setenv("PARAGRAD_TEST_RAISES", "yes")
-        begin(self)
-    monkeypatch.setattr(recovering.Run, "work", work)
+def test_who_dies_every_time_ends_the_run(worlds: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovering, "AGAIN", 1)
     with pytest.raises(pg.RankFailed, match="exited with code 3"):
         pg.train(MADE["batch norm"].replace(loss=leaving), "server(2)", runs=tmp_path)
+    assert worlds == [0, 1]
 
 
 def test_it_is_stopped_and_goes_on(tmp_path: Path) -> None:
@@ -337,3 +333,16 @@ def test_what_forwards_change_counts_with_its_step() -> None:
     assert served.shard.beside == {"calls": torch.ones(1)}
     assert said(served, frames(Header(Kind.BESIDE, JOB, step=1), b"no tensors")) == "what forwards change, and cannot be read"
     assert said(server("server(2)"), frames(Header(Kind.HALT, JOB))) == "HALT is no question"
+
+
+def test_a_snapshot_for_which_there_is_no_room_is_named_and_the_training_goes_on() -> None:
+    def full(shard: Any) -> None:
+        raise OSError(28, "No space left on device")
+    served = kept(Told())
+    served.shard.snapshots.save = full
+    served.due = True
+    for share in range(2):
+        served.taken(push(share=share, sender=share + 1))
+    asked(served, Told(), Kind.UPDATE, numbers=(12.0, 1.0))
+    assert served.shard.updates == 1
+    assert served.shard.refused == {"a snapshot, for which there was no room": 1}

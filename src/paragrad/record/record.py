@@ -203,8 +203,8 @@ class Record:
 
     def passed(self, epoch: int) -> int:
         """The samples of the epochs up to that one; of rounds those in here."""
-        return passed_in([line for line in self.of("epoch") if line["epoch"] <= epoch], self.rounds["passes"]) if (
-            self.rounds) else (epoch + 1) * int(self.header["job"]["samples"])
+        lines = (line for line in self.of("epoch") if line["epoch"] <= epoch)
+        return passed_in(lines, self.rounds["passes"]) if self.rounds else (epoch + 1) * int(self.header["job"]["samples"])
 
     def steps(self) -> list[list[Line]]:
         """For each step that every worker finished, the line of every worker; or those of its shares, where they are handed out
@@ -255,14 +255,14 @@ class Record:
         spread over all of them."""
         most: dict[str, Line] = {}
         steps, times = self.steps(), Counter[str]()
+        if self.rounds and steps:
+            return sent_by([self.of("epoch", rank) for rank in range(len(self.ranks))], len(steps))
         for lines in steps:
             times.update({kind for line in lines for kind in line["sent"]})
             for line in lines:
                 for kind, sent in line["sent"].items():
                     if sent["bytes"] >= most.get(kind, sent)["bytes"]:
                         most[kind] = sent
-        if self.rounds and steps:
-            return sent_by([self.of("epoch", rank) for rank in range(len(self.ranks))], len(steps))
         return {kind: sent if times[kind] == len(steps) else sent | {"bytes": round(sent["bytes"] * times[kind] / len(steps))}
                 for kind, sent in most.items()}
 
@@ -307,9 +307,9 @@ class Record:
         used: dict[int, list[Line]] = {}
         for line in self.used():
             used.setdefault(line["epoch"], []).append(line)
-        begun = {epoch for epoch, lines in used.items() if any(line["order"][0] == 0 < line["order"][1] for line in lines)}
         if self.rounds:
             return audit_of(self.of("epoch"), used, self.rounds["passes"])
+        begun = {epoch for epoch, lines in used.items() if any(line["order"][0] == 0 < line["order"][1] for line in lines)}
         epochs = [line["epoch"] for line in self.of("epoch") if line["epoch"] in begun]     # not one whose beginning is lost
         seen, twice, missed = samples, 0, 0
         for epoch in epochs:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from paragrad.datasets.order import Order
 from paragrad.record.record import lines_of
-from paragrad.techniques.served.asking import pulled_into
+from paragrad.techniques.served.asking import Asking
 from paragrad.techniques.served.meeting import Meeting
 from paragrad.training.batches import batch_of
 from paragrad.training.first_step.start import wire
@@ -23,8 +22,9 @@ from paragrad.training.trainer import Trainer
 def taken_up(trainer: Trainer, order: Order, folder: Path, meeting: Meeting) -> None:
     """Before the first step here. order: of the samples;  folder: of the run."""
     assert meeting.step is not None
-    strategy: Any = trainer.strategy
-    pulled_into(trainer.model, strategy, trainer.optimizer, meeting, trainer.world.timeout)
+    with wired_meanwhile(trainer):
+        assert isinstance(trainer.exchange, Asking)
+        trainer.exchange.take_over()
     trainer.optimizer._opt_called = True                # type: ignore[attr-defined]    # schedulers want to know
     rate = rate_of(trainer)
     for step in range(trainer.steps, meeting.step if trainer.scheduler is not None else 0):
@@ -42,15 +42,17 @@ def taken_up(trainer: Trainer, order: Order, folder: Path, meeting: Meeting) -> 
 
 @contextlib.contextmanager
 def wired_meanwhile(trainer: Trainer) -> Iterator[None]:
-    """A test, or a checkpoint, where no step was made here: of what the servers have. The first step looks at the model before
-    it makes the exchange, so this one goes again. Collective."""
+    """With an exchange where no step was made here: for what the servers have, a test, a checkpoint. The first step looks at
+    the model before it makes its own, so this one goes again. Collective."""
     if trainer.how.meeting is None or trainer.exchange is not None:
         yield
         return
     found = wire(trainer, False, None)
-    yield
-    found.close()
-    trainer.exchange = trainer.passes = None
+    try:
+        yield
+    finally:
+        found.close()
+        trainer.exchange = trainer.passes = None
 
 
 def rate_of(trainer: Trainer) -> float:

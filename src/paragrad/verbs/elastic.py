@@ -7,11 +7,8 @@ server that dies is started again from its last snapshot. What any of them raise
 
 from __future__ import annotations
 
-import contextlib
 import secrets
-import shutil
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -19,9 +16,8 @@ from typing import Any
 import zmq
 
 from paragrad.record.record import Recorder, lines_of
-from paragrad.techniques.served.calling import Calling
+from paragrad.techniques.served.asking import dismissed
 from paragrad.techniques.served.entrance import read_place
-from paragrad.techniques.served.header import Header, Kind
 from paragrad.techniques.served.keys import SECRET, Address, Keys, write_public
 from paragrad.techniques.served.meeting import Meeting
 from paragrad.techniques.served.office import KEEP, TEST, TRAIN, Office, Ticket
@@ -42,25 +38,21 @@ ANEW = 5                # times as many processes as there are may be started an
 def run_handed_out(ranks: Ranks, checked: Admitted, folder: Path, record: Recorder, asked: Request,
                    progress: Progress | None) -> str:
     """Train; how it ended: "finished" or "stopped". Raises RankFailed."""
-    shared = tempfile.mkdtemp(dir=ranks.meeting())          # mode 0700, and cleared also where this process is killed
-    try:
-        with Crew(ranks, checked.threads, checked.settings.device, checked.settings.timeout) as crew:
-            return Run(checked, folder, record, crew, shared, asked, progress).run()
-    finally:
-        shutil.rmtree(shared, ignore_errors=True)
+    with Crew(ranks, checked.threads, checked.settings.device, checked.settings.timeout) as crew:
+        return Run(checked, folder, record, crew, asked, progress).run()
 
 
 class Run:
     """One training."""
 
-    def __init__(self, checked: Admitted, folder: Path, record: Recorder, crew: Crew, shared: str, asked: Request,
+    def __init__(self, checked: Admitted, folder: Path, record: Recorder, crew: Crew, asked: Request,
                  progress: Progress | None) -> None:
         strategy: Any = checked.resolved
         self.strategy = strategy
         self.checked, self.folder, self.record, self.crew = checked, folder, record, crew
         self.asked, self.progress = asked, progress
         listen, allow = checked.settings.listen, checked.settings.allow
-        self.meeting = Meeting(secrets.randbits(63), shared, self.strategy.servers,
+        self.meeting = Meeting(secrets.randbits(63), str(crew.folder), self.strategy.servers,
                                place=read_place("--listen", listen) if listen else None)
         self.order, self.shares = checked.facts.order, self.strategy.shares
         self.office = Office(self.meeting.job, self.strategy.bound, self.strategy.wanted if self.strategy.waits else None,
@@ -256,9 +248,7 @@ class Run:
         """Workers end, then servers; who does not in time is left to be killed."""
         workers = [number for number in self.crew.members if number not in self.servers]
         self.until(workers)
-        calling = Calling(self.meeting.addresses, LONGEST, Keys.made(), self.checked.settings.timeout, 1.0)
-        with contextlib.closing(calling):
-            list(calling.asked((server, Header(Kind.END, self.meeting.job), ()) for server in range(self.strategy.servers)))
+        dismissed(self.meeting, self.checked.settings.timeout)
         self.until(list(self.servers))
 
     def until(self, numbers: list[int]) -> None:

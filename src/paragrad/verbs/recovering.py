@@ -13,10 +13,8 @@ import json
 import os
 import secrets
 import shutil
-import tempfile
 import time
 from dataclasses import replace
-from multiprocessing.connection import wait
 from pathlib import Path
 
 from paragrad.errors import RankFailed, StepFailed
@@ -45,24 +43,20 @@ ANSWER = 30.0           # seconds for a server to say where it stands: it may be
 def run_recovering(ranks: Ranks, checked: Admitted, folder: Path, record: Recorder, asked: Request,
                    progress: Progress | None) -> str:
     """Train; how it ended: "finished" or "stopped". Raises RankFailed."""
-    shared = tempfile.mkdtemp(dir=ranks.meeting())          # mode 0700, and cleared also where this process is killed
-    try:
-        with Crew(ranks, checked.threads, checked.settings.device, checked.settings.timeout) as crew:
-            return Run(checked, folder, record, crew, Path(shared), asked, progress).run()
-    finally:
-        shutil.rmtree(shared, ignore_errors=True)
+    with Crew(ranks, checked.threads, checked.settings.device, checked.settings.timeout) as crew:
+        return Run(checked, folder, record, crew, asked, progress).run()
 
 
 class Run:
     """One training."""
 
-    def __init__(self, checked: Admitted, folder: Path, record: Recorder, crew: Crew, shared: Path, asked: Request,
+    def __init__(self, checked: Admitted, folder: Path, record: Recorder, crew: Crew, asked: Request,
                  progress: Progress | None) -> None:
-        self.checked, self.folder, self.record, self.crew, self.shared = checked, folder, record, crew, shared
+        self.checked, self.folder, self.record, self.crew = checked, folder, record, crew
         self.asked, self.progress = asked, progress
         size, servers = checked.size, checked.resolved.servers
         self.workers, self.servers = range(size - servers), range(size - servers, size)         # by number
-        self.meeting = Meeting(secrets.randbits(63), str(shared), servers)
+        self.meeting = Meeting(secrets.randbits(63), str(crew.folder), servers)
         self.statuses: dict[int, str] = {}
         self.troubles: list[tuple[str, RankFailed]] = []    # who died or failed, of late
         self.until, self.stopping = 0.0, False
@@ -85,7 +79,7 @@ class Run:
                             self.meeting.of(number, number - len(self.workers)))
 
     def work(self) -> None:
-        store = self.shared / f"workers-{self.worlds}"
+        store = self.crew.folder / f"workers-{self.worlds}"
         self.worlds, self.statuses, self.stopping, self.ending = self.worlds + 1, {}, False, 0.0
         for number in self.workers:
             self.crew.start(number, train_rank, self.checked, self.folder, self.record.origin, self.meeting.of(number),
@@ -97,8 +91,7 @@ class Run:
             dismissed(self.meeting, self.seconds)
         until = time.monotonic() + self.seconds
         while self.crew.members and time.monotonic() < until:
-            whose = self.crew.descriptors
-            for number in {whose[each] for each in wait(list(whose), LOOK) if isinstance(each, int)}:
+            for number in self.crew.ready(LOOK):
                 self.crew.heard(number)
 
     # ---- what comes ----------------------------------------------------------------------------------------------------------
@@ -107,8 +100,7 @@ class Run:
         if self.asked.is_set() and not self.stopping:
             self.crew.ask_to_stop(number for number in self.workers if number in self.crew.members)
             self.stopping = True
-        whose = self.crew.descriptors
-        for number in {whose[each] for each in wait(list(whose), LOOK) if isinstance(each, int)}:
+        for number in self.crew.ready(LOOK):
             what, value = self.crew.heard(number)
             if what == DONE and number in self.workers:
                 self.statuses[number] = value
@@ -174,11 +166,11 @@ class Run:
     def go_back(self, trouble: RankFailed, because: str) -> None:
         """Servers begin with the last step of which all of them have a snapshot."""
         self.crew.kill(number for number in self.servers if number in self.crew.members)
-        step = common(self.shared, len(self.servers))
-        begun = self.checked.saved.step if self.checked.saved else 0
+        step = common(self.crew.folder, len(self.servers))
+        if step is None:                                # before the first one
+            step = self.checked.saved.step if self.checked.saved else 0
         self.meeting = replace(self.meeting, job=secrets.randbits(63), step=step)
-        self.event("back", f"{trouble}: {because}; everything goes back to step {begun if step is None else step}",
-                   begun if step is None else step)
+        self.event("back", f"{trouble}: {because}; everything goes back to step {step}", step)
         self.serve()
 
     def event(self, name: str, message: str, step: int) -> None:

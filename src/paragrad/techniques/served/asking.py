@@ -36,21 +36,6 @@ AGAIN = 1.0             # seconds after which a worker asks again, where a serve
 SHARE = 4               # times its slice that a server's state is at most, as it travels: Adam keeps two of it
 
 
-def pulled_into(model: nn.Module, strategy: Server, optimizer: torch.optim.Optimizer, meeting: Meeting,
-                seconds: float) -> None:
-    """What the servers have becomes a model's, before its first step."""
-    cut = cut_of(strategy, optimizer, model)
-    tensors, longest = cut.tensors(model), max(cut.longest, room_for(model))
-    calling = Calling(meeting.addresses, longest, Keys.made(), seconds)
-    with contextlib.closing(calling), torch.no_grad():
-        for server, header, rest in calling.asked((server, Header(Kind.PULL, meeting.job, slot=number), ())
-                                                  for server, number, _ in cut.every()):
-            slot = cut.slots[server][header.slot]
-            torch._foreach_copy_(places(slot, tensors), slot.views(vector_of(header, rest[1])))
-        for _, _, rest in calling.asked([(0, Header(Kind.BESIDE, meeting.job), ())]):
-            put(model, loaded(bytes(rest[0])))
-
-
 def dismissed(meeting: Meeting, seconds: float) -> None:
     """Servers are told to end, by whoever started them. Raises StepFailed where one does not answer."""
     with contextlib.closing(Calling(meeting.addresses, 0, Keys.made(), seconds, AGAIN)) as calling:
@@ -77,7 +62,8 @@ class Asking(Exchange):
             self.job, told = met(world, keys.public)
             servers = told[strategy.workers:]
             world.barrier()                             # who comes before it is allowed to is sent away for good
-        self.calling = Calling(servers, SHARE * self.cut.longest, keys, world.timeout,
+        longest = max(SHARE * self.cut.longest, room_for(replica.module.model) if meeting else 0)
+        self.calling = Calling(servers, longest, keys, world.timeout,
                                AGAIN if strategy.hands_out and meeting else math.inf)
         self.vectors = [[torch.empty(slot.elements, dtype=slot.dtype) for slot in slots] for slots in self.cut.slots]
         self.largest = sum(each.nbytes for vectors in self.vectors for each in vectors)
@@ -198,6 +184,12 @@ class Asking(Exchange):
 
     def _pull(self, for_tests: bool = False) -> None:
         self._values(Kind.PULL, numbers=(float(for_tests),))
+
+    def take_over(self) -> None:
+        """What servers have of a training becomes the model's, where others trained before."""
+        self._pull()
+        for _, _, rest in self.calling.asked([(0, self._header(Kind.BESIDE), ())]):
+            put(self.summed.model, loaded(bytes(rest[0])))
 
     def _values(self, kind: Kind, numbers: tuple[float, ...]) -> None:
         """Ask every server; what they have becomes the parameters."""

@@ -58,11 +58,11 @@ class Reception:
         None: whoever started this process ends it, for others come for those that go."""
         since = time.monotonic()
         while len(self.left) < wanted:
-            if self.due and (frames := self.listening.take(0)) is None:
-                self._save()                            # while workers compute
-            elif (frames := frames if self.due else self.listening.take(LOOK)) is not None:
+            if (frames := self.listening.take(0 if self.due else LOOK)) is not None:
                 since, self.met = time.monotonic(), True
                 self.taken(frames)
+            elif self.due:                              # while workers compute
+                self._save()
             elif seconds is None or self.listening.connections:
                 since = time.monotonic()
             elif self.met or time.monotonic() - since > seconds:
@@ -226,9 +226,13 @@ class Reception:
         self.due = self.shard.snapshots is not None and self.shard.updates % EVERY == 0
 
     def _save(self) -> None:
+        """Without this one, more steps would be made again."""
         assert self.shard.snapshots is not None
         self.due = False
-        self.shard.snapshots.save_if_there_is_room(self.shard)
+        try:
+            self.shard.snapshots.save(self.shard)
+        except (OSError, RuntimeError):                 # a full disk, as torch says it
+            self.shard.refused["a snapshot, for which there was no room"] += 1
 
     def _beside(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
         """Before the gradients of the first share, or when a worker begins."""

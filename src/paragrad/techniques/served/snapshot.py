@@ -65,21 +65,17 @@ class Snapshots:
         os.write(self.journal, b"".join(ENTRY.pack(*each) for each in tickets))
         self.entries += len(tickets)
 
-    def save_if_there_is_room(self, shard: Shard) -> None:
-        """Where steps can be made again: without this snapshot more of them."""
-        try:
-            self.save(shard)
-        except (OSError, RuntimeError):                 # torch says it so
-            for left in self.folder.glob(f"server-{self.number}-*.partial"):
-                left.unlink()
-
     def save(self, shard: Shard) -> None:
         path = self.folder / f"server-{self.number}-{shard.updates:08}.snapshot"
         partial = path.with_suffix(".partial")
-        torch.save({"values": shard.values, "state": [dict(shard.optimizer.state.get(place, {})) for place in shard.own],
-                    "groups": [{name: value for name, value in group.items() if name != "params"}
-                               for group in shard.optimizer.param_groups],
-                    "scheduler": shard.scheduler and shard.scheduler.state_dict(), "counts": shard.counts()}, partial)
+        groups = [{name: value for name, value in group.items() if name != "params"} for group in shard.optimizer.param_groups]
+        kept = {"values": shard.values, "state": [dict(shard.optimizer.state.get(place, {})) for place in shard.own],
+                "groups": groups, "scheduler": shard.scheduler and shard.scheduler.state_dict(), "counts": shard.counts()}
+        try:
+            torch.save(kept, partial)
+        except BaseException:                           # a full disk, say
+            partial.unlink(missing_ok=True)
+            raise
         partial.rename(path)
         for old in [*snapshots(self.folder, self.number).values()][:-KEPT]:
             old.unlink()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterable
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +22,17 @@ DONE, FAILED, DIED, SAID = "done", "failed", "died", "said"
 
 
 class Crew:
-    """Members by number; threads, device, timeout: as `Ranks.run` has them. A context manager that leaves none."""
+    """Members by number; threads, device, timeout: as `Ranks.run` has them. A context manager that leaves none.
+
+    To be read: folder, of what they share, which only their owner may enter (mode 0700), and which is cleared with them, also
+    where this process is killed.
+    """
 
     def __init__(self, ranks: Ranks, threads: int, device: str, timeout: float) -> None:
         self.ranks, self.threads, self.device, self.timeout = ranks, threads, device, timeout
         self.members: dict[int, Process] = {}
         self.spare: list[Process] = []
+        self.folder = Path(tempfile.mkdtemp(dir=ranks.meeting()))
 
     def __enter__(self) -> Crew:
         return self
@@ -36,6 +44,7 @@ class Crew:
             process.signal(signal.SIGKILL)
         for process in every:
             process.end()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def start(self, number: int, function: Callable[..., Any], *arguments: Any, size: int = 1, store: Path | None = None,
               backend: str = "gloo") -> None:
@@ -47,7 +56,7 @@ class Crew:
         process = self.ranks.another()
         self.members[number] = process
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):            # it died: who looks will see how
-            process.socket.send(Task(number, size, store or self.ranks.meeting(), backend, self.device, self.threads,
+            process.socket.send(Task(number, size, store or self.folder, backend, self.device, self.threads,
                                      self.timeout, needed, call, store is not None))
 
     def ask_to_stop(self, numbers: Iterable[int]) -> None:
@@ -70,6 +79,11 @@ class Crew:
         """What to wait for, and whose it is."""
         return {end: number for number, process in self.members.items()
                 for end in (process.socket.fileno(), process.notes.fileno())}
+
+    def ready(self, seconds: float) -> set[int]:
+        """Of whom something can be read, once there is somebody, or after so many seconds."""
+        whose = self.descriptors
+        return {whose[each] for each in wait(list(whose), seconds) if isinstance(each, int)}
 
     def heard(self, number: int) -> tuple[str, Any]:
         """What a member says, of which something can be read: (what, value); where that was its end it is none any more, and
