@@ -5,6 +5,7 @@ That `server(n)` is serial's training is in the equality table.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -16,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,12 +31,14 @@ from paragrad.errors import StepFailed
 from paragrad.jobs.loss import Summed
 from paragrad.record.record import Record, lines_of
 from paragrad.techniques.exchange import Replica
+from paragrad.techniques.served import shelf as shelf_of
 from paragrad.techniques.served.calling import Calling
 from paragrad.techniques.served.header import Header, Kind, bytes_of, unpacked, vector_of
-from paragrad.techniques.served.keys import Keys
+from paragrad.techniques.served.keys import Address, Keys
 from paragrad.techniques.served.office import LATE, TEST, TRAIN, Office, Ticket
 from paragrad.techniques.served.reception import AGAIN, APPLIED, Reception
 from paragrad.techniques.served.shard import Shard
+from paragrad.techniques.served.shelf import Shelf
 from paragrad.techniques.served.slicing import Slot
 from paragrad.techniques.served.sockets import Listening
 from paragrad.techniques.slices import Stretch
@@ -49,6 +53,7 @@ class Told:
 
     def __init__(self) -> None:
         self.answers: list[tuple[bytes, Header, str]] = []
+        self.address = Address("ipc://a place of this host")
 
     def answer(self, whose: bytes, header: Header, *rest: Any) -> None:
         self.answers.append((whose, header, rest[0].decode() if header.kind == Kind.REFUSED else ""))
@@ -177,6 +182,97 @@ def test_a_vector_that_lies_at_an_odd_address() -> None:
         found = vector_of(header, frame)
         assert found.data_ptr() % 16 == 0
         assert torch.equal(found + found, 2 * values)
+
+
+def lying(served: Reception, place: bytes, **more: Any) -> str:
+    """What becomes of a push that lies at a place."""
+    message = push(lies=True, **more)
+    message[-1] = frames(place)[1]
+    return said(served, message)
+
+
+def test_a_vector_is_read_where_it_lies() -> None:
+    served, shelf = server("server(2)"), Shelf([(torch.float32, 3), (torch.float64, 60)])
+    shelf.vectors[1].fill_(2.0)
+    place = shelf.sent(1, lies=True)
+    assert lying(served, place) == ""
+    assert served.pushes[0].vectors[0][1].data_ptr() != shelf.vectors[1].data_ptr()
+    assert lying(served, place, share=1, sender=2) == ""
+    assert torch.equal(served.shard.gradients[0], torch.full((60,), 4.0, dtype=torch.float64))
+    shelf.vectors[1][7] = float("nan")
+    assert lying(server("server(2)"), place) == "a gradient that is not finite"
+    shelf.close()
+    assert lying(server("server(2)"), place).startswith("it lies where it cannot be read: ")
+
+
+def test_what_lies_nowhere_or_elsewhere_is_refused() -> None:
+    """Whatever the words of who sent it lead to, nothing of another file, or beyond an end, is read. By a size of -1 the server
+    ended."""
+    shelf = Shelf([(torch.float64, 60)])
+    begin, address = shelf.place(0).decode().split(" ", 1)
+    host, pid, number, size, token = address.split()
+    unreadable = [b"", b"\xff\xfe", b"0", f"x {address}".encode(), f"{begin} none: sorry".encode(), *(
+        " ".join([begin, *words]).encode() for words in (
+            [host, pid, number, size], ["elsewhere", pid, number, size, token], [host, "1/../1", number, size, token],
+            [host, pid, "99999", size, token],
+            *([host, pid, number, each, token] for each in (str(10 * int(size)), "0", "-1", str(10**30))),
+            [host, pid, number, size, "00" * 16]))]
+    for place in unreadable:
+        assert lying(server("server(2)"), place).startswith("it lies where it cannot be read: "), place
+    for start in (0, int(size), int(size) - 472, -490, 10**30):
+        assert lying(server("server(2)"), f"{start} {address}".encode()) == "it lies beyond the end of what can be read"
+    served, told = server("server(2)"), Told()
+    told.address = Address("tcp://10.0.0.1:4000", b"key")
+    served.listening = told         # type: ignore[assignment]
+    assert lying(served, shelf.place(0)) == "it lies in the memory of another host"
+    shelf.close()
+
+
+def test_where_memory_cannot_be_shared_vectors_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, what, other, why in ((shelf_of, "lacking", lambda: "here is no /proc", "here is no /proc"),
+                                     (os, "posix_fallocate", mock.Mock(side_effect=OSError(errno.ENOSPC, "no space left")),
+                                      "no 0 MiB of shared memory on this host (no space left); start fewer workers")):
+        with monkeypatch.context() as patched:
+            patched.setattr(module, what, other)
+            shelf = Shelf([(torch.float64, 60), (torch.float32, 0)])
+        assert (shelf.lies, shelf.against) == (False, why)
+        assert bytes(shelf.sent(0, shelf.lies)) == bytes(bytes_of(shelf.vectors[0]))
+        shelf.close()
+    assert Shelf([(torch.float32, 0)]).vectors[0].numel() == 0          # nothing to map
+
+
+LIE, HERE = "lie in shared memory", "servers and workers are on one host"
+
+
+@pytest.mark.parametrize(("text", "gradients", "parameters"), [
+    ("server(2, servers=2)", (LIE, HERE), (LIE, HERE)),
+    ("server(2, sync=asp)", (LIE, HERE), ("travel", "an update may come while they are read")),
+    ("server(2, sync=bsp(backup=1))", *[("travel", "who is late may be at the next ones when they are read")] * 2)])
+def test_vectors_of_one_host_lie_in_its_memory(text: str, gradients: tuple[str, str], parameters: tuple[str, str],
+                                               tmp_path: Path) -> None:
+    lines = Record(pg.train(vectors(epochs=1), text, runs=tmp_path).folder).of("choice")
+    for what, told in (("gradients", gradients), ("parameters", parameters)):
+        found = [(line["picked"], line["because"]) for line in lines if line["what"] == what]
+        assert set(found) == {told}
+
+
+def unopened() -> nn.Module:
+    """In processes that may not open each other's memory."""
+    if os.environ["PARAGRAD_TEST_LAUNCHER"] != str(os.getpid()):
+        shelf_of.opened = mock.Mock(side_effect=RuntimeError("not permitted"))
+    return mlp()
+
+
+def test_what_cannot_be_read_where_it_lies_travels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a system opens no process's memory to another, though they share a folder: a push was refused, which ended the
+    training."""
+    monkeypatch.setenv("PARAGRAD_TEST_LAUNCHER", str(os.getpid()))
+    made = job("unopened", unopened, VECTORS).replace(epochs=1)
+    run = pg.train(made, "server(2)", runs=tmp_path)
+    assert run.losses == pytest.approx(pg.train(made, "serial", runs=tmp_path).losses, rel=1e-5)
+    told = {(line["what"], line["picked"], line["because"]) for line in Record(run.folder).of("choice")}
+    assert ("gradients", "travel", "server 0 cannot read them") in told
+    assert ("parameters", "travel", "it lies where it cannot be read: not permitted") in told
 
 
 def test_asynchronous_updates_are_made_at_once_and_once() -> None:

@@ -23,10 +23,11 @@ from paragrad.techniques.exchange import Exchange, Replica
 from paragrad.techniques.layout import State, state_together
 from paragrad.techniques.served.beside import loaded, put, room_for, saved, values_of
 from paragrad.techniques.served.calling import Calling
-from paragrad.techniques.served.header import Header, Kind, bytes_of, vector_of
+from paragrad.techniques.served.header import Header, Kind, Unfit
 from paragrad.techniques.served.keys import Keys
 from paragrad.techniques.served.meeting import Meeting, met, workers_of
 from paragrad.techniques.served.reception import APPLIED
+from paragrad.techniques.served.shelf import Reader, Shelf
 from paragrad.techniques.served.slicing import Slot, cut_of, fill, held, marks, places, state_of
 from paragrad.techniques.updating import clip_factor, has_modes
 from paragrad.techniques.values import same
@@ -65,8 +66,12 @@ class Asking(Exchange):
         longest = max(SHARE * self.cut.longest, room_for(replica.module.model) if meeting else 0)
         self.calling = Calling(servers, longest, keys, world.timeout,
                                AGAIN if strategy.hands_out and meeting else math.inf)
-        self.vectors = [[torch.empty(slot.elements, dtype=slot.dtype) for slot in slots] for slots in self.cut.slots]
-        self.largest = sum(each.nbytes for vectors in self.vectors for each in vectors)
+        against = "the servers are on several hosts" if not all(each.on_host for each in servers) else (
+            "who is late may be at the next ones when they are read" if strategy.backup else "")
+        self.shelf = Shelf([(slot.dtype, slot.elements) for _, _, slot in self.cut.every()], against)
+        self.reader = Reader(strategy.servers)
+        self.lie: tuple[bool, bool] | None = None       # gradients, parameters, once that is known
+        self.largest = sum(each.nbytes for each in self.shelf.vectors)
         self.versions = [0] * strategy.servers
         self.told = [0.0] * 4
         self.square, self.version, self.became = 0.0, 0, APPLIED
@@ -92,21 +97,38 @@ class Asking(Exchange):
             self._tell_beside()
             self._push(numbers, self.step, self.strategy.shares, self.number)
 
+    def look(self) -> None:
+        """Whether servers can read where vectors lie, and this process where theirs do: it depends on the system."""
+        against = [self.shelf.against, self.shelf.against]
+        questions = ((server, self._header(Kind.LOOK, lies=True), (b"", self.shelf.place(0))) for server in self._servers())
+        for server, header, rest in self.calling.asked(questions if self.shelf.lies else ()):
+            if not header.numbers[0]:
+                against[0] = f"server {server} cannot read them"
+            try:
+                against[1] = bytes(rest[0]).decode()
+                against[1] or self.reader.found(rest[1], 0)
+            except Unfit as error:
+                against[1] = error.told
+        self.lie = not against[0], not against[1]
+        for what, why in zip(("gradients", "parameters"), against, strict=True):
+            self.log.choice(what, "travel" if why else "lie in shared memory", why or "servers and workers are on one host")
+
     def _push(self, numbers: tuple[float, ...], ticket: int, shares: int = 1, share: int = 0) -> None:
         """shares: that make a step. Where all wait for all, what comes back are the sums over all shares, the same from every
         server, and of each the square of its part of the norm."""
         own = [each.detach() for each in self.cut.tensors(self.summed.model)[len(self.cut.parameters):]]
+        lies = self._lie(0)
         gradients = [*(each.grad for each in self.cut.parameters),
                      *(self._change(new, old) for new, old in zip(own, self.pulled, strict=True))]
 
         def questions() -> Iterator[tuple[int, Header, Any]]:
-            for server, number, slot in self.cut.every():
-                vector = self.vectors[server][number]
+            for place, (server, number, slot) in enumerate(self.cut.every()):
+                vector = self.shelf.vectors[place]
                 fill(slot, gradients, vector)           # while what came before travels
                 self.count("gradients", vector.nbytes, computed=False)
                 yield server, self._header(Kind.PUSH, step=ticket, share=share, shares=shares, slot=number, dtype=slot.dtype,
-                                           elements=slot.elements, version=self.versions[server], numbers=numbers), (
-                    marks(slot, gradients), bytes_of(vector))
+                                           elements=slot.elements, version=self.versions[server], lies=lies,
+                                           numbers=numbers), (marks(slot, gradients), self.shelf.sent(place, lies))
         squares: dict[int, float] = {}
         with self.log.detail("push", "wait"):
             for server, header, _ in self.calling.asked(questions()):
@@ -133,6 +155,12 @@ class Asking(Exchange):
         """Of what a forward changed, as much as its share is of a full batch; under backup the server takes the mean."""
         change = torch.where(new == old, torch.zeros_like(new), new - old)          # not of infinity from itself: a mask's
         return change if self.strategy.waits or not change.is_floating_point() else change * (self.own_samples / self.full)
+
+    def _lie(self, which: int) -> bool:
+        if self.lie is None:
+            self.look()
+        assert self.lie is not None
+        return self.lie[which]
 
     def _servers(self) -> range:
         return range(self.strategy.servers)
@@ -202,13 +230,19 @@ class Asking(Exchange):
                 self.pulled = [each.detach().clone() for each in tensors[len(self.cut.parameters):]]
 
     def _vectors(self, kind: Kind, numbers: tuple[float, ...]) -> Iterator[tuple[int, Slot, Header, bytes, Tensor]]:
-        questions = [(server, self._header(kind, slot=number, numbers=numbers), ()) for server, number, slot in self.cut.every()
-                     if not (slot.added and kind in (Kind.GRADIENTS, Kind.UPDATE))]
+        lies = self._lie(1) and kind == Kind.UPDATE
+        questions = [(server, self._header(kind, slot=number, lies=lies, numbers=numbers), ())
+                     for server, number, slot in self.cut.every() if not (slot.added and kind in (Kind.GRADIENTS, Kind.UPDATE))]
         for server, header, rest in self.calling.asked(questions):
             slot = self.cut.slots[server][header.slot]
-            if header.kind != Kind.VALUES or header.elements != slot.elements or header.dtype != slot.dtype:
+            if header.kind != Kind.VALUES or header.elements != slot.elements or header.dtype != slot.dtype or (
+                    header.lies and not lies):
                 raise StepFailed(f"server {server} answered with another vector than was asked for")
-            yield server, slot, header, bytes(rest[0]), vector_of(header, rest[1])
+            try:
+                vector = self.reader.vector(header, rest[1])
+            except Unfit as error:
+                raise StepFailed(f"server {server} answered with a vector, and {error.told}") from error
+            yield server, slot, header, bytes(rest[0]), vector
 
     # ---- what others look at -------------------------------------------------------------------------------------------
     def gradients(self) -> dict[str, Tensor | None]:
@@ -258,7 +292,8 @@ class Asking(Exchange):
         for server, header, rest in self.calling.asked((server, self._header(Kind.STATE), ()) for server in self._servers()):
             stretches = [held(each, self.cut.names, self.cut.parameters) for slot in self.cut.slots[server] if not slot.added
                          for each in slot.stretches]
-            parts += list(zip(stretches, state_of(bytes(rest[0]), vector_of(header, rest[1]), len(stretches)), strict=True))
+            found = state_of(bytes(rest[0]), self.reader.vector(header, rest[1]), len(stretches))
+            parts += list(zip(stretches, found, strict=True))
         return state_together(parts)
 
     def dismiss(self) -> None:
@@ -267,3 +302,4 @@ class Asking(Exchange):
 
     def close(self) -> None:
         self.calling.close()
+        self.shelf.close()

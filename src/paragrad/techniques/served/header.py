@@ -1,8 +1,8 @@
 """What travels between workers and servers: a header of fixed size, every field of which is checked, then raw bytes.
 
 Nothing is unpickled. A message is [header, marks, vector], the last two may be empty: a byte for every tensor of a slice, and
-the elements of all of them, one after another. A message that is not as the header says, or not what its receiver waits for,
-is refused by a word that says what is wrong with it; nothing of it is used.
+the elements of all of them, one after another, or where they lie (`shelf.py`). A message that is not as the header says, or not
+what its receiver waits for, is refused by a word that says what is wrong with it; nothing of it is used.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MAGIC = b"pgr1"                         # the version of this format is its last letter
+MAGIC = b"pgr2"                         # the version of this format is its last letter
 NUMBERS = 5
-FORMAT = struct.Struct(f"<4s2B2xQQqqIIIIQ{NUMBERS}d")
+FORMAT = struct.Struct(f"<4s2B?xQQqqIIIIQ{NUMBERS}d")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128, torch.uint8,
           torch.int64)
 
@@ -45,6 +45,8 @@ class Kind(enum.IntEnum):
                         # without it, what they did until now
     HALT = 17           # of the launching process, where workers are gone: nothing of theirs counts any more;  version: the
                         # training's number from here on;  answered by where the server stands, as text
+    LOOK = 20           # may vectors lie?  vector: where one of the asker's does;  answered by numbers: 1 where it can be read,
+                        # and where one of the server's lies, or (marks) why none does
     RESUME = 18         # workers begin again;  numbers: 1 where a step that is there is to be made, and as UPDATE has them
 
 
@@ -61,7 +63,8 @@ class Header:
     """kind, and of what: the training's own number (job), who sent it (sender: a number that every process draws for itself),
     step: of a synchronous training, otherwise the number of the samples' ticket;  version: updates that had been made when the
     sender pulled;  share of shares;  slot: which of a slice's vectors, of how many elements of that type;  call: the number of
-    the question, which its answer has too;  numbers: by kind."""
+    the question, which its answer has too;  lies: what follows is where they are, not themselves (of UPDATE: so may the
+    answer's);  numbers: by kind."""
     kind: Kind
     job: int
     sender: int = 0
@@ -73,30 +76,32 @@ class Header:
     call: int = 0
     dtype: torch.dtype = torch.float32
     elements: int = 0
+    lies: bool = False
     numbers: tuple[float, ...] = ()
 
     def packed(self) -> bytes:
         numbers = *self.numbers, *[0.0] * (NUMBERS - len(self.numbers))
-        return FORMAT.pack(MAGIC, self.kind, DTYPES.index(self.dtype), self.job, self.sender, self.step, self.version,
-                           self.share, self.shares, self.slot, self.call, self.elements, *numbers)
+        return FORMAT.pack(MAGIC, self.kind, DTYPES.index(self.dtype), self.lies, self.job, self.sender, self.step,
+                           self.version, self.share, self.shares, self.slot, self.call, self.elements, *numbers)
 
     def answer(self, kind: Kind, **more: Any) -> Header:
         """To be sent back to whom this came from."""
-        return replace(self, kind=kind, **{"elements": 0, **more})
+        return replace(self, kind=kind, **{"elements": 0, "lies": False, **more})
 
 
 def unpacked(frame: bytes) -> Header:
     """Raises Unfit."""
     if len(frame) != FORMAT.size:
         raise Unfit(f"a header of {len(frame)} bytes, which has {FORMAT.size}")
-    magic, kind, dtype, job, sender, step, version, share, shares, slot, call, elements, *numbers = FORMAT.unpack(frame)
+    magic, kind, dtype, lies, job, sender, step, version, share, shares, slot, call, elements, *numbers = FORMAT.unpack(frame)
     if magic != MAGIC:
         raise Unfit("no message of paragrad's, or one of another version")
     if kind not in Kind.__members__.values():
         raise Unfit(f"a message of no known kind ({kind})")
     if dtype >= len(DTYPES):
         raise Unfit(f"numbers of no known type ({dtype})")
-    return Header(Kind(kind), job, sender, step, version, share, shares, slot, call, DTYPES[dtype], elements, tuple(numbers))
+    return Header(Kind(kind), job, sender, step, version, share, shares, slot, call, DTYPES[dtype], elements, lies,
+                  tuple(numbers))
 
 
 def vector_of(header: Header, frame: Any) -> Tensor:

@@ -38,6 +38,11 @@ class Address:
     at: str
     key: bytes | None = None
 
+    @property
+    def on_host(self) -> bool:
+        """Is it for processes of this host alone?"""
+        return self.at.startswith("ipc://")
+
 
 def make_keys(path: Path) -> Path:
     """A pair into a file that is not there yet, and its public half beside it, of which this is the path. Raises Refused."""

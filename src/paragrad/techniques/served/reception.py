@@ -16,14 +16,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from paragrad.errors import StepFailed
 from paragrad.techniques.served.beside import loaded, saved
-from paragrad.techniques.served.header import Header, Kind, Unfit, bytes_of, vector_of
+from paragrad.techniques.served.header import Header, Kind, Unfit, bytes_of
 from paragrad.techniques.served.office import LATE
 from paragrad.techniques.served.shard import Shard
+from paragrad.techniques.served.shelf import Reader, Shelf
 from paragrad.techniques.served.snapshot import EVERY
 from paragrad.techniques.served.sockets import Listening, heard
 from paragrad.techniques.updating import clip_factor, in_eval_mode
@@ -46,6 +46,7 @@ class Reception:
 
     def __init__(self, shard: Shard, listening: Listening, job: int) -> None:
         self.shard, self.listening, self.job = shard, listening, job
+        self.reader = Reader(shard.strategy.workers)
         self.pushes: dict[int, Push] = {}
         self.forgetting: dict[int, tuple[bytes, Header]] = {}           # who wants the sum of this step gone
         self.due = False                                # a snapshot of this step is to be made before the next one
@@ -75,7 +76,7 @@ class Reception:
     def _does(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
         handlers: dict[Kind, Callable[[bytes, Header, Sequence[Any]], None]] = {
             Kind.PUSH: self._push, Kind.UPDATE: self._update, Kind.PULL: self._pull, Kind.GRADIENTS: self._tell_gradients,
-            Kind.STATE: self._state, Kind.FORGET: self._forget, Kind.END: self._end}
+            Kind.STATE: self._state, Kind.FORGET: self._forget, Kind.LOOK: self._look, Kind.END: self._end}
         if self.shard.snapshots is not None:            # workers may be replaced
             handlers |= {Kind.BESIDE: self._beside, Kind.HALT: self._halt, Kind.RESUME: self._resume}
         if header.kind not in handlers:
@@ -120,7 +121,7 @@ class Reception:
         marked = rest[0].bytes
         if len(marked) != len(slot.stretches) or not set(marked) <= {0, 1}:
             raise Unfit("marks that do not fit the slice")
-        vector = vector_of(header, rest[1].buffer)
+        vector = self.reader.vector(header, rest[1].buffer)
         if not all(map(math.isfinite, header.numbers)):
             raise Unfit("numbers that are not finite")
         if self.shard.strategy.hands_out and not (0 <= header.numbers[3] <= self.shard.full and 1 <= header.shares <=
@@ -210,7 +211,7 @@ class Reception:
             self._make(divisor, factor)
         elif header.step != self.shard.updates - 1:
             raise Unfit(f"an update of {'an earlier' if header.step < self.shard.updates else 'a later'} step")
-        self._tell(whose, header, self.shard.values, False)
+        self._tell(whose, header, self.shard.values, self.shard.shelf)
 
     def _make(self, divisor: float, factor: float) -> None:
         """The synchronous step of which all is there. Raises Unfit."""
@@ -262,6 +263,7 @@ class Reception:
     def _halt(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
         """What they sent and nobody has looked at yet is of another training from here on."""
         self.job = header.version
+        self.reader.forget()
         said = {"updates": self.shard.updates, "complete": self.shard.complete, **self.shard.last}
         self.listening.answer(whose, header.answer(Kind.GIVEN), json.dumps(said).encode())
 
@@ -274,43 +276,45 @@ class Reception:
         self.listening.answer(whose, header.answer(Kind.DONE, version=self.shard.updates))
 
     # ---- answers -----------------------------------------------------------------------------------------------------------
-    def _tell(self, whose: bytes, header: Header, vectors: list[Tensor], copied: bool,
+    def _tell(self, whose: bytes, header: Header, vectors: list[Tensor], shelf: Shelf | None = None,
               marked: bytes = b"", **more: Any) -> None:
-        """One of the vectors; a copy where the next update may come while it travels."""
+        """One of the vectors; a copy, where the next update may come while it is read. shelf: otherwise, on which they are."""
         if header.slot >= len(self.shard.slots):
             raise Unfit("it is for a vector that is not here")
         if header.slot >= len(vectors):                 # of what has no gradients
             raise Unfit("it is for a vector that has none")
         slot, vector = self.shard.slots[header.slot], vectors[header.slot]
         self.shard.sent += vector.nbytes
-        said = header.answer(Kind.VALUES, dtype=slot.dtype, elements=slot.elements, version=self.shard.updates, **more)
-        self.listening.answer(whose, said, marked, bytes_of(vector.clone() if copied else vector))
+        said = header.answer(Kind.VALUES, dtype=slot.dtype, elements=slot.elements, version=self.shard.updates,
+                             lies=header.lies and shelf is not None and shelf.lies, **more)
+        self.listening.answer(whose, said, marked,
+                              bytes_of(vector.clone()) if shelf is None else shelf.sent(header.slot, said.lies))
+
+    def _look(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
+        """Whether this process can read where the asker's vectors lie, and where one of its own does."""
+        try:
+            self.reader.found(rest[-1].buffer if rest else b"", 0)
+            reads = True
+        except Unfit:
+            reads = False
+        shelf = self.shard.shelf
+        self.listening.answer(whose, header.answer(Kind.DONE, numbers=(float(reads),)), shelf.against.encode(),
+                              shelf.place(0) if shelf.lies else b"")
 
     def _pull(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
         with in_eval_mode(self.shard.optimizer, self.shard.own) if header.numbers[0] else nullcontext():
-            self._tell(whose, header, self.shard.values, True)
+            self._tell(whose, header, self.shard.values)
 
     def _tell_gradients(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
         marked = iter(self.shard.anyone)
         every = [bytes(next(marked) for _ in slot.stretches) for slot in self.shard.trained]
         own = every[header.slot] if header.slot < len(every) else b""
-        self._tell(whose, header, self.shard.gradients, True, own, numbers=(float(self.shard.complete),))
+        self._tell(whose, header, self.shard.gradients, marked=own, numbers=(float(self.shard.complete),))
 
     def _state(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
-        """The optimizer's: [stretch, what, number] or [stretch, what, type, shape] in the order of the bytes."""
-        said: list[list[Any]] = []
-        parts: list[Tensor] = []
-        for number, place in enumerate(self.shard.own):
-            for what, value in self.shard.optimizer.state.get(place, {}).items():
-                if isinstance(value, Tensor):
-                    said.append([number, what, str(value.dtype).removeprefix("torch."), list(value.shape)])
-                    parts.append(value.detach().reshape(-1).contiguous().view(torch.uint8))
-                else:
-                    said.append([number, what, value])
         try:
-            text = json.dumps(said)
+            text, vector = self.shard.state()
         except TypeError as error:
             raise Unfit(f"the optimizer's state cannot travel: {error}") from None
-        vector = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-        self.listening.answer(whose, header.answer(Kind.VALUES, dtype=torch.uint8, elements=vector.numel()), text.encode(),
-                         bytes_of(vector))
+        self.listening.answer(whose, header.answer(Kind.VALUES, dtype=vector.dtype, elements=vector.numel()), text.encode(),
+                              bytes_of(vector))

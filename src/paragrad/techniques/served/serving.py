@@ -39,7 +39,9 @@ class Serving(Alone):
             job, told = met(world, self.listening.address)
             self.listening.allow(told[:strategy.workers])
             world.barrier()
-        self.shard = Shard(strategy, replica, cut.slots[self.number], cut.names, cut.tensors(model), replica.full)
+        against = "an update may come while they are read" if strategy.hands_out else (
+            "" if self.listening.address.on_host else "servers and workers are on several hosts")
+        self.shard = Shard(strategy, replica, cut.slots[self.number], cut.names, cut.tensors(model), replica.full, against)
         self.reception = Reception(self.shard, self.listening, job)
         self.largest = 2 * self.shard.nbytes
         if meeting:
@@ -53,5 +55,6 @@ class Serving(Alone):
 
     def close(self) -> None:
         self.listening.close()
+        self.shard.shelf.close()
         if self.shard.snapshots is not None:
             self.shard.snapshots.close()

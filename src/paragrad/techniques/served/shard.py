@@ -6,6 +6,7 @@ one alone has all. The scheduler steps with every full batch of samples that cam
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from torch import Tensor
 from paragrad.strategies.server import Server
 from paragrad.techniques.exchange import Replica
 from paragrad.techniques.layout import hand_over
+from paragrad.techniques.served.shelf import Shelf
 from paragrad.techniques.served.slicing import Slot, held, places
 from paragrad.techniques.served.snapshot import Snapshots
 from paragrad.techniques.slices import updated
@@ -43,17 +45,19 @@ class Applied:
 
 class Shard:
     """One server's. slots: what it has of `tensors`, the parameters that are trained, which have names, and what forwards
-    change;  full: samples of a full batch."""
+    change;  full: samples of a full batch;  against: why workers are not to read the values where they lie, or ""."""
 
     def __init__(self, strategy: Server, replica: Replica, slots: list[Slot], names: list[str], tensors: list[Tensor],
-                 full: int) -> None:
+                 full: int, against: str = "") -> None:
         self.strategy, self.slots, self.full = strategy, slots, full
         self.optimizer, self.scheduler, self.alike = replica.optimizer, replica.scheduler, replica.alike
         self.clip_norm = replica.clip_norm
         self.trained = [slot for slot in slots if not slot.added]       # they come first
         self.stretches = [each for slot in self.trained for each in slot.stretches]
         self.held = [held(each, names, tensors) for each in self.stretches]
-        self.values = [torch.cat(places(slot, tensors)) for slot in slots]
+        self.shelf = Shelf([(slot.dtype, slot.elements) for slot in slots], against)
+        self.values = [torch.cat(places(slot, tensors), out=each)
+                       for slot, each in zip(slots, self.shelf.vectors, strict=True)]
         self.gradients = [torch.zeros_like(each) for each in self.values[:len(self.trained)]]
         self.own, self.grads = self._places(self.values), self._places(self.gradients)
         if strategy.servers == 1:                       # the optimizer keeps what it has, also hooks that know the model
@@ -163,6 +167,20 @@ class Shard:
                 "samples": self.samples - self.begun_samples, "lost": self.lost,
                 "staleness": {str(late): count for late, count in sorted(self.staleness.items())},
                 "refused": dict(self.refused)}
+
+    def state(self) -> tuple[str, Tensor]:
+        """The optimizer's: as JSON [stretch, what, number] or [stretch, what, type, shape], and the bytes in their order.
+        Raises TypeError for what is neither."""
+        said: list[list[Any]] = []
+        parts: list[Tensor] = []
+        for number, place in enumerate(self.own):
+            for what, value in self.optimizer.state.get(place, {}).items():
+                if isinstance(value, Tensor):
+                    said.append([number, what, str(value.dtype).removeprefix("torch."), list(value.shape)])
+                    parts.append(value.detach().reshape(-1).contiguous().view(torch.uint8))
+                else:
+                    said.append([number, what, value])
+        return json.dumps(said), torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
     # ---- started again -------------------------------------------------------------------------------------------------------
     def counts(self) -> dict[str, Any]:

@@ -231,6 +231,8 @@ def heard(listening: Listening, frames: Sequence[Any], job: int, does: Callable[
             raise Unfit("it is of another training")
         if key_of(whose) is not None and header.kind not in ELSEWHERE:
             raise Unfit(f"{header.kind.name} is not for those who joined from elsewhere")
+        if header.lies and (key_of(whose) is not None or not listening.address.on_host):
+            raise Unfit("it lies in the memory of another host")
         does(whose, header, frames[2:])
     except Unfit as error:
         refused[re.sub(r"\b\d+\b", "N", str(error))] += 1

@@ -94,12 +94,13 @@ def opened(address: str, private: bool = False) -> Region:
     if address.startswith(NONE):
         raise RuntimeError(f"rank 0 could not make shared memory: {address.removeprefix(NONE).strip()}")
     host, pid, descriptor, size, token = address.split()
-    path = f"/proc/{pid}/fd/{descriptor}"
     try:
         if host != host_name():
             raise OSError("its maker is on another host")
-        own = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        own = os.open(f"/proc/{int(pid)}/fd/{int(descriptor)}", os.O_RDWR | os.O_CLOEXEC)
         try:
+            if os.fstat(own).st_size != int(size) or int(size) < TOKEN:
+                raise OSError("another file is there")
             region = Region(own, int(size), private)
         finally:
             os.close(own)
@@ -113,11 +114,17 @@ def opened(address: str, private: bool = False) -> Region:
 
 def unavailable() -> str | None:
     """Why there are no regions on this host, or None."""
+    reason = lacking()
+    return reason and f"the backend shm: {reason}; use gloo on this host"
+
+
+def lacking() -> str | None:
+    """What this host has not, without which processes cannot share memory so."""
     missing = [name for name in ("memfd_create", "posix_fallocate", "pidfd_open") if not hasattr(os, name)]
     if sys.platform != "linux" or missing:
-        return f"the backend shm wants Linux with {', '.join(missing) or 'memfd_create'}; use gloo on this host"
+        return f"shared memory wants Linux with {', '.join(missing) or 'memfd_create'}"
     if not os.path.isdir("/proc/self/fd"):
-        return "the backend shm wants /proc, by which ranks open each other's memory, and here is none; use gloo"
+        return "shared memory wants /proc, by which processes open each other's, and here is none"
     return None
 
 
