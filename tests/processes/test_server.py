@@ -40,7 +40,7 @@ from paragrad.techniques.served.reception import AGAIN, APPLIED, Reception
 from paragrad.techniques.served.shard import Shard
 from paragrad.techniques.served.shelf import Shelf
 from paragrad.techniques.served.slicing import Slot
-from paragrad.techniques.served.sockets import Listening
+from paragrad.techniques.served.sockets import PIECE, Listening, in_one
 from paragrad.techniques.slices import Stretch
 from paragrad.training.admission import admitted
 from paragrad.verbs import elastic
@@ -318,6 +318,34 @@ def test_between_hosts_only_who_is_known_is_let_in() -> None:
         bare = replace(listening.address, key=None)
         assert _answered(listening, mine, bare) == "nothing came"
     finally:
+        listening.close()
+
+
+@pytest.mark.parametrize("length", [8, PIECE, PIECE + 8, 3 * PIECE])
+@pytest.mark.parametrize("host", ["127.0.0.1", None], ids=["encrypted", "on one host"])
+def test_a_vector_comes_as_it_was_sent(host: str | None, length: int) -> None:
+    """Encrypted, a long one travels in pieces: whole, its bytes were decrypted when the last of them had come, and the link
+    rested meanwhile."""
+    vector, mine = torch.randint(256, (length,), dtype=torch.uint8), Keys.made()
+    header = Header(Kind.PUSH, JOB, dtype=torch.uint8, elements=length)
+    listening = Listening(length, host, Keys.made())
+    calling = Calling([listening.address], length, mine, 30.0)
+    pieces = -(-length // PIECE) if host else 1
+    try:
+        listening.allow([mine.public])
+        calling._send(0, (header.packed(), b"\1", bytes_of(vector)))
+        came = listening.take(30.0)
+        assert came is not None
+        whose, first, marked, there = came
+        assert torch.equal(vector_of(unpacked(first.bytes), there.buffer), vector)
+        listening.answer(whose.bytes, header, marked.bytes, bytes_of(vector))
+        assert calling.sockets[0].poll(30_000)
+        frames = calling.sockets[0].recv_multipart(copy=False)
+        assert len(frames) == 2 + pieces
+        first, marked, there = in_one(frames)
+        assert torch.equal(vector_of(unpacked(first.bytes), there.buffer), vector)
+    finally:
+        calling.close()
         listening.close()
 
 

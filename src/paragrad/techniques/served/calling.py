@@ -16,7 +16,7 @@ import zmq.utils.monitor
 from paragrad.errors import StepFailed
 from paragrad.techniques.served.header import Header, Kind, Unfit, unpacked
 from paragrad.techniques.served.keys import Address, Keys
-from paragrad.techniques.served.sockets import LEAVING, ROOM, Frames, set_options
+from paragrad.techniques.served.sockets import LEAVING, ROOM, Frames, in_one, in_pieces, set_options
 
 STOPPED = 1.0           # seconds that a process wakes up late, at least, where it was stopped
 
@@ -73,7 +73,7 @@ class Calling:
                 self._send(*each)
             for server, socket in enumerate(self.sockets):
                 if socket in ready:
-                    first, *frames = socket.recv_multipart(copy=False)
+                    first, *frames = in_one(socket.recv_multipart(copy=False))
                     header = self._answer(self.names[server], first.bytes, frames)
                     if header.kind == Kind.WAIT:                        # it is there
                         until = time.monotonic() + self.seconds
@@ -82,7 +82,8 @@ class Calling:
 
     def _send(self, server: int, frames: Frames) -> None:
         with suppress(zmq.Again):                                       # it is not there: it is asked again
-            self.sockets[server].send_multipart(list(frames), flags=zmq.NOBLOCK, copy=False)
+            socket = self.sockets[server]
+            socket.send_multipart(in_pieces(socket, *frames), flags=zmq.NOBLOCK, copy=False)
 
     @staticmethod
     def _answer(name: str, frame: bytes, rest: Sequence[Any]) -> Header:

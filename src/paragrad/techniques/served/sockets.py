@@ -41,6 +41,7 @@ UNKNOWN = zmq.EVENT_HANDSHAKE_FAILED_AUTH
 BINDING = 5.0           # seconds in which the port of a process that was killed must be free again
 FROM_HERE, FROM_ELSEWHERE = b"\0", b"\1"            # what begins the name of who asks
 KEY = 40                # signs of a public key
+PIECE = 2**18           # bytes of a vector that are encrypted, and decrypted, while those before them travel
 ELSEWHERE = {Kind.PUSH, Kind.PULL, Kind.NEXT, Kind.JOIN, Kind.LEAVE}         # what may be asked from there
 Frames = Sequence[Any]
 
@@ -133,14 +134,14 @@ class Listening:
             if self.entered.get(descriptor, name) != name:          # which another connection had
                 self.gone.append(self.entered[descriptor])
             self.entered[descriptor] = name
-        return [zmq.Frame(name), *frames]
+        return [zmq.Frame(name), *in_one(frames)]
 
     def answer(self, whose: bytes, header: Header, *rest: Any) -> None:
         """Never waits: who does not take what it is told is told no more."""
         key = key_of(whose)
         socket, name = (self.socket, whose[1:]) if key is None else (self.elsewhere, whose[1 + len(key):])
         with suppress(zmq.Again):
-            socket.send_multipart([name, header.packed(), *rest], flags=zmq.NOBLOCK, copy=False)
+            socket.send_multipart([name, *in_pieces(socket, header.packed(), *rest)], flags=zmq.NOBLOCK, copy=False)
 
     @property
     def waiting(self) -> list[Any]:
@@ -208,6 +209,23 @@ def _encrypted(socket: zmq.Socket[bytes], keys: Keys, place: Place) -> Address:
             if error.errno != zmq.EADDRINUSE or not place.port or time.monotonic() > until:
                 raise StepFailed(f"nobody can be listened to at {place}: {error.strerror}; give another port") from error
             time.sleep(0.05)                            # whoever had it was killed a moment ago
+
+
+def in_pieces(socket: zmq.Socket[bytes], *frames: Any) -> list[Any]:
+    """Header, marks, vector as they travel. Encrypted, a long vector does in pieces: ZeroMQ encrypts a frame before any of it
+    leaves, and decrypts it when all of it is there."""
+    if len(frames) < 3 or len(frames[2]) <= PIECE or socket.get(zmq.MECHANISM) != zmq.CURVE:
+        return [*frames]
+    header, marks, vector = frames
+    return [header, marks, *(vector[start:start + PIECE] for start in range(0, len(vector), PIECE))]
+
+
+def in_one(frames: Sequence[Any]) -> list[Any]:
+    """What came, with the pieces of a vector put together."""
+    first, pieces = frames[:2], frames[2:]
+    if len(pieces) > 1 and all(len(each) == PIECE for each in pieces[:-1]):
+        pieces = [zmq.Frame(bytearray().join(each.buffer for each in pieces), copy=False)]
+    return [*first, *pieces]
 
 
 @dataclass(frozen=True)
