@@ -69,6 +69,8 @@ class Asking(Exchange):
         against = "the servers are on several hosts" if not all(each.on_host for each in servers) else (
             "who is late may be at the next ones when they are read" if strategy.backup else "")
         self.shelf = Shelf([(slot.dtype, slot.elements) for _, _, slot in self.cut.every()], against)
+        # all workers at once to the same server would fill its link while those of the others rest
+        self.order = sorted(enumerate(self.cut.every()), key=lambda each: (each[1][0] - self.number) % strategy.servers)
         self.reader = Reader(strategy.servers)
         self.lie: tuple[bool, bool] | None = None       # gradients, parameters, once that is known
         self.largest = sum(each.nbytes for each in self.shelf.vectors)
@@ -122,7 +124,7 @@ class Asking(Exchange):
                      *(self._change(new, old) for new, old in zip(own, self.pulled, strict=True))]
 
         def questions() -> Iterator[tuple[int, Header, Any]]:
-            for place, (server, number, slot) in enumerate(self.cut.every()):
+            for place, (server, number, slot) in self.order:
                 vector = self.shelf.vectors[place]
                 fill(slot, gradients, vector)           # while what came before travels
                 self.count("gradients", vector.nbytes, computed=False)
@@ -232,7 +234,7 @@ class Asking(Exchange):
     def _vectors(self, kind: Kind, numbers: tuple[float, ...]) -> Iterator[tuple[int, Slot, Header, bytes, Tensor]]:
         lies = self._lie(1) and kind == Kind.UPDATE
         questions = [(server, self._header(kind, slot=number, lies=lies, numbers=numbers), ())
-                     for server, number, slot in self.cut.every() if not (slot.added and kind in (Kind.GRADIENTS, Kind.UPDATE))]
+                     for _, (server, number, slot) in self.order if not (slot.added and kind in (Kind.GRADIENTS, Kind.UPDATE))]
         for server, header, rest in self.calling.asked(questions):
             slot = self.cut.slots[server][header.slot]
             if header.kind != Kind.VALUES or header.elements != slot.elements or header.dtype != slot.dtype or (
