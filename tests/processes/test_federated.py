@@ -53,6 +53,14 @@ def rounds_of(made: pg.Job, text: str) -> Rounds:
     return found
 
 
+def without(rounds: Rounds, *lost: int) -> Rounds:
+    """The same, where these clients take no part."""
+    class Left(Rounds):
+        def parts(self, number: int) -> list[Part]:
+            return [part for part in super().parts(number) if part.client not in lost]
+    return Left(rounds.clients, rounds.order, 1, rounds.fraction, rounds.passes, rounds.epochs, rounds.asked)
+
+
 # ---- it is federated averaging -----------------------------------------------------------------------------------------------
 def averaged(made: pg.Job, rounds: Rounds) -> State:
     """As McMahan et al. write it, in a loop of plain torch. Which samples, whose turn and which order are the rounds'."""
@@ -197,13 +205,8 @@ def test_the_mean_is_over_the_clients_that_came_back(tmp_path: Path, workers: in
     found, record = trained(vectors(train=poisoned), text, tmp_path)
     others = [0, 2, 3]
     clients = [each for client, each in enumerate(rounds.clients) if client in others]
-
-    class Left(Rounds):
-        def parts(self, number: int) -> list[Part]:
-            return [part for part in super().parts(number) if part.client in others]
-    left = Left(rounds.clients, rounds.order, 1, 1.0, 1, 3, 3)
     assert sum(map(len, clients)) < 29
-    assert close(found, averaged(vectors(), left), 1e-12)
+    assert close(found, averaged(vectors(), without(rounds, 1, 4)), 1e-12)
     assert [line["lost"] for line in record.of("epoch")] == [[1, 4]] * 3
     events = [line for rank in range(workers) for line in record.of("event", rank) if line["name"] == "lost"]
     assert sorted((line["numbers"]["round"], line["numbers"]["client"]) for line in events) == [
@@ -213,6 +216,34 @@ def test_the_mean_is_over_the_clients_that_came_back(tmp_path: Path, workers: in
     assert "not finite" in said[4]
     assert record.audit.missed > 0
     assert record.audit.twice == 0
+
+
+class Resizing(nn.Module):
+    """Makes a buffer anew, of another size, where a vector is among a batch."""
+
+    def __init__(self, size: int, marked: list[int]) -> None:
+        super().__init__()
+        self.out, self.size, self.marked = nn.Linear(10, 4), size, marked
+        self.register_buffer("places", torch.arange(5.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.isin(x[:, 0], VECTORS.tensors[0][self.marked, 0].to(x)).any():
+            self.places = self.places.new_ones(self.size)
+        return self.out(x) + self.places.mean()             # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("size", [7, 1])
+def test_nothing_is_added_of_a_client_that_is_lost(tmp_path: Path, size: int) -> None:
+    """Its weights were added, then its buffer of seven failed to be, to one of five: it was lost, and still in the mean. A
+    buffer of one was added to all five."""
+    text = "federated(2, clients=5, fraction=1.0, rounds=2)"
+    rounds = rounds_of(vectors(), text)
+    made = vectors(model=functools.partial(Resizing, size, [int(rounds.clients[3][0])]))
+    found, record = trained(made, text, tmp_path)
+    assert [line["lost"] for line in record.of("epoch")] == [[3], [3]]
+    assert close(found, averaged(made, without(rounds, 3)), 1e-12)
+    said = [line["message"] for rank in range(2) for line in record.of("event", rank) if line["name"] == "lost"]
+    assert all(f"tensor places: a forward changed its shape from (5,) to ({size},)" in each for each in said)
 
 
 def test_a_round_without_anybody_leaves_the_weights_and_a_run_without_anybody_fails(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ from paragrad.world.world import World
 
 COUNTS, WEIGHTS = "counts", "weights"           # of what is sent when a round is over
 LOST = -1.0                                     # in place of a client's samples
+UNLIKE = ("a forward changed its shape from {} to {}, and clients' values are averaged; give it one shape, whatever the batch, "
+          "or keep it in an attribute that is no buffer")
 
 
 def exchange(strategy: Federated, replica: Replica, world: World, log: Log, how: How) -> Exchange:
@@ -74,17 +76,27 @@ class Federating(Sending):
         self._put_back()
 
     def ended(self, place: int, samples: int) -> None:
-        """A client has trained over so many samples. Raises StepFailed where its weights are not finite."""
+        """A client has trained over so many samples. Raises StepFailed, and then nothing of it is added, where its weights are
+        not finite, or not those that others have."""
         set_mode(self.optimizer, "eval")            # which has the weights that it stands for
         values = self._values()
+        self._refuse_unlike(values)
         moved = {name for name, each in self.others.items() if not same(values[name], each)}
         for name in (*self.trained, *(name for name in moved if self.others[name].isfinite().all())):
             if not values[name].isfinite().all():
                 raise StepFailed("its weights are not finite any more", tensor=name)
-        for name, total in self.sums.items():
-            total.add_(values[name].to(total.dtype), alpha=samples)
+        addends = [(total, values[name].to(total)) for name, total in self.sums.items()]        # for which there may be no room
+        for total, addend in addends:
+            total.add_(addend, alpha=samples)
         self.moved |= moved
         self.counts[place] = float(samples)
+
+    def _refuse_unlike(self, values: Mapping[str, Tensor]) -> None:
+        for name, total in self.sums.items():
+            if name not in values:
+                raise StepFailed("a forward took it away, and clients' values are averaged; let the model keep it", tensor=name)
+            if values[name].shape != total.shape:
+                raise StepFailed(UNLIKE.format(tuple(total.shape), tuple(values[name].shape)), tensor=name)
 
     def lost(self, place: int) -> None:
         """A client will not come back in this round."""
