@@ -109,6 +109,27 @@ def test_one_client_with_all_samples_is_serial(tmp_path: Path) -> None:
     assert len(record.of("epoch")) == 3
 
 
+class Clamped(nn.Module):
+    """Gradients are clipped by hooks, element by element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(10, 8), nn.Linear(8, 4)
+        for parameter in self.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.hidden(x)))         # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_is_not_linear_in_a_gradient_sees_that_of_a_clients_batch(tmp_path: Path, workers: int) -> None:
+    """With two workers a hook that clips saw the sum over the batch: another training than with one."""
+    made, text = vectors(model=Clamped), f"federated({workers}, clients=3, fraction=1.0, rounds=2)"
+    found, _ = trained(made, text, tmp_path)
+    assert close(found, averaged(made, rounds_of(made, text)), 1e-12)
+
+
 @pytest.mark.parametrize("name", [
     "mlp, adam, clipped, scheduled", "cnn with batch norm, activated, dropout", "lstm, tied, loss as a pair",
     "dicts, padded, transformed", "frozen and unused", "dropout, recomputed"])

@@ -38,6 +38,7 @@ def exchange(strategy: Federated, replica: Replica, world: World, log: Log, how:
 
 class Federating(Sending):
     """Between `begin_round` and `meet` this worker's clients are `begun` and `ended`, or `lost`, one after the other."""
+    apart = True
 
     def __init__(self, strategy: Federated, replica: Replica, world: World, log: Log, how: How) -> None:
         super().__init__(replica, world, log, how, strategy.reduce)
