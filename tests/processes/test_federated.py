@@ -22,6 +22,7 @@ from paragrad.record.record import Record, lines_of
 from paragrad.training.admission import Admitted, admitted
 from paragrad.training.in_rounds import InRounds
 from paragrad.training.loop import train_rank
+from paragrad.training.settings import Settings
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
@@ -404,6 +405,31 @@ def test_saved_between_rounds_it_goes_on_to_the_bit(tmp_path: Path) -> None:
     assert rest.audit.missed == rest.audit.twice == 0
     other, _ = trained(made, text.format(3, 6), tmp_path, resume=first.folder)
     assert close(whole, other)
+
+
+def test_rounds_shorter_than_a_step_of_serial_are_saved_too(tmp_path: Path) -> None:
+    """Checkpoints are called by the steps of serial. Of rounds with as many behind them the first alone was saved, so the last
+    one was lost, and of those that were left the door said that there were none."""
+    made, text = vectors(), "federated(2, clients=20, fraction=0.05, rounds={})"
+    assert [rounds_of(made, text.format(9)).passed(number) for number in (4, 5, 6, 7)] == [1, 2, 2, 2]
+    whole, _ = trained(made, text.format(7), tmp_path)
+    _, first = trained(made, text.format(6), tmp_path, save=1)
+    assert sorted(path.name for path in first.folder.glob("checkpoint-*")) == ["checkpoint-00000001", "checkpoint-00000002"]
+    resumed, rest = trained(made, text.format(7), tmp_path, resume=first.folder)
+    assert [line["epoch"] for line in rest.of("epoch")] == [6]
+    assert close(whole, resumed, 0.0)
+
+
+def test_the_door_counts_rounds_and_names_what_makes_more(tmp_path: Path) -> None:
+    """It said to give more epochs, which do not count where rounds are given."""
+    made, text = vectors(), "federated(2, clients=4, fraction=0.5{})"
+    _, first = trained(made, text.format(", rounds=4"), tmp_path, save=1)
+    with pytest.raises(pg.Refused, match=r"has 4 rounds behind it, and job vectors wants 2; give more rounds=$"):
+        admitted(made, text.format(", rounds=2"), Settings(resume=first.folder))
+    with pytest.warns(UserWarning, match=r"all 4 rounds were made; nothing is left to train \(more rounds= go on\)"):
+        admitted(made, text.format(", rounds=4"), Settings(resume=first.folder))
+    with pytest.raises(pg.Refused, match="has 4 rounds behind it, and job vectors wants 2; give more --epochs"):
+        admitted(made.replace(epochs=1), text.format(""), Settings(resume=first.folder))
 
 
 def test_what_is_saved_goes_on_under_other_strategies_and_theirs_here(tmp_path: Path) -> None:

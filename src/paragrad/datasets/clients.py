@@ -79,6 +79,10 @@ class Rounds:
         """The rounds behind so many steps of serial."""
         return next((rounds for rounds in range(self.count) if self.passed(rounds) >= steps), self.count)
 
+    def own(self, steps: int, told: int | None) -> int | None:
+        """The rounds behind a checkpoint of so many steps, as it tells them; None where it is not of these rounds."""
+        return told if told is not None and self.passed(told) == steps else None
+
     def length(self, client: int) -> int:
         """The steps of a client in a round."""
         return self.passes * -(-len(self.clients[client]) // self.order.batch)

@@ -127,8 +127,7 @@ def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, 
     refuse_lone(checked.rounds, Asked(job, facts, settings.folder), asked)
     if not settings.resume:
         return checked
-    steps = checked.rounds.passed(checked.rounds.count) if checked.rounds else None
-    return replace(checked, saved=checkpoint.found(Path(settings.resume), job, facts, steps))
+    return replace(checked, saved=checkpoint.found(Path(settings.resume), job, facts, checked.rounds))
 
 
 def here_for(settings: Settings, own_loop: bool = False) -> Here:

@@ -51,10 +51,15 @@ class InRounds(Training):
         assert isinstance(self.trainer.exchange, Federating)
         return self.trainer.exchange
 
+    @property
+    def place(self) -> int:
+        """Rounds: one may be shorter than a step of serial, by which a checkpoint is called."""
+        return self.made
+
     def begin(self, saved: Saved | None) -> tuple[int, int]:
         if saved is not None:
             self.made = self._made(saved)
-            self.back = self.made > 0
+            self.back, self.saved_at = self.made > 0, self.made
         self.trainer.steps = self.rounds.begins[self.made]
         if self.made < self.rounds.count:
             self._wire()
@@ -62,9 +67,9 @@ class InRounds(Training):
 
     def _made(self, saved: Saved) -> int:
         """The rounds behind a checkpoint: its own, or, of one made otherwise, as many as come to its steps."""
-        rounds = saved.state.get("rounds")
-        if rounds is not None and self.rounds.passed(rounds) == saved.step:
-            return min(int(rounds), self.rounds.count)
+        rounds = self.rounds.own(saved.step, saved.state.get("rounds"))
+        if rounds is not None:
+            return rounds
         found = self.rounds.made(saved.step)
         self.trainer.log.choice("rounds", f"from round {found} on", "the first that begins after as many samples as "
                                 f"{saved.step} steps of serial pass over")

@@ -131,6 +131,11 @@ class Training:
             with wired_meanwhile(self.trainer):
                 self.save()
 
+    @property
+    def place(self) -> int:
+        """How far it is: a checkpoint is of one place."""
+        return self.trainer.steps
+
     def begin(self, saved: Saved | None) -> tuple[int, int]:
         """(epoch, step of it) with which the training goes on."""
         return divmod(self.trainer.steps, self.per_epoch)
@@ -200,14 +205,14 @@ class Training:
             raise StepFailed(f"this rank found another checkpoint in {saved.folder} than rank 0; put the run where all hosts "
                              "see it")
         saving.restore(self.trainer, saved)
-        self.saved_at = self.trainer.steps
+        self.saved_at = self.place
 
     def save(self) -> None:
-        """A checkpoint of this step, unless it is there already."""
-        if self.saved_at == self.trainer.steps:
+        """A checkpoint of this place, unless it is there already."""
+        if self.saved_at == self.place:
             return
         self.trainer.save(self.folder, checkpoint.identity_of(self.checked.job, self.checked.facts), **self.beside)
-        self.saved_at = self.trainer.steps
+        self.saved_at = self.place
 
 
 def log_memory(trainer: Trainer, held: int = 0) -> None:
