@@ -19,6 +19,7 @@ from torch.nn import functional
 import paragrad as pg
 from paragrad.datasets.clients import Part, Rounds
 from paragrad.record.record import Record, lines_of
+from paragrad.report import listing
 from paragrad.training.admission import Admitted, admitted
 from paragrad.training.in_rounds import InRounds
 from paragrad.training.loop import train_rank
@@ -238,6 +239,28 @@ def test_the_mean_is_over_the_clients_that_came_back(tmp_path: Path, workers: in
     assert "not finite" in said[4]
     assert record.audit.missed > 0
     assert record.audit.twice == 0
+
+
+def test_who_was_lost_is_in_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Workers wrote it into their records, and the run told nobody."""
+    text = "federated(3, clients=5, fraction=1.0, rounds=2)"
+    rounds = rounds_of(vectors(), text)
+    poisoned = Poisoned([int(rounds.clients[1][2])], [int(rounds.clients[4][4])])
+    run = pg.train(vectors(train=poisoned), text, runs=tmp_path)
+    assert [told.partition(":")[0] for told in run.happened] == [
+        f"client {client} in round {number}" for number in (0, 1) for client in (1, 4)]
+    assert run.as_json()["events"] == run.happened
+    listing.run(run, False)
+    assert f"what happened: {run.happened[0]}; and 3 more, in the record" in capsys.readouterr().out
+
+
+def test_a_round_from_which_nobody_came_back_is_in_the_summary_once(tmp_path: Path) -> None:
+    text = "federated(2, clients=4, fraction=0.1, rounds=6)"            # one client a round
+    poor = rounds_of(vectors(), text).chosen(1)[0]
+    samples = list(map(int, rounds_of(vectors(), text).clients[poor]))
+    run = pg.train(vectors(train=Poisoned(samples, [])), text, runs=tmp_path)
+    assert [told for told in run.happened if "round 1: no client came back" in told] == [
+        "round 1: no client came back; the weights stay"]
 
 
 class Resizing(nn.Module):

@@ -19,6 +19,7 @@ from paragrad.datasets.clients import Part, Rounds
 from paragrad.datasets.loading import Samples, parted
 from paragrad.errors import StepFailed, told
 from paragrad.planner.price import computed_bytes
+from paragrad.record.rounds import LOST, NOBODY
 from paragrad.strategies.shares import Micro
 from paragrad.techniques.data_parallel.federated import Federating
 from paragrad.techniques.exchange import TESTS
@@ -29,7 +30,7 @@ from paragrad.training.saved import Saved
 from paragrad.world.generators import generators_seeded
 from paragrad.world.waiting import meanwhile
 
-NOBODY = "no client of any round came back; of the last one that was lost: {}"
+NONE = "no client of any round came back; of the last one that was lost: {}"
 
 
 class InRounds(Training):
@@ -162,13 +163,13 @@ class InRounds(Training):
     def _lost(self, place: int, part: Part, number: int, error: Exception) -> None:
         self.exchange.lost(place)
         self.cause = f"client {part.client} in round {number}: {told(error)}"
-        self.trainer.log.event("lost", f"{self.cause}; the round's mean is over the others", round=number, client=part.client)
+        self.trainer.log.event(LOST, f"{self.cause}; the round's mean is over the others", round=number, client=part.client)
 
     def _told(self, parts: list[Part], counts: list[float], number: int) -> None:
         lost = [part.client for part, count in zip(parts, counts, strict=True) if count < 0]
         self.back |= len(lost) < len(parts)
         if len(lost) == len(parts):
-            self.trainer.log.event("nobody", f"round {number}: no client came back; the weights stay", round=number)
+            self.trainer.log.event(NOBODY, f"round {number}: no client came back; the weights stay", round=number)
         self.line = {"clients": [part.client for part in parts],
                      "samples": [len(self.rounds.clients[part.client]) for part in parts], "lost": lost}
         for step in range(self.rounds.passed(number), self.rounds.passed(number + 1) if self.scheduler is not None else 0):
@@ -189,7 +190,7 @@ class InRounds(Training):
         last = over or self.made == self.rounds.count or (limit is not None and passed >= limit)
         if last and not self.back:                  # which all know, and each of its own clients why
             causes = self.trainer.world.agreed(self.trainer.world.collected(self.cause))
-            raise self.trainer.failed(StepFailed(NOBODY.format(next(filter(None, causes)))))
+            raise self.trainer.failed(StepFailed(NONE.format(next(filter(None, causes)))))
         return last
 
     def sent(self) -> dict[str, Any]:
