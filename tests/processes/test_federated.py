@@ -408,6 +408,17 @@ def test_a_scheduler_goes_on_between_rounds_by_samples(tmp_path: Path) -> None:
     assert rates == [[0.1], [0.025], [0.00625], [0.0015625]]
 
 
+def test_a_scheduler_of_another_strategys_checkpoint_is_brought_to_the_round(tmp_path: Path) -> None:
+    """Saved after 7 steps of serial, it goes on with the round behind 8 of them: the eighth was never made, and the rates of all
+    that followed were behind for good."""
+    made = vectors(scheduler=stepped, epochs=2)
+    _, saved = trained(made, "serial", tmp_path, save=7, limit=7)
+    _, record = trained(made, "federated(2, clients=4, fraction=0.5)", tmp_path, resume=saved.folder)
+    rates = [sorted({line["lr"] for rank in range(2) for line in record.of("step", rank) if line["epoch"] == number})
+             for number in (2, 3)]
+    assert rates == [[0.00625], [0.0015625]]
+
+
 def test_a_round_is_tested_and_ends_at_the_goal(tmp_path: Path) -> None:
     text = "federated(2, clients=10, fraction=0.5, local_epochs=2)"
     _, record = trained(images(epochs=40), text, tmp_path, until="accuracy=60")

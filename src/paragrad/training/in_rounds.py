@@ -61,6 +61,7 @@ class InRounds(Training):
         if saved is not None:
             self.made = self._made(saved)
             self.back, self.saved_at = self.made > 0, self.made
+            self._schedule(saved.step, self.rounds.passed(self.made))       # another strategy's may be of a step before
         self.trainer.steps = self.rounds.begins[self.made]
         if self.made < self.rounds.count:
             self._wire()
@@ -172,13 +173,16 @@ class InRounds(Training):
             self.trainer.log.event(NOBODY, f"round {number}: no client came back; the weights stay", round=number)
         self.line = {"clients": [part.client for part in parts],
                      "samples": [len(self.rounds.clients[part.client]) for part in parts], "lost": lost}
-        for step in range(self.rounds.passed(number), self.rounds.passed(number + 1) if self.scheduler is not None else 0):
-            self.trainer.alike("schedule", step, self._schedule)
+        self._schedule(self.rounds.passed(number), self.rounds.passed(number + 1))
         self.made = number + 1
 
-    def _schedule(self) -> None:
-        self.trainer.optimizer._opt_called = True           # type: ignore[attr-defined]       # schedulers want to know
-        self.scheduler.step()
+    def _schedule(self, begin: int, end: int) -> None:
+        """The scheduler's steps, by those of serial."""
+        if self.scheduler is None:
+            return
+        for step in range(begin, end):
+            self.trainer.optimizer._opt_called = True       # type: ignore[attr-defined]       # schedulers want to know
+            self.trainer.alike("schedule", step, self.scheduler.step)
 
     # ---- between rounds ------------------------------------------------------------------------------------------------------
     def end_epoch(self, epoch: int, begun: float) -> bool:
