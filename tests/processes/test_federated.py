@@ -485,6 +485,16 @@ def test_what_is_saved_goes_on_under_other_strategies_and_theirs_here(tmp_path: 
     assert [line["picked"] for line in left] == ["without the optimizer's state", "from round 2 on"]
 
 
+def test_a_limit_is_of_steps_of_serial_for_who_goes_on_too(tmp_path: Path) -> None:
+    """It was compared with the batches of clients: 12 in the first round, which is as long as 11 steps of serial."""
+    made, text = images(epochs=2), "federated(2, clients=4, fraction=0.5)"
+    assert (rounds_of(made, text).begins[1], rounds_of(made, text).passed(1)) == (12, 11)
+    _, first = trained(made, text, tmp_path, save=1, limit=11)
+    for limit, rounds in ((11, []), (12, [1])):
+        _, record = trained(made, text, tmp_path, resume=first.folder, limit=limit)
+        assert [line["epoch"] for line in record.of("epoch")] == rounds
+
+
 def asked_to_stop(world: World, checked: Admitted, folder: Path, origin: float) -> str:
     if world.rank == 1:
         world.stop.set()

@@ -57,6 +57,12 @@ class InRounds(Training):
         """Rounds: one may be shorter than a step of serial, by which a checkpoint is called."""
         return self.made
 
+    @property
+    def enough(self) -> bool:
+        """By the steps of serial."""
+        limit = self.checked.settings.limit
+        return limit is not None and self.rounds.passed(self.made) >= limit
+
     def begin(self, saved: Saved | None) -> tuple[int, int]:
         if saved is not None:
             self.made = self._made(saved)
@@ -186,12 +192,12 @@ class InRounds(Training):
 
     # ---- between rounds ------------------------------------------------------------------------------------------------------
     def end_epoch(self, epoch: int, begun: float) -> bool:
-        limit, save = self.checked.settings.limit, self.checked.settings.save
+        save = self.checked.settings.save
         over = super().end_epoch(epoch, begun) or self.status == "stopped"
         passed = self.rounds.passed(self.made)
         if not over and save and passed // save > self.rounds.passed(self.made - 1) // save:
             self.save()
-        last = over or self.made == self.rounds.count or (limit is not None and passed >= limit)
+        last = over or self.made == self.rounds.count or self.enough
         if last and not self.back:                  # which all know, and each of its own clients why
             causes = self.trainer.world.agreed(self.trainer.world.collected(self.cause))
             raise self.trainer.failed(StepFailed(NONE.format(next(filter(None, causes)))))

@@ -105,7 +105,7 @@ class Training:
             taken_up(self.trainer, self.checked.facts.order, self.folder, meeting)
             self.save_what_was_due()
         first, start = self.begin(self.checked.saved)
-        over = self.trainer.steps == settings.limit
+        over = self.enough
         if first and not start and not over:
             with wired_meanwhile(self.trainer):
                 over = self.ended(first - 1)
@@ -136,6 +136,12 @@ class Training:
         """How far it is: a checkpoint is of one place."""
         return self.trainer.steps
 
+    @property
+    def enough(self) -> bool:
+        """Are as many steps made as were asked for?"""
+        limit = self.checked.settings.limit
+        return limit is not None and self.trainer.steps >= limit
+
     def begin(self, saved: Saved | None) -> tuple[int, int]:
         """(epoch, step of it) with which the training goes on."""
         return divmod(self.trainer.steps, self.per_epoch)
@@ -154,7 +160,7 @@ class Training:
                 return False
             if settings.save and self.trainer.steps % settings.save == 0:
                 self.save()
-            if self.trainer.steps == settings.limit:
+            if self.enough:
                 return False
         return True
 
