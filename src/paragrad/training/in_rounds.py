@@ -133,6 +133,7 @@ class InRounds(Training):
         try:
             with meanwhile(f"clients of round {epoch} train on other workers"):
                 counts = exchange.meet()
+            self._schedule(rounds.passed(epoch), rounds.passed(epoch + 1))
         except Exception as error:
             raise trainer.failed(error) from error
         trainer.log.failed(trainer.steps - 1)               # its spans: they are of no step
@@ -179,7 +180,6 @@ class InRounds(Training):
             self.trainer.log.event(NOBODY, f"round {number}: no client came back; the weights stay", round=number)
         self.line = {"clients": [part.client for part in parts],
                      "samples": [len(self.rounds.clients[part.client]) for part in parts], "lost": lost}
-        self._schedule(self.rounds.passed(number), self.rounds.passed(number + 1))
         self.made = number + 1
 
     def _schedule(self, begin: int, end: int) -> None:
