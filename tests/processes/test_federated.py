@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -261,6 +262,28 @@ def test_a_round_from_which_nobody_came_back_is_in_the_summary_once(tmp_path: Pa
     run = pg.train(vectors(train=Poisoned(samples, [])), text, runs=tmp_path)
     assert [told for told in run.happened if "round 1: no client came back" in told] == [
         "round 1: no client came back; the weights stay"]
+
+
+class Stuck(Poisoned):
+    """Of which one never comes, where it is trained on."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index in self.raising and os.getpid() != self.door:
+            threading.Event().wait()
+        return VECTORS[index]
+
+
+@pytest.mark.parametrize("loaders", [0, 1])
+def test_a_sample_that_does_not_come_loses_its_client_and_not_the_run(tmp_path: Path, loaders: int) -> None:
+    """Its worker waited for it as long as the others for the worker, 4 s: who gave up first was luck."""
+    text = "federated(2, clients=5, fraction=1.0, rounds=1)"
+    rounds = rounds_of(vectors(), text)
+    stuck = Stuck([int(rounds.clients[3][1])], [])
+    found, record = trained(vectors(train=stuck), text, tmp_path, timeout=4.0, loaders=loaders)
+    assert [line["lost"] for line in record.of("epoch")] == [[3]]
+    said, = [line["message"] for rank in range(2) for line in record.of("event", rank) if line["name"] == "lost"]
+    assert f"sample {stuck.raising[0]} of the dataset was not there within 2 s" in said
+    assert close(found, averaged(vectors(), without(rounds, 3)), 1e-12)
 
 
 class Resizing(nn.Module):

@@ -30,6 +30,7 @@ from paragrad.training.saved import Saved
 from paragrad.world.generators import generators_seeded
 from paragrad.world.waiting import meanwhile
 
+PATIENCE = 0.5          # of the seconds that workers wait for each other: a sample that does not come loses its client, not the run
 NONE = "no client of any round came back; of the last one that was lost: {}"
 
 
@@ -44,7 +45,7 @@ class InRounds(Training):
         self.epochs, self.steps, self.made = rounds.count, rounds.begins[-1], 0
         self.scheduler, trainer.scheduler = trainer.scheduler, None         # which goes on between rounds
         trainer.watch.after = math.inf                      # workers are in steps of their own
-        self.samples = Samples(self.train, job.seed, job.collate, trainer.world.timeout)
+        self.samples = Samples(self.train, job.seed, job.collate, PATIENCE * trainer.world.timeout)
         self.back, self.cause = False, ""           # did a client come back?  why one of this worker's did not
 
     @property
