@@ -286,6 +286,29 @@ def test_a_sample_that_does_not_come_loses_its_client_and_not_the_run(tmp_path: 
     assert close(found, averaged(vectors(), without(rounds, 3)), 1e-12)
 
 
+class Disconnected(nn.Module):
+    """Asks somebody else, who hangs up where a vector is among a batch."""
+
+    def __init__(self, door: int, marked: list[int]) -> None:
+        super().__init__()
+        self.out, self.marked, self.door = nn.Linear(10, 4), marked, door
+
+    def forward(self, x: Tensor) -> Tensor:
+        if os.getpid() != self.door and torch.isin(x[:, 0], VECTORS.tensors[0][self.marked, 0].to(x)).any():
+            raise RuntimeError("connection reset by peer")
+        return self.out(x)                                  # type: ignore[no-any-return]
+
+
+def test_a_client_whose_own_connection_breaks_is_lost_and_hangs_up_no_other(tmp_path: Path) -> None:
+    """Its worker took it for the world's, and closed its connections to the other workers: they failed with it."""
+    text = "federated(2, clients=5, fraction=1.0, rounds=2)"
+    rounds = rounds_of(vectors(), text)
+    made = vectors(model=functools.partial(Disconnected, os.getpid(), [int(rounds.clients[4][0])]))
+    found, record = trained(made, text, tmp_path, backend="gloo")
+    assert [line["lost"] for line in record.of("epoch")] == [[4], [4]]
+    assert close(found, averaged(made, without(rounds, 4)), 1e-12)
+
+
 class Resizing(nn.Module):
     """Makes a buffer anew, of another size, where a vector is among a batch."""
 
