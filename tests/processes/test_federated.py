@@ -16,6 +16,7 @@ import torch
 from equality import IMAGES, IN_ROUNDS, JOBS, VECTORS, adam, job, mlp, normed_cnn, resolved, stepped
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.testing._internal.two_tensor import TwoTensor
 
 import paragrad as pg
 from paragrad.datasets.clients import Part, Rounds
@@ -572,6 +573,20 @@ def test_bad_input_is_refused_with_the_repair(text: str, says: str) -> None:
     with pytest.raises(pg.Refused) as caught:
         resolved(text)
     assert says in str(caught.value)
+
+
+class Wrapped(nn.Linear):
+    """Its weight is two tensors in one, as a quantised one's is."""
+
+    def __init__(self) -> None:
+        super().__init__(10, 4)
+        self.weight = nn.Parameter(TwoTensor(self.weight.detach(), self.weight.detach().clone()))
+
+
+def test_tensors_that_hold_others_are_refused() -> None:
+    """They were not put back before a client, which went on from the one before it on its worker."""
+    with pytest.raises(pg.Refused, match=r"weight is a TwoTensor, .*; make it one, or train it with data\(n\)"):
+        admitted(vectors(model=Wrapped), "federated(2, clients=3)")
 
 
 def test_what_a_job_cannot_be_divided_into_is_refused() -> None:

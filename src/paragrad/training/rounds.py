@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
 from paragrad.datasets.clients import Rounds, divided, labels_of
 from paragrad.datasets.order import Order
 from paragrad.errors import Refused
@@ -38,6 +41,15 @@ def refuse_schedule(rounds: Rounds | None, facts: Findings, asked: Strategy, job
         fewer = max(1, rounds.made(most + 1) - 1)
         raise Refused(f"job {job}: its OneCycleLR ends after {most} steps, and {asked} passes over as many samples as {wanted} "
                       f"steps of serial; give at most rounds={fewer}, or a OneCycleLR of {wanted} steps")
+
+
+def refuse_wrapped(rounds: Rounds | None, job: Job, asked: Strategy) -> None:
+    """Refuse tensors that hold others in their place: they are not put back before a client, and have no mean."""
+    model = job.built_model() if rounds else nn.Module()
+    for name, each in (*model.named_parameters(), *model.named_buffers()):
+        if is_traceable_wrapper_subclass(each):
+            raise Refused(f"job {job.name}: {name} is a {type(each).__name__}, which holds other tensors in its place, and {asked} "
+                          "puts plain ones back before every client; make it one, or train it with data(n)")
 
 
 def refuse_lone(rounds: Rounds | None, facts: Asked, asked: Strategy) -> None:
