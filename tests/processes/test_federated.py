@@ -455,6 +455,17 @@ def test_a_scheduler_goes_on_between_rounds_by_samples(tmp_path: Path) -> None:
     assert rates == [[0.1], [0.025], [0.00625], [0.0015625]]
 
 
+def warming(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 8)
+
+
+def test_a_round_whose_rate_is_nothing_is_told(tmp_path: Path) -> None:
+    """A warm-up from 0, of which serial has one step at 0, and clients a whole round."""
+    run = pg.train(vectors(scheduler=warming, epochs=1), "federated(2, clients=4, fraction=0.5)", runs=tmp_path)
+    assert run.happened == ["round 0: the rate is 0, and stays so in a round: its clients train for nothing; let the warm-up "
+                            "begin above 0"]
+
+
 def test_a_scheduler_of_another_strategys_checkpoint_is_brought_to_the_round(tmp_path: Path) -> None:
     """Saved after 7 steps of serial, it goes on with the round behind 8 of them: the eighth was never made, and the rates of all
     that followed were behind for good."""

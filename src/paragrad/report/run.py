@@ -11,7 +11,7 @@ from torch import nn
 from paragrad.errors import Refused
 from paragrad.jobs.job import Job
 from paragrad.record.record import Line, Record
-from paragrad.record.rounds import LOST, NOBODY
+from paragrad.record.rounds import IDLE, LOST, NOBODY
 from paragrad.report.times import times_of
 from paragrad.strategies.strategy import Strategy
 from paragrad.strategies.table import strategy
@@ -63,10 +63,10 @@ class Run(Record):
     @property
     def happened(self) -> list[str]:
         """To its processes: who died, was late, or came; and round by round to clients: who was lost, as its worker tells, and
-        that nobody came back, as the first worker does."""
+        that nobody came back, or trained for nothing, as the first worker does."""
         own = [line for line in self.own if line["kind"] == "event"]
         told = [line for rank in range(len(self.ranks)) for line in self.of("event", rank)
-                if line["name"] == LOST or (line["name"] == NOBODY and rank == 0)]
+                if line["name"] == LOST or (line["name"] in (NOBODY, IDLE) and rank == 0)]
         told.sort(key=lambda line: (line["numbers"]["round"], line["numbers"].get("client", inf)))
         return [line["message"] for line in own + told]
 

@@ -19,7 +19,7 @@ from paragrad.datasets.clients import Part, Rounds
 from paragrad.datasets.loading import Samples, parted
 from paragrad.errors import StepFailed, told
 from paragrad.planner.price import computed_bytes
-from paragrad.record.rounds import LOST, NOBODY
+from paragrad.record.rounds import IDLE, LOST, NOBODY
 from paragrad.strategies.shares import Micro
 from paragrad.techniques.data_parallel.federated import Federating
 from paragrad.techniques.exchange import TESTS
@@ -30,6 +30,7 @@ from paragrad.training.saved import Saved
 from paragrad.world.generators import generators_seeded
 from paragrad.world.waiting import meanwhile
 
+FOR_NOTHING = "the rate is 0, and stays so in a round: its clients train for nothing; let the warm-up begin above 0"
 PATIENCE = 0.5          # of the seconds that workers wait for each other: a sample that does not come loses its client, not the run
 NONE = "no client of any round came back; of the last one that was lost: {}"
 
@@ -122,6 +123,8 @@ class InRounds(Training):
         trainer, exchange, rounds = self.trainer, self.exchange, self.rounds
         parts = rounds.parts(epoch)
         exchange.begin_round(len(parts))
+        if self.scheduler is not None and not any(float(group["lr"]) for group in exchange.central.param_groups):
+            trainer.log.event(IDLE, f"round {epoch}: {FOR_NOTHING}", round=epoch)
         for place, part in enumerate(parts):
             if rounds.worker[part.client] == trainer.replicated.rank:
                 try:
