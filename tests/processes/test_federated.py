@@ -467,8 +467,8 @@ def test_a_round_whose_rate_is_nothing_is_told(tmp_path: Path) -> None:
 
 
 def test_a_scheduler_of_another_strategys_checkpoint_is_brought_to_the_round(tmp_path: Path) -> None:
-    """Saved after 7 steps of serial, it goes on with the round behind 8 of them: the eighth was never made, and the rates of all
-    that followed were behind for good."""
+    """Saved after 7 steps of serial, it goes on with the round behind 8 of them: the eighth was never made, and all rates that
+    followed were behind for good."""
     made = vectors(scheduler=stepped, epochs=2)
     _, saved = trained(made, "serial", tmp_path, save=7, limit=7)
     _, record = trained(made, "federated(2, clients=4, fraction=0.5)", tmp_path, resume=saved.folder)

@@ -31,7 +31,7 @@ from paragrad.world.generators import generators_seeded
 from paragrad.world.waiting import meanwhile
 
 FOR_NOTHING = "the rate is 0, and stays so in a round: its clients train for nothing; let the warm-up begin above 0"
-PATIENCE = 0.5          # of the seconds that workers wait for each other: a sample that does not come loses its client, not the run
+PATIENCE = 0.5          # of the seconds that workers wait for each other: a sample that is late loses its client, not the run
 NONE = "no client of any round came back; of the last one that was lost: {}"
 
 

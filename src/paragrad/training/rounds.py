@@ -48,8 +48,8 @@ def refuse_wrapped(rounds: Rounds | None, job: Job, asked: Strategy) -> None:
     model = job.built_model() if rounds else nn.Module()
     for name, each in (*model.named_parameters(), *model.named_buffers()):
         if is_traceable_wrapper_subclass(each):
-            raise Refused(f"job {job.name}: {name} is a {type(each).__name__}, which holds other tensors in its place, and {asked} "
-                          "puts plain ones back before every client; make it one, or train it with data(n)")
+            raise Refused(f"job {job.name}: {name} is a {type(each).__name__}, which holds other tensors in its place, and "
+                          f"{asked} puts plain ones back before every client; make it one, or train it with data(n)")
 
 
 def refuse_lone(rounds: Rounds | None, facts: Asked, asked: Strategy) -> None:
