@@ -413,6 +413,55 @@ def test_whole_numbers_become_the_nearest_mean_and_python_begins_anew(tmp_path: 
     assert torch.equal(one["constants"], Keeping().constants.double())
 
 
+class Centred(nn.Module):
+    """A loss that follows what it sees, as DINO's does its centre, and counts in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(4))
+        self.seen = 0
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        loss = functional.cross_entropy(output - self.center, target)
+        with torch.no_grad():
+            self.center.mul_(0.5).add_(0.5 * output.mean(0))
+        self.seen += 1
+        return loss
+
+
+def centred(made: pg.Job, rounds: Rounds) -> State:
+    """The same in plain torch."""
+    model, center = made.built_model(), torch.zeros(4, dtype=torch.float64)
+    for number in range(rounds.count):
+        begun, ended, counts = {name: each.clone() for name, each in model.state_dict().items()}, [], []
+        for part in rounds.parts(number):
+            model.load_state_dict(begun)
+            loss, optimizer = Centred().double(), made.optimizer(model.parameters())
+            loss.center.copy_(center)
+            for piece in rounds.pieces(part, number):
+                inputs, target = (each[piece.samples] for each in made.train.tensors)
+                optimizer.zero_grad()
+                loss(model(inputs.double()), target).backward()
+                optimizer.step()
+            ended.append({**{name: each.clone() for name, each in model.state_dict().items()}, "the center": loss.center})
+            counts.append(len(rounds.clients[part.client]))
+        means = {name: sum(count * each[name] for count, each in zip(counts, ended, strict=True)) / sum(counts)
+                 for name in ended[0]}
+        center = means.pop("the center")
+        model.load_state_dict(means)
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_a_loss_keeps_in_buffers_becomes_its_mean(tmp_path: Path, workers: int) -> None:
+    """It was as at the very beginning for every client of every round, and nobody said so. What it keeps in Python still is."""
+    made, text = vectors(loss=Centred()), f"federated({workers}, clients=3, fraction=1.0, rounds=3)"
+    found, record = trained(made, text, tmp_path)
+    assert close(found, centred(made, rounds_of(made, text)), 1e-12)
+    said, = [line for line in record.of("choice") if line["what"] == "kept in Python"]
+    assert said["because"] == "forwards change it, and it has no mean: loss.seen"
+
+
 class Anchored(torch.optim.SGD):
     """Keeps the weights that it begins with, and pulls to them: a client stays near the round's (FedProx, Li et al. 2020)."""
 

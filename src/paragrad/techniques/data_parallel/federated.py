@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paragrad.errors import StepFailed
 from paragrad.record.log import Log
@@ -46,6 +46,7 @@ class Federating(Sending):
         self.central = self.optimizer               # whose rates hold for all clients, and which never steps
         self.asked = 0.0                            # workers that were asked to stop, as the last meeting told
         self.trained = [name for name, each in self.summed.model.named_parameters() if each.requires_grad]
+        self.looked = False                         # at what clients change in Python
 
     # ---- in a client's step ----------------------------------------------------------------------------------------------
     def finish(self, weight: float, loss: float) -> None:
@@ -82,6 +83,7 @@ class Federating(Sending):
         set_mode(self.optimizer, "eval")            # which has the weights that it stands for
         values = self._values()
         self._refuse_unlike(values)
+        self._tell_kept()
         moved = {name for name, each in self.others.items() if not same(values[name], each)}
         for name in (*self.trained, *(name for name in moved if self.others[name].isfinite().all())):
             if not values[name].isfinite().all():
@@ -98,6 +100,14 @@ class Federating(Sending):
                 raise StepFailed("a forward took it away, and clients' values are averaged; let the model keep it", tensor=name)
             if values[name].shape != total.shape:
                 raise StepFailed(UNLIKE.format(tuple(total.shape), tuple(values[name].shape)), tensor=name)
+
+    def _tell_kept(self) -> None:
+        """Once, of the first client: what nobody carries on."""
+        changed = () if self.looked else self.before.state.changed()
+        self.looked = True
+        if names := [f"{owner}.{what}".lstrip(".") for owner, what in changed]:
+            self.log.choice("kept in Python", "as at the beginning, for every client of every round",
+                            f"forwards change it, and it has no mean: {', '.join(names[:3])}{', ...' if names[3:] else ''}")
 
     def lost(self, place: int) -> None:
         """A client will not come back in this round."""
@@ -133,8 +143,10 @@ class Federating(Sending):
             parameter.requires_grad_(name in self.trained)          # a client may have frozen some
 
     def _values(self) -> dict[str, Tensor]:
-        model = self.summed.model
-        return {name: each.detach() for name, each in (*model.named_parameters(), *model.named_buffers())}
+        """What has a mean, by name: the model's, and what a loss that is a module keeps in buffers."""
+        model, loss = self.summed.model, self.summed.keeper
+        beside = loss.named_buffers("the loss") if isinstance(loss, nn.Module) else ()
+        return {name: each.detach() for name, each in (*model.named_parameters(), *model.named_buffers(), *beside)}
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
