@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,16 @@ import torch
 from equality import IMAGES, IN_ROUNDS, JOBS, VECTORS, adam, job, mlp, normed_cnn, resolved, stepped
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.testing._internal.two_tensor import TwoTensor
 
 import paragrad as pg
 from paragrad.datasets.clients import Part, Rounds
 from paragrad.record.record import Record, lines_of
+from paragrad.report import listing
 from paragrad.training.admission import Admitted, admitted
 from paragrad.training.in_rounds import InRounds
 from paragrad.training.loop import train_rank
+from paragrad.training.settings import Settings
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
@@ -51,6 +55,14 @@ def rounds_of(made: pg.Job, text: str) -> Rounds:
     found = admitted(made, text).rounds
     assert found is not None
     return found
+
+
+def without(rounds: Rounds, *lost: int) -> Rounds:
+    """The same, where these clients take no part."""
+    class Left(Rounds):
+        def parts(self, number: int) -> list[Part]:
+            return [part for part in super().parts(number) if part.client not in lost]
+    return Left(rounds.clients, rounds.order, 1, rounds.fraction, rounds.passes, rounds.epochs, rounds.asked)
 
 
 # ---- it is federated averaging -----------------------------------------------------------------------------------------------
@@ -99,6 +111,27 @@ def test_one_client_with_all_samples_is_serial(tmp_path: Path) -> None:
     found, record = trained(made, "federated(1, clients=1)", tmp_path / "federated")
     assert close(found, serial, 1e-12)
     assert len(record.of("epoch")) == 3
+
+
+class Clamped(nn.Module):
+    """Gradients are clipped by hooks, element by element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(10, 8), nn.Linear(8, 4)
+        for parameter in self.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.hidden(x)))         # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_is_not_linear_in_a_gradient_sees_that_of_a_clients_batch(tmp_path: Path, workers: int) -> None:
+    """With two workers a hook that clips saw the sum over the batch: another training than with one."""
+    made, text = vectors(model=Clamped), f"federated({workers}, clients=3, fraction=1.0, rounds=2)"
+    found, _ = trained(made, text, tmp_path)
+    assert close(found, averaged(made, rounds_of(made, text)), 1e-12)
 
 
 @pytest.mark.parametrize("name", [
@@ -197,13 +230,8 @@ def test_the_mean_is_over_the_clients_that_came_back(tmp_path: Path, workers: in
     found, record = trained(vectors(train=poisoned), text, tmp_path)
     others = [0, 2, 3]
     clients = [each for client, each in enumerate(rounds.clients) if client in others]
-
-    class Left(Rounds):
-        def parts(self, number: int) -> list[Part]:
-            return [part for part in super().parts(number) if part.client in others]
-    left = Left(rounds.clients, rounds.order, 1, 1.0, 1, 3, 3)
     assert sum(map(len, clients)) < 29
-    assert close(found, averaged(vectors(), left), 1e-12)
+    assert close(found, averaged(vectors(), without(rounds, 1, 4)), 1e-12)
     assert [line["lost"] for line in record.of("epoch")] == [[1, 4]] * 3
     events = [line for rank in range(workers) for line in record.of("event", rank) if line["name"] == "lost"]
     assert sorted((line["numbers"]["round"], line["numbers"]["client"]) for line in events) == [
@@ -213,6 +241,101 @@ def test_the_mean_is_over_the_clients_that_came_back(tmp_path: Path, workers: in
     assert "not finite" in said[4]
     assert record.audit.missed > 0
     assert record.audit.twice == 0
+
+
+def test_who_was_lost_is_in_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Workers wrote it into their records, and the run told nobody."""
+    text = "federated(3, clients=5, fraction=1.0, rounds=2)"
+    rounds = rounds_of(vectors(), text)
+    poisoned = Poisoned([int(rounds.clients[1][2])], [int(rounds.clients[4][4])])
+    run = pg.train(vectors(train=poisoned), text, runs=tmp_path)
+    assert [told.partition(":")[0] for told in run.happened] == [
+        f"client {client} in round {number}" for number in (0, 1) for client in (1, 4)]
+    assert run.as_json()["events"] == run.happened
+    listing.run(run, False)
+    assert f"what happened: {run.happened[0]}; and 3 more, in the record" in capsys.readouterr().out
+
+
+def test_a_round_from_which_nobody_came_back_is_in_the_summary_once(tmp_path: Path) -> None:
+    text = "federated(2, clients=4, fraction=0.1, rounds=6)"            # one client a round
+    poor = rounds_of(vectors(), text).chosen(1)[0]
+    samples = list(map(int, rounds_of(vectors(), text).clients[poor]))
+    run = pg.train(vectors(train=Poisoned(samples, [])), text, runs=tmp_path)
+    assert [told for told in run.happened if "round 1: no client came back" in told] == [
+        "round 1: no client came back; the weights stay"]
+
+
+class Stuck(Poisoned):
+    """Of which one never comes, where it is trained on."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index in self.raising and os.getpid() != self.door:
+            threading.Event().wait()
+        return VECTORS[index]
+
+
+@pytest.mark.parametrize("loaders", [0, 1])
+def test_a_sample_that_does_not_come_loses_its_client_and_not_the_run(tmp_path: Path, loaders: int) -> None:
+    """Its worker waited for it as long as the others for the worker, 4 s: who gave up first was luck."""
+    text = "federated(2, clients=5, fraction=1.0, rounds=1)"
+    rounds = rounds_of(vectors(), text)
+    stuck = Stuck([int(rounds.clients[3][1])], [])
+    found, record = trained(vectors(train=stuck), text, tmp_path, timeout=4.0, loaders=loaders)
+    assert [line["lost"] for line in record.of("epoch")] == [[3]]
+    said, = [line["message"] for rank in range(2) for line in record.of("event", rank) if line["name"] == "lost"]
+    assert f"sample {stuck.raising[0]} of the dataset was not there within 2 s" in said
+    assert close(found, averaged(vectors(), without(rounds, 3)), 1e-12)
+
+
+class Disconnected(nn.Module):
+    """Asks somebody else, who hangs up where a vector is among a batch."""
+
+    def __init__(self, door: int, marked: list[int]) -> None:
+        super().__init__()
+        self.out, self.marked, self.door = nn.Linear(10, 4), marked, door
+
+    def forward(self, x: Tensor) -> Tensor:
+        if os.getpid() != self.door and torch.isin(x[:, 0], VECTORS.tensors[0][self.marked, 0].to(x)).any():
+            raise RuntimeError("connection reset by peer")
+        return self.out(x)                                  # type: ignore[no-any-return]
+
+
+def test_a_client_whose_own_connection_breaks_is_lost_and_hangs_up_no_other(tmp_path: Path) -> None:
+    """Its worker took it for the world's, and closed its connections to the other workers: they failed with it."""
+    text = "federated(2, clients=5, fraction=1.0, rounds=2)"
+    rounds = rounds_of(vectors(), text)
+    made = vectors(model=functools.partial(Disconnected, os.getpid(), [int(rounds.clients[4][0])]))
+    found, record = trained(made, text, tmp_path, backend="gloo")
+    assert [line["lost"] for line in record.of("epoch")] == [[4], [4]]
+    assert close(found, averaged(made, without(rounds, 4)), 1e-12)
+
+
+class Resizing(nn.Module):
+    """Makes a buffer anew, of another size, where a vector is among a batch."""
+
+    def __init__(self, size: int, marked: list[int]) -> None:
+        super().__init__()
+        self.out, self.size, self.marked = nn.Linear(10, 4), size, marked
+        self.register_buffer("places", torch.arange(5.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.isin(x[:, 0], VECTORS.tensors[0][self.marked, 0].to(x)).any():
+            self.places = self.places.new_ones(self.size)
+        return self.out(x) + self.places.mean()             # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("size", [7, 1])
+def test_nothing_is_added_of_a_client_that_is_lost(tmp_path: Path, size: int) -> None:
+    """Its weights were added, then its buffer of seven failed to be, to one of five: it was lost, and still in the mean. A
+    buffer of one was added to all five."""
+    text = "federated(2, clients=5, fraction=1.0, rounds=2)"
+    rounds = rounds_of(vectors(), text)
+    made = vectors(model=functools.partial(Resizing, size, [int(rounds.clients[3][0])]))
+    found, record = trained(made, text, tmp_path)
+    assert [line["lost"] for line in record.of("epoch")] == [[3], [3]]
+    assert close(found, averaged(made, without(rounds, 3)), 1e-12)
+    said = [line["message"] for rank in range(2) for line in record.of("event", rank) if line["name"] == "lost"]
+    assert all(f"tensor places: a forward changed its shape from (5,) to ({size},)" in each for each in said)
 
 
 def test_a_round_without_anybody_leaves_the_weights_and_a_run_without_anybody_fails(tmp_path: Path) -> None:
@@ -290,6 +413,55 @@ def test_whole_numbers_become_the_nearest_mean_and_python_begins_anew(tmp_path: 
     assert torch.equal(one["constants"], Keeping().constants.double())
 
 
+class Centred(nn.Module):
+    """A loss that follows what it sees, as DINO's does its centre, and counts in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(4))
+        self.seen = 0
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        loss = functional.cross_entropy(output - self.center, target)
+        with torch.no_grad():
+            self.center.mul_(0.5).add_(0.5 * output.mean(0))
+        self.seen += 1
+        return loss
+
+
+def centred(made: pg.Job, rounds: Rounds) -> State:
+    """The same in plain torch."""
+    model, center = made.built_model(), torch.zeros(4, dtype=torch.float64)
+    for number in range(rounds.count):
+        begun, ended, counts = {name: each.clone() for name, each in model.state_dict().items()}, [], []
+        for part in rounds.parts(number):
+            model.load_state_dict(begun)
+            loss, optimizer = Centred().double(), made.optimizer(model.parameters())
+            loss.center.copy_(center)
+            for piece in rounds.pieces(part, number):
+                inputs, target = (each[piece.samples] for each in made.train.tensors)
+                optimizer.zero_grad()
+                loss(model(inputs.double()), target).backward()
+                optimizer.step()
+            ended.append({**{name: each.clone() for name, each in model.state_dict().items()}, "the center": loss.center})
+            counts.append(len(rounds.clients[part.client]))
+        means = {name: sum(count * each[name] for count, each in zip(counts, ended, strict=True)) / sum(counts)
+                 for name in ended[0]}
+        center = means.pop("the center")
+        model.load_state_dict(means)
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_a_loss_keeps_in_buffers_becomes_its_mean(tmp_path: Path, workers: int) -> None:
+    """It was as at the very beginning for every client of every round, and nobody said so. What it keeps in Python still is."""
+    made, text = vectors(loss=Centred()), f"federated({workers}, clients=3, fraction=1.0, rounds=3)"
+    found, record = trained(made, text, tmp_path)
+    assert close(found, centred(made, rounds_of(made, text)), 1e-12)
+    said, = [line for line in record.of("choice") if line["what"] == "kept in Python"]
+    assert said["because"] == "forwards change it, and it has no mean: loss.seen"
+
+
 class Anchored(torch.optim.SGD):
     """Keeps the weights that it begins with, and pulls to them: a client stays near the round's (FedProx, Li et al. 2020)."""
 
@@ -332,6 +504,28 @@ def test_a_scheduler_goes_on_between_rounds_by_samples(tmp_path: Path) -> None:
     assert rates == [[0.1], [0.025], [0.00625], [0.0015625]]
 
 
+def warming(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 8)
+
+
+def test_a_round_whose_rate_is_nothing_is_told(tmp_path: Path) -> None:
+    """A warm-up from 0, of which serial has one step at 0, and clients a whole round."""
+    run = pg.train(vectors(scheduler=warming, epochs=1), "federated(2, clients=4, fraction=0.5)", runs=tmp_path)
+    assert run.happened == ["round 0: the rate is 0, and stays so in a round: its clients train for nothing; let the warm-up "
+                            "begin above 0"]
+
+
+def test_a_scheduler_of_another_strategys_checkpoint_is_brought_to_the_round(tmp_path: Path) -> None:
+    """Saved after 7 steps of serial, it goes on with the round behind 8 of them: the eighth was never made, and all rates that
+    followed were behind for good."""
+    made = vectors(scheduler=stepped, epochs=2)
+    _, saved = trained(made, "serial", tmp_path, save=7, limit=7)
+    _, record = trained(made, "federated(2, clients=4, fraction=0.5)", tmp_path, resume=saved.folder)
+    rates = [sorted({line["lr"] for rank in range(2) for line in record.of("step", rank) if line["epoch"] == number})
+             for number in (2, 3)]
+    assert rates == [[0.00625], [0.0015625]]
+
+
 def test_a_round_is_tested_and_ends_at_the_goal(tmp_path: Path) -> None:
     text = "federated(2, clients=10, fraction=0.5, local_epochs=2)"
     _, record = trained(images(epochs=40), text, tmp_path, until="accuracy=60")
@@ -354,6 +548,31 @@ def test_saved_between_rounds_it_goes_on_to_the_bit(tmp_path: Path) -> None:
     assert close(whole, other)
 
 
+def test_rounds_shorter_than_a_step_of_serial_are_saved_too(tmp_path: Path) -> None:
+    """Checkpoints are called by the steps of serial. Of rounds with as many behind them the first alone was saved, so the last
+    one was lost, and of those that were left the door said that there were none."""
+    made, text = vectors(), "federated(2, clients=20, fraction=0.05, rounds={})"
+    assert [rounds_of(made, text.format(9)).passed(number) for number in (4, 5, 6, 7)] == [1, 2, 2, 2]
+    whole, _ = trained(made, text.format(7), tmp_path)
+    _, first = trained(made, text.format(6), tmp_path, save=1)
+    assert sorted(path.name for path in first.folder.glob("checkpoint-*")) == ["checkpoint-00000001", "checkpoint-00000002"]
+    resumed, rest = trained(made, text.format(7), tmp_path, resume=first.folder)
+    assert [line["epoch"] for line in rest.of("epoch")] == [6]
+    assert close(whole, resumed, 0.0)
+
+
+def test_the_door_counts_rounds_and_names_what_makes_more(tmp_path: Path) -> None:
+    """It said to give more epochs, which do not count where rounds are given."""
+    made, text = vectors(), "federated(2, clients=4, fraction=0.5{})"
+    _, first = trained(made, text.format(", rounds=4"), tmp_path, save=1)
+    with pytest.raises(pg.Refused, match=r"has 4 rounds behind it, and job vectors wants 2; give more rounds=$"):
+        admitted(made, text.format(", rounds=2"), Settings(resume=first.folder))
+    with pytest.warns(UserWarning, match=r"all 4 rounds were made; nothing is left to train \(more rounds= go on\)"):
+        admitted(made, text.format(", rounds=4"), Settings(resume=first.folder))
+    with pytest.raises(pg.Refused, match="has 4 rounds behind it, and job vectors wants 2; give more --epochs"):
+        admitted(made.replace(epochs=1), text.format(""), Settings(resume=first.folder))
+
+
 def test_what_is_saved_goes_on_under_other_strategies_and_theirs_here(tmp_path: Path) -> None:
     """Under serial names, at the step that serial would have come to over as many samples."""
     made, text = images(epochs=1), "federated(2, clients=4, fraction=0.5)"          # 23 steps an epoch
@@ -371,6 +590,16 @@ def test_what_is_saved_goes_on_under_other_strategies_and_theirs_here(tmp_path: 
     assert [line["epoch"] for line in record.of("epoch")] == [2, 3]
     left = [line for line in record.of("choice") if line["what"] in ("checkpoint", "rounds")]
     assert [line["picked"] for line in left] == ["without the optimizer's state", "from round 2 on"]
+
+
+def test_a_limit_is_of_steps_of_serial_for_who_goes_on_too(tmp_path: Path) -> None:
+    """It was compared with the batches of clients: 12 in the first round, which is as long as 11 steps of serial."""
+    made, text = images(epochs=2), "federated(2, clients=4, fraction=0.5)"
+    assert (rounds_of(made, text).begins[1], rounds_of(made, text).passed(1)) == (12, 11)
+    _, first = trained(made, text, tmp_path, save=1, limit=11)
+    for limit, rounds in ((11, []), (12, [1])):
+        _, record = trained(made, text, tmp_path, resume=first.folder, limit=limit)
+        assert [line["epoch"] for line in record.of("epoch")] == rounds
 
 
 def asked_to_stop(world: World, checked: Admitted, folder: Path, origin: float) -> str:
@@ -404,6 +633,20 @@ def test_bad_input_is_refused_with_the_repair(text: str, says: str) -> None:
     with pytest.raises(pg.Refused) as caught:
         resolved(text)
     assert says in str(caught.value)
+
+
+class Wrapped(nn.Linear):
+    """Its weight is two tensors in one, as a quantised one's is."""
+
+    def __init__(self) -> None:
+        super().__init__(10, 4)
+        self.weight = nn.Parameter(TwoTensor(self.weight.detach(), self.weight.detach().clone()))
+
+
+def test_tensors_that_hold_others_are_refused() -> None:
+    """They were not put back before a client, which went on from the one before it on its worker."""
+    with pytest.raises(pg.Refused, match=r"weight is a TwoTensor, .*; make it one, or train it with data\(n\)"):
+        admitted(vectors(model=Wrapped), "federated(2, clients=3)")
 
 
 def test_what_a_job_cannot_be_divided_into_is_refused() -> None:

@@ -123,6 +123,41 @@ def test_synchronous_steps_first_are_those_of_data(pool: Ranks) -> None:
     assert close(local[0][5][1], local[1][5][1], 0.0)
 
 
+class Clamped(nn.Module):
+    """Gradients are clipped by hooks, element by element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(10, 8), nn.Linear(8, 4)
+        for parameter in self.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.hidden(x)))         # type: ignore[no-any-return]
+
+
+def beside_plain(world: World, made: pg.Job) -> bool:
+    """An epoch in which this replica steps alone, and a loop of plain torch over the same shares: are they one?"""
+    trainer = Trainer.of_job(world, made, resolved("local(2, every=end)"))
+    model = made.model_to_train()
+    optimizer = made.optimizer(model.parameters())
+    try:
+        for fetched in trainer.batches(made.train, made.batch, 0):
+            inputs, target = parted(fetched)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), target).backward()
+            optimizer.step()
+            trainer.step(inputs, target)
+        return close(copied(trainer.model.state_dict()), copied(model.state_dict()), 1e-12)
+    finally:
+        trainer.close()
+
+
+def test_what_is_not_linear_in_a_gradient_sees_that_of_the_own_share(pool: Ranks) -> None:
+    """A hook that clips saw the sum over a replica's share, by whose mean the replica steps."""
+    assert pool.run(beside_plain, vectors(model=Clamped), size=2) == [True, True]
+
+
 # ---- beside others' ------------------------------------------------------------------------------------------------------
 def torchs(world: World, made: pg.Job, steps: int, every: int, after: int) -> State:
     """torch's own post-local SGD, over the same shares: gradients are averaged in its hook's place in the first steps."""

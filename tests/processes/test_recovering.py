@@ -24,7 +24,7 @@ import paragrad as pg
 from paragrad.record.record import Record, lines_of
 from paragrad.techniques.served.beside import saved
 from paragrad.techniques.served.header import Header, Kind
-from paragrad.techniques.served.snapshot import common
+from paragrad.techniques.served.snapshot import Snapshots, common
 from paragrad.training.checkpoint import folders
 from paragrad.verbs import recovering
 
@@ -335,14 +335,19 @@ def test_what_forwards_change_counts_with_its_step() -> None:
     assert said(server("server(2)"), frames(Header(Kind.HALT, JOB))) == "HALT is no question"
 
 
-def test_a_snapshot_for_which_there_is_no_room_is_named_and_the_training_goes_on() -> None:
-    def full(shard: Any) -> None:
+def test_a_snapshot_for_which_there_is_no_room_is_named_and_the_training_goes_on(tmp_path: Path,
+                                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(kept: Any, path: Path) -> None:
+        path.write_bytes(b"as much as there was room for")
         raise OSError(28, "No space left on device")
     served = kept(Told())
-    served.shard.snapshots.save = full
+    served.shard.snapshots = Snapshots(tmp_path, 0)
+    monkeypatch.setattr(torch, "save", full)
     served.due = True
     for share in range(2):
         served.taken(push(share=share, sender=share + 1))
     asked(served, Told(), Kind.UPDATE, numbers=(12.0, 1.0))
     assert served.shard.updates == 1
     assert served.shard.refused == {"a snapshot, for which there was no room": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["server-0.journal"]
+    served.shard.snapshots.close()

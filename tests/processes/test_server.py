@@ -275,6 +275,25 @@ def test_what_cannot_be_read_where_it_lies_travels(tmp_path: Path, monkeypatch: 
     assert ("parameters", "travel", "it lies where it cannot be read: not permitted") in told
 
 
+def test_parameters_that_travel_go_to_all_at_a_time_to_another_one_first() -> None:
+    """Every server sent them to the first worker first, whose link was full while those of the others rested."""
+    served, told = server("server(3)"), Told()
+    served.listening = told         # type: ignore[assignment]
+    for share in range(3):
+        served.taken(push(step=0, share=share, shares=3, sender=share))
+    told.answers.clear()
+
+    def asks(sender: int, turn: int = 0, lies: bool = False) -> list[bytes]:
+        before = len(told.answers)
+        header = Header(Kind.UPDATE, JOB, sender, share=turn, shares=3, lies=lies, numbers=(18.0, 1.0))
+        served.taken(frames(header, whose=b"w%d" % sender))
+        return [whose for whose, header, _ in told.answers[before:] if header.kind == Kind.VALUES]
+    assert [asks(0, 2), asks(2, 1)] == [[], []]
+    assert [asks(9), asks(0)] == [[b"w9"], [b"w0"]]     # who is not expected, or not any more, waits for nobody
+    assert asks(1, 0) == [b"w1", b"w2", b"w0"]
+    assert asks(1, 0) == [b"w1"]
+
+
 def test_asynchronous_updates_are_made_at_once_and_once() -> None:
     served = server("server(2, sync=asp)")
     for ticket in (3, 0, 3):                            # who brings it again is told that it is done

@@ -4,6 +4,7 @@ own. All of it follows from the samples' labels, the seed, the round and the cli
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from math import floor
 from typing import Any
 
 import numpy
+from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
 from paragrad.datasets.order import Order, draws, shuffled
@@ -78,6 +80,10 @@ class Rounds:
     def made(self, steps: int) -> int:
         """The rounds behind so many steps of serial."""
         return next((rounds for rounds in range(self.count) if self.passed(rounds) >= steps), self.count)
+
+    def own(self, steps: int, told: int | None) -> int | None:
+        """The rounds behind a checkpoint of so many steps, as it tells them; None where it is not of these rounds."""
+        return told if told is not None and self.passed(told) == steps else None
 
     def length(self, client: int) -> int:
         """The steps of a client in a round."""
@@ -178,37 +184,46 @@ def mixed(random: Any, alphas: Any) -> Any:
     return mix / mix.sum()
 
 
-def labels_of(dataset: Any, asked: str) -> Any:
-    """The class of every sample, as an array of whole numbers: as the dataset has them in `targets`, or read sample by sample.
-    Raises Refused where a target is none."""
-    if isinstance(dataset, Subset):
-        return labels_of(dataset.dataset, asked)[list(dataset.indices)]
-    if type(dataset).__getitem__ is TensorDataset.__getitem__ and len(dataset.tensors) == 2:
-        targets: Any = dataset.tensors[1]
-    elif (targets := getattr(dataset, "targets", None)) is None or numpy.shape(targets) != (len(dataset),):
-        with generators_kept():
-            targets = [each for start in range(0, len(dataset), AT_ONCE)
-                       for each in _targets(dataset, range(start, min(start + AT_ONCE, len(dataset))), asked)]
-    found = numpy.asarray(targets).reshape(-1)
-    if len(found) != len(dataset) or found.dtype.kind not in WHOLE:
-        raise Refused(f"{asked} divides samples by their class, and targets of the training set are no whole numbers, one a "
-                      "sample; give split=even, or targets that are classes")
-    return found
+def labels_of(dataset: Any, asked: str, numbers: Any = None) -> Any:
+    """The class of every sample, or of those numbers, as an array of whole numbers: as the dataset has them in `targets`, or
+    read sample by sample. Raises Refused where a target is none."""
+    numbers = numpy.arange(len(dataset)) if numbers is None else numbers
+    if type(dataset).__getitem__ is Subset.__getitem__:                     # samples outside of it are nobody's
+        return labels_of(dataset.dataset, asked, numpy.asarray(dataset.indices, dtype=numpy.int64)[numbers])
+    if (found := _listed(dataset)) is not None:
+        return found[numbers]
+    with generators_kept():
+        return numpy.array([each for start in range(0, len(numbers), AT_ONCE)
+                            for each in _targets(dataset, numbers[start:start + AT_ONCE].tolist(), asked)])
 
 
-def _targets(dataset: Any, numbers: range, asked: str) -> list[int]:
+def _listed(dataset: Any) -> Any:
+    """The targets that a dataset has together, as an array; None where they are no whole numbers, one a sample."""
+    pairs = type(dataset).__getitem__ is TensorDataset.__getitem__ and len(dataset.tensors) == 2
+    with contextlib.suppress(TypeError, ValueError):                        # rows of unequal length are no array
+        found = _array(dataset.tensors[1] if pairs else getattr(dataset, "targets", None))
+        if found.shape == (len(dataset),) and found.dtype.kind in WHOLE:
+            return found
+    return None
+
+
+def _array(value: Any) -> Any:
+    return numpy.asarray(value.cpu() if isinstance(value, Tensor) else value)
+
+
+def _targets(dataset: Any, numbers: list[int], asked: str) -> list[int]:
     try:
-        if getattr(dataset, "whole_batches", False):
-            return list(numpy.asarray(dataset[list(numbers)][1]).tolist())
-        return [_class_of(dataset[number]) for number in numbers]
+        whole = getattr(dataset, "whole_batches", False)
+        samples = ((None, each) for each in _array(dataset[numbers][1])) if whole else map(dataset.__getitem__, numbers)
+        return list(map(_class_of, samples))
     except Exception as error:
-        raise Refused(f"{asked} divides samples by their class, and of samples {numbers.start} to {numbers.stop - 1} it could "
-                      f"not be read: {told(error)}; give split=even, or targets that are classes") from error
+        raise Refused(f"{asked} divides samples by their class, and of samples {numbers[0]} to {numbers[-1]} it could not be "
+                      f"read: {told(error)}; give split=even, or targets that are classes") from error
 
 
 def _class_of(sample: Any) -> int:
     target = sample[1] if not isinstance(sample, Mapping) else next((sample[name] for name in NAMES if name in sample), None)
-    found = numpy.asarray(target)
+    found = _array(target)
     if found.size != 1 or found.dtype.kind not in WHOLE:
         raise ValueError(f"a target is {found.size} value(s) of type {found.dtype}, and no whole number")
     return int(found.reshape(-1)[0])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -91,6 +92,11 @@ class Summed(nn.Module):
     @property
     def loss(self) -> Loss:
         return self._loss[0]
+
+    @property
+    def keeper(self) -> Any:
+        """Who keeps what the loss does: itself, or the object whose method it is."""
+        return self.loss.__self__ if isinstance(self.loss, types.MethodType) else self.loss
 
     def around(self, model: nn.Module, loss: Loss | None = None) -> Summed:
         """The same around another model, such as a part of this one; what was seen of the loss stays."""

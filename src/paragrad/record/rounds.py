@@ -8,6 +8,7 @@ from typing import Any
 from paragrad.record.audit import Audit, covered
 
 Line = dict[str, Any]
+LOST, NOBODY, IDLE = "lost", "nobody", "idle"       # events: of a client, as its worker tells; of a round, as all do
 
 
 def sent_by(epochs: Iterable[list[Line]], steps: int) -> dict[str, Line]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from math import inf
 from pathlib import Path
 
 from torch import nn
@@ -10,6 +11,7 @@ from torch import nn
 from paragrad.errors import Refused
 from paragrad.jobs.job import Job
 from paragrad.record.record import Line, Record
+from paragrad.record.rounds import IDLE, LOST, NOBODY
 from paragrad.report.times import times_of
 from paragrad.strategies.strategy import Strategy
 from paragrad.strategies.table import strategy
@@ -60,8 +62,13 @@ class Run(Record):
 
     @property
     def happened(self) -> list[str]:
-        """To its processes: who died, was late, or came."""
-        return [line["message"] for line in self.own if line["kind"] == "event"]
+        """To its processes: who died, was late, or came; and round by round to clients: who was lost, as its worker tells, and
+        that nobody came back, or trained for nothing, as the first worker does."""
+        own = [line for line in self.own if line["kind"] == "event"]
+        told = [line for rank in range(len(self.ranks)) for line in self.of("event", rank)
+                if line["name"] == LOST or (line["name"] in (NOBODY, IDLE) and rank == 0)]
+        told.sort(key=lambda line: (line["numbers"]["round"], line["numbers"].get("client", inf)))
+        return [line["message"] for line in own + told]
 
     @property
     def resolved(self) -> Strategy:

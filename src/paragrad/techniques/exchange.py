@@ -79,7 +79,8 @@ class Exchange(ABC):
     step: `stop`, this rank was asked to stop;  `own_samples`: of its share;  before `finish`, `doubt`: of its weight, what may
     be that of nothing (`Summed.doubts`);  before `average`, `weight`: of what gradients are of, as who has the loss told it. To
     be read: `sent`, bytes by kind in this step;  `largest`: bytes it keeps in memory;  `sharing`: ranks that hold parameters
-    together, each all of them;  `again`: its share was applied before.
+    together, each all of them;  `again`: its share was applied before;  `apart`: this rank steps by the gradient of its own
+    share, to which no other adds.
 
     shards: where replicas hold the parameters together, each some: of what `parts`, this rank's by name, are parts; so are
     gradients and state then, no rank can run the model alone but in `evaluating`, and `hollow` is the model without values.
@@ -91,6 +92,7 @@ class Exchange(ABC):
     parts: Mapping[str, Tensor]
     hollow: nn.Module
     stop, own_samples, again = False, 0, False
+    apart = False
     doubt = weight = 0.0
 
     def __init__(self, replica: Replica) -> None:

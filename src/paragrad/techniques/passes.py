@@ -148,7 +148,7 @@ class OneByOne(Passes):
                     raise StepFailed("the loss is not finite", tensor="loss" if exchange.shards is not None else
                                      first_not_finite(summed.model, inputs, target))        # which is a forward of one rank
             # what is not linear in a gradient (a hook that clips) sees on one worker that of the mean, as without this library
-            alone = within.world.size == count == 1
+            alone = count == 1 and (within.world.size == 1 or exchange.apart)
             scale = 1.0 / weight if alone and weight and not summed.linear else 1.0
             with within.log.span(f"B{number}", "compute"):
                 total.backward(None if scale == 1.0 else total.new_tensor(scale))

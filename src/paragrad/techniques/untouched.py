@@ -196,7 +196,7 @@ def seen_of(owner: Any) -> list[str]:
 
 def _owners(module: Summed) -> dict[str, Any]:
     """Those of the model and of the loss, or a loss that is an object."""
-    loss = module.loss.__self__ if isinstance(module.loss, types.MethodType) else module.loss
+    loss = module.keeper
     name = "the loss" if hasattr(module.model, "loss") else "loss"
     if isinstance(loss, nn.Module):
         return {**owners(module.model), **owners(loss, name)}

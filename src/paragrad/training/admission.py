@@ -36,7 +36,7 @@ from paragrad.training.door import Findings, examined
 from paragrad.training.evaluation import refuse_gradients
 from paragrad.training.holding import refuse_optimizer
 from paragrad.training.room import refuse_crowded
-from paragrad.training.rounds import labels_wanted, refuse_lone, rounds_of
+from paragrad.training.rounds import labels_wanted, refuse_lone, refuse_schedule, refuse_wrapped, rounds_of
 from paragrad.training.saved import Saved
 from paragrad.training.settings import Settings
 from paragrad.world.axes import grid
@@ -125,10 +125,11 @@ def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, 
     checked = Admitted(job, asked, resolved, settings, facts, here, backend,
                        labels=labels_wanted(job, asked, resolved, settings.folder))
     refuse_lone(checked.rounds, Asked(job, facts, settings.folder), asked)
+    refuse_schedule(checked.rounds, facts, asked, job.name)
+    refuse_wrapped(checked.rounds, job, asked)
     if not settings.resume:
         return checked
-    steps = checked.rounds.passed(checked.rounds.count) if checked.rounds else None
-    return replace(checked, saved=checkpoint.found(Path(settings.resume), job, facts, steps))
+    return replace(checked, saved=checkpoint.found(Path(settings.resume), job, facts, checked.rounds))
 
 
 def here_for(settings: Settings, own_loop: bool = False) -> Here:

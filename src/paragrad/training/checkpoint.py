@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paragrad.datasets.clients import Rounds
 from paragrad.errors import Refused, StepFailed
 from paragrad.jobs.job import Job
 from paragrad.techniques.layout import State
@@ -159,18 +160,22 @@ def shapes_of(shapes: Mapping[str, list[int]]) -> dict[str, Any]:
     return {f"shape of {name}": shape for name, shape in shapes.items()}
 
 
-def found(parent: Path, job: Job, facts: Findings, steps: int | None = None) -> Saved:
-    """The newest whole checkpoint of a run, if it is this job's. steps: to be made in all, where that is not the job's epochs.
-    Raises Refused; a damaged one is warned of by name."""
-    steps = job.epochs * facts.order.steps if steps is None else steps
+def found(parent: Path, job: Job, facts: Findings, rounds: Rounds | None = None) -> Saved:
+    """The newest whole checkpoint of a run, if it is this job's. rounds: to be made. Raises Refused; a damaged one is warned of
+    by name."""
     saved = newest(parent)
     ours = identity_of(job, facts)
     refuse_another(saved.folder, saved.state["identity"], ours, f"job {job.name} has")
-    if saved.step > steps:
-        raise Refused(f"{saved.folder} has {saved.step} steps behind it, and job {job.name} wants {steps}; give more --epochs")
-    if saved.step == steps:
-        warnings.warn(f"{saved.folder}: all {saved.step} steps of {job.epochs} epoch(s) were made; nothing is left to train "
-                      "(more --epochs go on)", stacklevel=2)
+    made, wanted, what = saved.step, job.epochs * facts.order.steps, "steps"
+    if rounds is not None:
+        own = rounds.own(saved.step, saved.state.get("rounds"))
+        made, wanted, what = (made, rounds.passed(rounds.count), what) if own is None else (own, rounds.count, "rounds")
+    more = "more --epochs" if rounds is None or rounds.asked is None else "more rounds="
+    if made > wanted:
+        raise Refused(f"{saved.folder} has {made} {what} behind it, and job {job.name} wants {wanted}; give {more}")
+    if made == wanted:
+        of = f" of {job.epochs} epoch(s)" if what == "steps" else ""
+        warnings.warn(f"{saved.folder}: all {made} {what}{of} were made; nothing is left to train ({more} go on)", stacklevel=2)
     if launched_size() is None:             # launched ranks have their own models by then, and their memory
         _try_to_load(saved, job)
     return saved

@@ -19,6 +19,7 @@ from paragrad.datasets.clients import Part, Rounds
 from paragrad.datasets.loading import Samples, parted
 from paragrad.errors import StepFailed, told
 from paragrad.planner.price import computed_bytes
+from paragrad.record.rounds import IDLE, LOST, NOBODY
 from paragrad.strategies.shares import Micro
 from paragrad.techniques.data_parallel.federated import Federating
 from paragrad.techniques.exchange import TESTS
@@ -29,7 +30,9 @@ from paragrad.training.saved import Saved
 from paragrad.world.generators import generators_seeded
 from paragrad.world.waiting import meanwhile
 
-NOBODY = "no client of any round came back; of the last one that was lost: {}"
+FOR_NOTHING = "the rate is 0, and stays so in a round: its clients train for nothing; let the warm-up begin above 0"
+PATIENCE = 0.5          # of the seconds that workers wait for each other: a sample that is late loses its client, not the run
+NONE = "no client of any round came back; of the last one that was lost: {}"
 
 
 class InRounds(Training):
@@ -43,7 +46,7 @@ class InRounds(Training):
         self.epochs, self.steps, self.made = rounds.count, rounds.begins[-1], 0
         self.scheduler, trainer.scheduler = trainer.scheduler, None         # which goes on between rounds
         trainer.watch.after = math.inf                      # workers are in steps of their own
-        self.samples = Samples(self.train, job.seed, job.collate, trainer.world.timeout)
+        self.samples = Samples(self.train, job.seed, job.collate, PATIENCE * trainer.world.timeout)
         self.back, self.cause = False, ""           # did a client come back?  why one of this worker's did not
 
     @property
@@ -51,10 +54,22 @@ class InRounds(Training):
         assert isinstance(self.trainer.exchange, Federating)
         return self.trainer.exchange
 
+    @property
+    def place(self) -> int:
+        """Rounds: one may be shorter than a step of serial, by which a checkpoint is called."""
+        return self.made
+
+    @property
+    def enough(self) -> bool:
+        """By the steps of serial."""
+        limit = self.checked.settings.limit
+        return limit is not None and self.rounds.passed(self.made) >= limit
+
     def begin(self, saved: Saved | None) -> tuple[int, int]:
         if saved is not None:
             self.made = self._made(saved)
-            self.back = self.made > 0
+            self.back, self.saved_at = self.made > 0, self.made
+            self._schedule(saved.step, self.rounds.passed(self.made))       # another strategy's may be of a step before
         self.trainer.steps = self.rounds.begins[self.made]
         if self.made < self.rounds.count:
             self._wire()
@@ -62,9 +77,9 @@ class InRounds(Training):
 
     def _made(self, saved: Saved) -> int:
         """The rounds behind a checkpoint: its own, or, of one made otherwise, as many as come to its steps."""
-        rounds = saved.state.get("rounds")
-        if rounds is not None and self.rounds.passed(rounds) == saved.step:
-            return min(int(rounds), self.rounds.count)
+        rounds = self.rounds.own(saved.step, saved.state.get("rounds"))
+        if rounds is not None:
+            return rounds
         found = self.rounds.made(saved.step)
         self.trainer.log.choice("rounds", f"from round {found} on", "the first that begins after as many samples as "
                                 f"{saved.step} steps of serial pass over")
@@ -108,6 +123,8 @@ class InRounds(Training):
         trainer, exchange, rounds = self.trainer, self.exchange, self.rounds
         parts = rounds.parts(epoch)
         exchange.begin_round(len(parts))
+        if self.scheduler is not None and not any(float(group["lr"]) for group in exchange.central.param_groups):
+            trainer.log.event(IDLE, f"round {epoch}: {FOR_NOTHING}", round=epoch)
         for place, part in enumerate(parts):
             if rounds.worker[part.client] == trainer.replicated.rank:
                 try:
@@ -120,6 +137,7 @@ class InRounds(Training):
         try:
             with meanwhile(f"clients of round {epoch} train on other workers"):
                 counts = exchange.meet()
+            self._schedule(rounds.passed(epoch), rounds.passed(epoch + 1))
         except Exception as error:
             raise trainer.failed(error) from error
         trainer.log.failed(trainer.steps - 1)               # its spans: they are of no step
@@ -157,34 +175,36 @@ class InRounds(Training):
     def _lost(self, place: int, part: Part, number: int, error: Exception) -> None:
         self.exchange.lost(place)
         self.cause = f"client {part.client} in round {number}: {told(error)}"
-        self.trainer.log.event("lost", f"{self.cause}; the round's mean is over the others", round=number, client=part.client)
+        self.trainer.log.event(LOST, f"{self.cause}; the round's mean is over the others", round=number, client=part.client)
 
     def _told(self, parts: list[Part], counts: list[float], number: int) -> None:
         lost = [part.client for part, count in zip(parts, counts, strict=True) if count < 0]
         self.back |= len(lost) < len(parts)
         if len(lost) == len(parts):
-            self.trainer.log.event("nobody", f"round {number}: no client came back; the weights stay", round=number)
+            self.trainer.log.event(NOBODY, f"round {number}: no client came back; the weights stay", round=number)
         self.line = {"clients": [part.client for part in parts],
                      "samples": [len(self.rounds.clients[part.client]) for part in parts], "lost": lost}
-        for step in range(self.rounds.passed(number), self.rounds.passed(number + 1) if self.scheduler is not None else 0):
-            self.trainer.alike("schedule", step, self._schedule)
         self.made = number + 1
 
-    def _schedule(self) -> None:
-        self.trainer.optimizer._opt_called = True           # type: ignore[attr-defined]       # schedulers want to know
-        self.scheduler.step()
+    def _schedule(self, begin: int, end: int) -> None:
+        """The scheduler's steps, by those of serial."""
+        if self.scheduler is None:
+            return
+        for step in range(begin, end):
+            self.trainer.optimizer._opt_called = True       # type: ignore[attr-defined]       # schedulers want to know
+            self.trainer.alike("schedule", step, self.scheduler.step)
 
     # ---- between rounds ------------------------------------------------------------------------------------------------------
     def end_epoch(self, epoch: int, begun: float) -> bool:
-        limit, save = self.checked.settings.limit, self.checked.settings.save
+        save = self.checked.settings.save
         over = super().end_epoch(epoch, begun) or self.status == "stopped"
         passed = self.rounds.passed(self.made)
         if not over and save and passed // save > self.rounds.passed(self.made - 1) // save:
             self.save()
-        last = over or self.made == self.rounds.count or (limit is not None and passed >= limit)
+        last = over or self.made == self.rounds.count or self.enough
         if last and not self.back:                  # which all know, and each of its own clients why
             causes = self.trainer.world.agreed(self.trainer.world.collected(self.cause))
-            raise self.trainer.failed(StepFailed(NOBODY.format(next(filter(None, causes)))))
+            raise self.trainer.failed(StepFailed(NONE.format(next(filter(None, causes)))))
         return last
 
     def sent(self) -> dict[str, Any]:

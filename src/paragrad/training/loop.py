@@ -105,7 +105,7 @@ class Training:
             taken_up(self.trainer, self.checked.facts.order, self.folder, meeting)
             self.save_what_was_due()
         first, start = self.begin(self.checked.saved)
-        over = self.trainer.steps == settings.limit
+        over = self.enough
         if first and not start and not over:
             with wired_meanwhile(self.trainer):
                 over = self.ended(first - 1)
@@ -131,6 +131,17 @@ class Training:
             with wired_meanwhile(self.trainer):
                 self.save()
 
+    @property
+    def place(self) -> int:
+        """How far it is: a checkpoint is of one place."""
+        return self.trainer.steps
+
+    @property
+    def enough(self) -> bool:
+        """Are as many steps made as were asked for?"""
+        limit = self.checked.settings.limit
+        return limit is not None and self.trainer.steps >= limit
+
     def begin(self, saved: Saved | None) -> tuple[int, int]:
         """(epoch, step of it) with which the training goes on."""
         return divmod(self.trainer.steps, self.per_epoch)
@@ -149,7 +160,7 @@ class Training:
                 return False
             if settings.save and self.trainer.steps % settings.save == 0:
                 self.save()
-            if self.trainer.steps == settings.limit:
+            if self.enough:
                 return False
         return True
 
@@ -200,14 +211,14 @@ class Training:
             raise StepFailed(f"this rank found another checkpoint in {saved.folder} than rank 0; put the run where all hosts "
                              "see it")
         saving.restore(self.trainer, saved)
-        self.saved_at = self.trainer.steps
+        self.saved_at = self.place
 
     def save(self) -> None:
-        """A checkpoint of this step, unless it is there already."""
-        if self.saved_at == self.trainer.steps:
+        """A checkpoint of this place, unless it is there already."""
+        if self.saved_at == self.place:
             return
         self.trainer.save(self.folder, checkpoint.identity_of(self.checked.job, self.checked.facts), **self.beside)
-        self.saved_at = self.trainer.steps
+        self.saved_at = self.place
 
 
 def log_memory(trainer: Trainer, held: int = 0) -> None:

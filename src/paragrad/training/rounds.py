@@ -5,12 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
 from paragrad.datasets.clients import Rounds, divided, labels_of
 from paragrad.datasets.order import Order
 from paragrad.errors import Refused
 from paragrad.jobs.job import Job, opened
 from paragrad.strategies.strategy import Strategy
 from paragrad.training.asked import Asked
+from paragrad.training.door import Findings
 
 
 def labels_wanted(job: Job, asked: Strategy, resolved: Strategy, data: Path | None) -> Any:
@@ -26,6 +30,26 @@ def rounds_of(resolved: Strategy, order: Order, epochs: int, labels: Any) -> Rou
     clients = divided(order.samples, resolved.clients, order.seed, labels, resolved.alpha)
     return Rounds(clients, order, int(resolved.workers), resolved.fraction, resolved.local_epochs, epochs,
                   None if resolved.rounds == "auto" else int(resolved.rounds))
+
+
+def refuse_schedule(rounds: Rounds | None, facts: Findings, asked: Strategy, job: str) -> None:
+    """Refuse more rounds than a scheduler goes on for, which knows how many steps it makes."""
+    if rounds is None or facts.training["scheduler"] != "OneCycleLR":
+        return
+    most, wanted = int(facts.training["total_steps of the scheduler"]), rounds.passed(rounds.count)
+    if wanted > most:
+        fewer = max(1, rounds.made(most + 1) - 1)
+        raise Refused(f"job {job}: its OneCycleLR ends after {most} steps, and {asked} passes over as many samples as {wanted} "
+                      f"steps of serial; give at most rounds={fewer}, or a OneCycleLR of {wanted} steps")
+
+
+def refuse_wrapped(rounds: Rounds | None, job: Job, asked: Strategy) -> None:
+    """Refuse tensors that hold others in their place: they are not put back before a client, and have no mean."""
+    model = job.built_model() if rounds else nn.Module()
+    for name, each in (*model.named_parameters(), *model.named_buffers()):
+        if is_traceable_wrapper_subclass(each):
+            raise Refused(f"job {job.name}: {name} is a {type(each).__name__}, which holds other tensors in its place, and "
+                          f"{asked} puts plain ones back before every client; make it one, or train it with data(n)")
 
 
 def refuse_lone(rounds: Rounds | None, facts: Asked, asked: Strategy) -> None:

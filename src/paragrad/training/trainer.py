@@ -171,7 +171,7 @@ class Trainer:
                 own, result, rate = self._update(batch, inputs, target, own)
         except Exception as error:
             cause = error if self.exchange is None else self.exchange.cause(error)
-            raise self.failed(cause) from cause
+            raise self.failed(cause, own=self.strategy.in_rounds) from cause
         assert self.exchange is not None
         if self.layout.cut:
             self.exchange.count("parts", self.layout.sent, computed=True)
@@ -307,9 +307,9 @@ class Trainer:
         Collective: rank 0 chooses, and every rank reads that one. Raises Refused."""
         saving.restore(self, newest_of_all(self.world, Path(folder)))
 
-    def failed(self, error: Exception) -> StepFailed:
+    def failed(self, error: Exception, own: bool = False) -> StepFailed:        # own: no other rank had a part in it
         self.log.failed(self.steps)
-        return failure(self.everyone, error, self.steps)
+        return StepFailed.of(error, self.steps) if own else failure(self.everyone, error, self.steps)
 
     def close(self) -> None:
         """Let go of the exchange; the model is a plain one again."""

@@ -97,6 +97,10 @@ class Averaging(OwnBuckets):
         """Are gradients summed in this step?"""
         return self.step < self.strategy.after
 
+    @property
+    def apart(self) -> bool:                            # type: ignore[override]
+        return not self.synchronous and not self.layout.cut
+
     def begin(self) -> None:
         super().begin()
         self.kind = "gradients"

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paragrad.errors import StepFailed
 from paragrad.record.log import Log
@@ -27,6 +27,8 @@ from paragrad.world.world import World
 
 COUNTS, WEIGHTS = "counts", "weights"           # of what is sent when a round is over
 LOST = -1.0                                     # in place of a client's samples
+UNLIKE = ("a forward changed its shape from {} to {}, and clients' values are averaged; give it one shape, whatever the batch, "
+          "or keep it in an attribute that is no buffer")
 
 
 def exchange(strategy: Federated, replica: Replica, world: World, log: Log, how: How) -> Exchange:
@@ -36,6 +38,7 @@ def exchange(strategy: Federated, replica: Replica, world: World, log: Log, how:
 
 class Federating(Sending):
     """Between `begin_round` and `meet` this worker's clients are `begun` and `ended`, or `lost`, one after the other."""
+    apart = True
 
     def __init__(self, strategy: Federated, replica: Replica, world: World, log: Log, how: How) -> None:
         super().__init__(replica, world, log, how, strategy.reduce)
@@ -43,6 +46,7 @@ class Federating(Sending):
         self.central = self.optimizer               # whose rates hold for all clients, and which never steps
         self.asked = 0.0                            # workers that were asked to stop, as the last meeting told
         self.trained = [name for name, each in self.summed.model.named_parameters() if each.requires_grad]
+        self.looked = False                         # at what clients change in Python
 
     # ---- in a client's step ----------------------------------------------------------------------------------------------
     def finish(self, weight: float, loss: float) -> None:
@@ -74,17 +78,36 @@ class Federating(Sending):
         self._put_back()
 
     def ended(self, place: int, samples: int) -> None:
-        """A client has trained over so many samples. Raises StepFailed where its weights are not finite."""
+        """A client has trained over so many samples. Raises StepFailed, and then nothing of it is added, where its weights are
+        not finite, or not those that others have."""
         set_mode(self.optimizer, "eval")            # which has the weights that it stands for
         values = self._values()
+        self._refuse_unlike(values)
+        self._tell_kept()
         moved = {name for name, each in self.others.items() if not same(values[name], each)}
         for name in (*self.trained, *(name for name in moved if self.others[name].isfinite().all())):
             if not values[name].isfinite().all():
                 raise StepFailed("its weights are not finite any more", tensor=name)
-        for name, total in self.sums.items():
-            total.add_(values[name].to(total.dtype), alpha=samples)
+        addends = [(total, values[name].to(total)) for name, total in self.sums.items()]        # for which there may be no room
+        for total, addend in addends:
+            total.add_(addend, alpha=samples)
         self.moved |= moved
         self.counts[place] = float(samples)
+
+    def _refuse_unlike(self, values: Mapping[str, Tensor]) -> None:
+        for name, total in self.sums.items():
+            if name not in values:
+                raise StepFailed("a forward took it away, and clients' values are averaged; let the model keep it", tensor=name)
+            if values[name].shape != total.shape:
+                raise StepFailed(UNLIKE.format(tuple(total.shape), tuple(values[name].shape)), tensor=name)
+
+    def _tell_kept(self) -> None:
+        """Once, of the first client: what nobody carries on."""
+        changed = () if self.looked else self.before.state.changed()
+        self.looked = True
+        if names := [f"{owner}.{what}".lstrip(".") for owner, what in changed]:
+            self.log.choice("kept in Python", "as at the beginning, for every client of every round",
+                            f"forwards change it, and it has no mean: {', '.join(names[:3])}{', ...' if names[3:] else ''}")
 
     def lost(self, place: int) -> None:
         """A client will not come back in this round."""
@@ -120,8 +143,10 @@ class Federating(Sending):
             parameter.requires_grad_(name in self.trained)          # a client may have frozen some
 
     def _values(self) -> dict[str, Tensor]:
-        model = self.summed.model
-        return {name: each.detach() for name, each in (*model.named_parameters(), *model.named_buffers())}
+        """What has a mean, by name: the model's, and what a loss that is a module keeps in buffers."""
+        model, loss = self.summed.model, self.summed.keeper
+        beside = loss.named_buffers("the loss") if isinstance(loss, nn.Module) else ()
+        return {name: each.detach() for name, each in (*model.named_parameters(), *model.named_buffers(), *beside)}
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

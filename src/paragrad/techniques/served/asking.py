@@ -106,11 +106,7 @@ class Asking(Exchange):
         for server, header, rest in self.calling.asked(questions if self.shelf.lies else ()):
             if not header.numbers[0]:
                 against[0] = f"server {server} cannot read them"
-            try:
-                against[1] = bytes(rest[0]).decode()
-                against[1] or self.reader.found(rest[1], 0)
-            except Unfit as error:
-                against[1] = error.told
+            against[1] = against[1] or bytes(rest[0]).decode() or self.reader.against(rest[1])
         self.lie = not against[0], not against[1]
         for what, why in zip(("gradients", "parameters"), against, strict=True):
             self.log.choice(what, "travel" if why else "lie in shared memory", why or "servers and workers are on one host")
@@ -233,8 +229,9 @@ class Asking(Exchange):
 
     def _vectors(self, kind: Kind, numbers: tuple[float, ...]) -> Iterator[tuple[int, Slot, Header, bytes, Tensor]]:
         lies = self._lie(1) and kind == Kind.UPDATE
-        questions = [(server, self._header(kind, slot=number, lies=lies, numbers=numbers), ())
-                     for _, (server, number, slot) in self.order if not (slot.added and kind in (Kind.GRADIENTS, Kind.UPDATE))]
+        questions = [(server, self._header(kind, slot=number, share=turn, lies=lies, numbers=numbers), ())
+                     for turn, (_, (server, number, slot)) in enumerate(self.order)
+                     if not (slot.added and kind in (Kind.GRADIENTS, Kind.UPDATE))]
         for server, header, rest in self.calling.asked(questions):
             slot = self.cut.slots[server][header.slot]
             if header.kind != Kind.VALUES or header.elements != slot.elements or header.dtype != slot.dtype or (

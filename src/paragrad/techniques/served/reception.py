@@ -48,10 +48,11 @@ class Reception:
         self.shard, self.listening, self.job = shard, listening, job
         self.reader = Reader(shard.strategy.workers)
         self.pushes: dict[int, Push] = {}
+        self.expected = set[tuple[int, int]]()          # (sender, slot) that did not ask for the parameters of this step yet
+        self.pulling: list[tuple[bytes, Header]] = []   # who did
         self.forgetting: dict[int, tuple[bytes, Header]] = {}           # who wants the sum of this step gone
         self.due = False                                # a snapshot of this step is to be made before the next one
-        self.left: set[int] = set()                     # senders that left, each once though a message comes twice
-        self.met = False                                # somebody was there
+        self.left, self.met = set[int](), False         # senders that left, once each;  was somebody there?
 
     # ---- its loop ----------------------------------------------------------------------------------------------------------
     def serve(self, wanted: int, seconds: float | None) -> None:
@@ -205,13 +206,20 @@ class Reception:
         self._say(others, LATE)
 
     def _update(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
-        """Of a synchronous step, by the first who says so; all are told the parameters."""
-        divisor, factor = header.numbers[:2]
+        """Of a synchronous step, by the first who says so; all are told the parameters: where they travel together, by each
+        server to another one first (share), so that no worker's link rests while all fill that of one."""
         if header.step == self.shard.updates and self.shard.complete:
-            self._make(divisor, factor)
+            self._make(*header.numbers[:2])
         elif header.step != self.shard.updates - 1:
             raise Unfit(f"an update of {'an earlier' if header.step < self.shard.updates else 'a later'} step")
-        self._tell(whose, header, self.shard.values, self.shard.shelf)
+        if header.lies or (header.sender, header.slot) not in self.expected:        # or somebody brings a question again
+            self._tell(whose, header, self.shard.values, self.shard.shelf)
+        else:
+            self.pulling.append((whose, header))
+        self.expected.discard((header.sender, header.slot))
+        while self.pulling and not self.expected:
+            self.pulling.sort(key=lambda each: each[1].share, reverse=True)
+            self._tell(*self.pulling.pop(), self.shard.values, self.shard.shelf)
 
     def _make(self, divisor: float, factor: float) -> None:
         """The synchronous step of which all is there. Raises Unfit."""
@@ -223,17 +231,14 @@ class Reception:
         self.shard.last = {"made": [divisor, factor], "shares": shares}
         self.shard.divided(divisor, factor)
         self.shard.make(1.0, int(self._sums()[4]))
-        self.shard.complete, self.pushes = False, {}
+        self.expected = {(each.sender, slot) for each in self.pushes.values() for slot in range(len(self.shard.trained))}
+        self.shard.complete, self.pushes, self.pulling = False, {}, []
         self.due = self.shard.snapshots is not None and self.shard.updates % EVERY == 0
 
     def _save(self) -> None:
-        """Without this one, more steps would be made again."""
-        assert self.shard.snapshots is not None
         self.due = False
-        try:
-            self.shard.snapshots.save(self.shard)
-        except (OSError, RuntimeError):                 # a full disk, as torch says it
-            self.shard.refused["a snapshot, for which there was no room"] += 1
+        if self.shard.snapshots is not None:
+            self.shard.snapshots.save_if_there_is_room(self.shard)
 
     def _beside(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
         """Before the gradients of the first share, or when a worker begins."""
@@ -292,12 +297,7 @@ class Reception:
 
     def _look(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
         """Whether this process can read where the asker's vectors lie, and where one of its own does."""
-        try:
-            self.reader.found(rest[-1].buffer if rest else b"", 0)
-            reads = True
-        except Unfit:
-            reads = False
-        shelf = self.shard.shelf
+        reads, shelf = bool(rest) and not self.reader.against(rest[-1].buffer), self.shard.shelf
         self.listening.answer(whose, header.answer(Kind.DONE, numbers=(float(reads),)), shelf.against.encode(),
                               shelf.place(0) if shelf.lies else b"")
 

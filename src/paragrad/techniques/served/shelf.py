@@ -76,6 +76,14 @@ class Reader:
             raise Unfit("it lies beyond the end of what can be read")
         return whole[start:start + size]
 
+    def against(self, place: Any) -> str:
+        """Why nothing can be read there, or ""."""
+        try:
+            self.found(place, 0)
+        except Unfit as error:
+            return error.told
+        return ""
+
     def forget(self) -> None:
         """Those others are gone."""
         self.opened.cache_clear()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import struct
+from collections import Counter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,12 +26,13 @@ ENTRY = struct.Struct("<qq")
 
 class Shard(Protocol):
     """What of a server is kept, by the names that it has there. own: what the optimizer holds;  counts, recount: where it
-    stands, told and taken over;  lose: a ticket that was applied is lost."""
+    stands, told and taken over;  lose: a ticket that was applied is lost;  refused: why what was."""
     values: list[Tensor]
     own: list[Tensor]
     optimizer: torch.optim.Optimizer
     scheduler: Any
     updates: int
+    refused: Counter[str]
 
     def counts(self) -> dict[str, Any]: ...
 
@@ -82,6 +84,13 @@ class Snapshots:
         os.ftruncate(self.journal, 0)
         os.lseek(self.journal, 0, os.SEEK_SET)
         self.entries = 0
+
+    def save_if_there_is_room(self, shard: Shard) -> None:
+        """Where nothing is lost without it: more steps would be made again."""
+        try:
+            self.save(shard)
+        except (OSError, RuntimeError):                 # a full disk, as torch says it
+            shard.refused["a snapshot, for which there was no room"] += 1
 
     def restore(self, shard: Shard, step: int | None = None) -> None:
         """As it was at the last snapshot, if there is one, or at that of a step; what was applied since is lost."""
