@@ -114,7 +114,7 @@ def side(world: World, transport: str) -> serving.Serving | asking.Asking:
             stack.enter_context(mock.patch.object(serving, "Listening", bare))
         if world.rank < 2:
             asks = asking.Asking(strategy, replica, world, Log(None), None)     # type: ignore[arg-type]
-            asks.look()
+            _ = asks.lie                                # they look whether vectors may
             return asks
         serves = serving.Serving(strategy, replica, world, Log(None), None)     # type: ignore[arg-type]
         for _ in range(2 if transport == "ipc" else 0):     # they look whether vectors may lie

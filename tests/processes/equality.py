@@ -82,6 +82,19 @@ def normed_cnn() -> nn.Module:
                          nn.BatchNorm1d(6, affine=False, momentum=None), nn.ReLU(), nn.Linear(6, 4))
 
 
+class Clamped(nn.Module):
+    """Gradients are clipped by hooks, element by element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = nn.Linear(10, 8), nn.Linear(8, 4)
+        for parameter in self.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.hidden(x)))         # type: ignore[no-any-return]
+
+
 class Activated(nn.BatchNorm2d):
     """A subclass with a forward of its own, as timm's BatchNormAct2d: normalises, drops out, activates."""
 

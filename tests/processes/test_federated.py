@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality import IMAGES, IN_ROUNDS, JOBS, VECTORS, adam, job, mlp, normed_cnn, resolved, stepped
+from equality import IMAGES, IN_ROUNDS, JOBS, VECTORS, Clamped, adam, job, mlp, normed_cnn, resolved, stepped
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.testing._internal.two_tensor import TwoTensor
@@ -111,19 +111,6 @@ def test_one_client_with_all_samples_is_serial(tmp_path: Path) -> None:
     found, record = trained(made, "federated(1, clients=1)", tmp_path / "federated")
     assert close(found, serial, 1e-12)
     assert len(record.of("epoch")) == 3
-
-
-class Clamped(nn.Module):
-    """Gradients are clipped by hooks, element by element."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden, self.out = nn.Linear(10, 8), nn.Linear(8, 4)
-        for parameter in self.parameters():
-            parameter.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.tanh(self.hidden(x)))         # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("workers", [1, 2])

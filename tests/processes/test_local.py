@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality import IMAGES, LOOSER, TEXT, VECTORS, TiedLstm, job, mlp, normed_cnn, resolved
+from equality import IMAGES, LOOSER, TEXT, VECTORS, Clamped, TiedLstm, job, mlp, normed_cnn, resolved
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -121,19 +121,6 @@ def test_synchronous_steps_first_are_those_of_data(pool: Ranks) -> None:
     assert all(close(local[0][step][1], data[0][step][1], 1e-12) for step in range(4))
     assert not close(local[0][4][1], local[1][4][1])
     assert close(local[0][5][1], local[1][5][1], 0.0)
-
-
-class Clamped(nn.Module):
-    """Gradients are clipped by hooks, element by element."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden, self.out = nn.Linear(10, 8), nn.Linear(8, 4)
-        for parameter in self.parameters():
-            parameter.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(torch.tanh(self.hidden(x)))         # type: ignore[no-any-return]
 
 
 def beside_plain(world: World, made: pg.Job) -> bool:

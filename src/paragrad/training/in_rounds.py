@@ -60,16 +60,15 @@ class InRounds(Training):
         return self.made
 
     @property
-    def enough(self) -> bool:
-        """By the steps of serial."""
-        limit = self.checked.settings.limit
-        return limit is not None and self.rounds.passed(self.made) >= limit
+    def passed(self) -> int:
+        """Of the rounds that are made."""
+        return self.rounds.passed(self.made)
 
     def begin(self, saved: Saved | None) -> tuple[int, int]:
         if saved is not None:
             self.made = self._made(saved)
             self.back, self.saved_at = self.made > 0, self.made
-            self._schedule(saved.step, self.rounds.passed(self.made))       # another strategy's may be of a step before
+            self._schedule(saved.step, self.passed)       # another strategy's may be of a step before
         self.trainer.steps = self.rounds.begins[self.made]
         if self.made < self.rounds.count:
             self._wire()
@@ -198,8 +197,7 @@ class InRounds(Training):
     def end_epoch(self, epoch: int, begun: float) -> bool:
         save = self.checked.settings.save
         over = super().end_epoch(epoch, begun) or self.status == "stopped"
-        passed = self.rounds.passed(self.made)
-        if not over and save and passed // save > self.rounds.passed(self.made - 1) // save:
+        if not over and save and self.passed // save > self.rounds.passed(self.made - 1) // save:
             self.save()
         last = over or self.made == self.rounds.count or self.enough
         if last and not self.back:                  # which all know, and each of its own clients why
@@ -222,7 +220,7 @@ class InRounds(Training):
 
     def save(self) -> None:
         """Of the rounds behind it, under the step that serial would have come to."""
-        own, self.trainer.steps = self.trainer.steps, self.rounds.passed(self.made)
+        own, self.trainer.steps = self.trainer.steps, self.passed
         self.trainer.scheduler, self.beside = self.scheduler, {"rounds": self.made}
         try:
             super().save()

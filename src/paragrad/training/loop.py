@@ -137,10 +137,15 @@ class Training:
         return self.trainer.steps
 
     @property
+    def passed(self) -> int:
+        """Steps of serial that are behind it."""
+        return self.trainer.steps
+
+    @property
     def enough(self) -> bool:
         """Are as many steps made as were asked for?"""
         limit = self.checked.settings.limit
-        return limit is not None and self.trainer.steps >= limit
+        return limit is not None and self.passed >= limit
 
     def begin(self, saved: Saved | None) -> tuple[int, int]:
         """(epoch, step of it) with which the training goes on."""

@@ -11,6 +11,7 @@ import contextlib
 import math
 import secrets
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -72,7 +73,6 @@ class Asking(Exchange):
         # all workers at once to the same server would fill its link while those of the others rest
         self.order = sorted(enumerate(self.cut.every()), key=lambda each: (each[1][0] - self.number) % strategy.servers)
         self.reader = Reader(strategy.servers)
-        self.lie: tuple[bool, bool] | None = None       # gradients, parameters, once that is known
         self.largest = sum(each.nbytes for each in self.shelf.vectors)
         self.versions = [0] * strategy.servers
         self.told = [0.0] * 4
@@ -99,23 +99,25 @@ class Asking(Exchange):
             self._tell_beside()
             self._push(numbers, self.step, self.strategy.shares, self.number)
 
-    def look(self) -> None:
-        """Whether servers can read where vectors lie, and this process where theirs do: it depends on the system."""
+    @cached_property
+    def lie(self) -> tuple[bool, bool]:
+        """Do gradients, and parameters, lie where the other side can read them? That depends on the system: servers are asked,
+        once."""
         against = [self.shelf.against, self.shelf.against]
         questions = ((server, self._header(Kind.LOOK, lies=True), (b"", self.shelf.place(0))) for server in self._servers())
         for server, header, rest in self.calling.asked(questions if self.shelf.lies else ()):
             if not header.numbers[0]:
                 against[0] = f"server {server} cannot read them"
             against[1] = against[1] or bytes(rest[0]).decode() or self.reader.against(rest[1])
-        self.lie = not against[0], not against[1]
         for what, why in zip(("gradients", "parameters"), against, strict=True):
             self.log.choice(what, "travel" if why else "lie in shared memory", why or "servers and workers are on one host")
+        return not against[0], not against[1]
 
     def _push(self, numbers: tuple[float, ...], ticket: int, shares: int = 1, share: int = 0) -> None:
         """shares: that make a step. Where all wait for all, what comes back are the sums over all shares, the same from every
         server, and of each the square of its part of the norm."""
         own = [each.detach() for each in self.cut.tensors(self.summed.model)[len(self.cut.parameters):]]
-        lies = self._lie(0)
+        lies, _ = self.lie
         gradients = [*(each.grad for each in self.cut.parameters),
                      *(self._change(new, old) for new, old in zip(own, self.pulled, strict=True))]
 
@@ -153,12 +155,6 @@ class Asking(Exchange):
         """Of what a forward changed, as much as its share is of a full batch; under backup the server takes the mean."""
         change = torch.where(new == old, torch.zeros_like(new), new - old)          # not of infinity from itself: a mask's
         return change if self.strategy.waits or not change.is_floating_point() else change * (self.own_samples / self.full)
-
-    def _lie(self, which: int) -> bool:
-        if self.lie is None:
-            self.look()
-        assert self.lie is not None
-        return self.lie[which]
 
     def _servers(self) -> range:
         return range(self.strategy.servers)
@@ -228,7 +224,7 @@ class Asking(Exchange):
                 self.pulled = [each.detach().clone() for each in tensors[len(self.cut.parameters):]]
 
     def _vectors(self, kind: Kind, numbers: tuple[float, ...]) -> Iterator[tuple[int, Slot, Header, bytes, Tensor]]:
-        lies = self._lie(1) and kind == Kind.UPDATE
+        lies = self.lie[1] and kind == Kind.UPDATE
         questions = [(server, self._header(kind, slot=number, share=turn, lies=lies, numbers=numbers), ())
                      for turn, (_, (server, number, slot)) in enumerate(self.order)
                      if not (slot.added and kind in (Kind.GRADIENTS, Kind.UPDATE))]

@@ -217,9 +217,10 @@ class Reception:
         else:
             self.pulling.append((whose, header))
         self.expected.discard((header.sender, header.slot))
-        while self.pulling and not self.expected:
-            self.pulling.sort(key=lambda each: each[1].share, reverse=True)
-            self._tell(*self.pulling.pop(), self.shard.values, self.shard.shelf)
+        if not self.expected:
+            ready, self.pulling = sorted(self.pulling, key=lambda each: each[1].share), []
+            for each in ready:
+                self._tell(*each, self.shard.values, self.shard.shelf)
 
     def _make(self, divisor: float, factor: float) -> None:
         """The synchronous step of which all is there. Raises Unfit."""
@@ -298,8 +299,7 @@ class Reception:
     def _look(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
         """Whether this process can read where the asker's vectors lie, and where one of its own does."""
         reads, shelf = bool(rest) and not self.reader.against(rest[-1].buffer), self.shard.shelf
-        self.listening.answer(whose, header.answer(Kind.DONE, numbers=(float(reads),)), shelf.against.encode(),
-                              shelf.place(0) if shelf.lies else b"")
+        self.listening.answer(whose, header.answer(Kind.DONE, numbers=(float(reads),)), shelf.against.encode(), shelf.place(0))
 
     def _pull(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
         with in_eval_mode(self.shard.optimizer, self.shard.own) if header.numbers[0] else nullcontext():

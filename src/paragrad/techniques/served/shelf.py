@@ -40,9 +40,8 @@ class Shelf:
         return torch.frombuffer(self.region.map, dtype=dtype, count=elements, offset=begin)
 
     def place(self, number: int) -> bytes:
-        """Where others find one of them."""
-        assert self.region is not None
-        return f"{self.begins[number]} {self.region.address}".encode()
+        """Where others find one of them; nothing where they do not."""
+        return b"" if self.region is None else f"{self.begins[number]} {self.region.address}".encode()
 
     def sent(self, number: int, lies: bool) -> Any:
         """The last frame of a message that brings one of them."""
