@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import re
 import select
@@ -359,6 +360,9 @@ def test_what_a_job_is_known_by_is_checked(text: bytes, why: str) -> None:
     refuse_other(KNOWN, json.dumps(KNOWN).encode())
 
 
+STEP = {"loss": 0.5, "weight": 2.0, "seconds": 0.1, "lr": 0.1, "sent": 80.0, "became": 0.0, "more": 1.0}
+
+
 class Hall(Desk):
     """A desk at which somebody from elsewhere has number 7."""
 
@@ -366,6 +370,8 @@ class Hall(Desk):
         super().__init__()
         self.keys, self.told, self.refusals = {7: b"k" * 40}, list[Any](), list[str]()
         self.office.guests = self           # type: ignore[assignment]
+
+    check = Guests.check                    # type: ignore[assignment]
 
     def did(self, number: int, ticket: Ticket, said: dict[str, float]) -> None:
         self.told.append((number, ticket.number))
@@ -397,10 +403,12 @@ def test_a_number_is_its_keys_alone_and_a_ticket_whose_it_was_given() -> None:
     given = hall.given[7].__dict__
     assert "was not given" in hall.says(key, 7, {**given, "number": 2}, {})
     assert "was not given" in hall.says(key, 7, {**given, "what": ["train"]}, {})
-    assert "not finite" in hall.says(key, 7, given, {"loss": float("nan")})
+    assert "not finite" in hall.says(key, 7, given, {**STEP, "loss": float("nan")})
     assert "cannot be read" in hall.says(key, 7, given, {"loss": 10**400})
     assert "END is not for those who joined" in hall.says(key, 7, None, {}, kind=Kind.END)
-    assert hall.says(key, 7, given, {"loss": 1.0}) == ""
+    assert "without its loss" in hall.says(key, 7, given, {"became": 1.0})          # once it was done for all
+    assert hall.office.open == {hall.given[7]: 7}
+    assert hall.says(key, 7, given, STEP) == ""
     assert hall.told == [(7, 0)]
     assert hall.asks(0) is not None                     # its own are as they were
 
@@ -426,6 +434,31 @@ def test_who_joined_keeps_nothing() -> None:
     assert hall.asks(0) == Ticket(KEEP, keep="model")
     hall.says(b"k" * 40, 7, None, {})
     assert hall.given[7] == Ticket(TEST)
+
+
+def test_what_one_that_joined_cannot_do_is_somebody_elses_though_it_alone_has_trained() -> None:
+    """All of the training's own had been replaced: those who had trained went first, and it was given nothing to keep."""
+    hall = Hall()
+    hall.give(1)
+    hall.says(b"k" * 40, 7, None, {})
+    hall.says(b"k" * 40, 7, hall.given[7].__dict__, STEP)
+    hall.office.give([Ticket(KEEP, keep="model")])
+    assert hall.asks(0) == Ticket(KEEP, keep="model")
+
+
+def test_a_part_of_another_epochs_test_is_no_part_of_this_one() -> None:
+    """Who was late with it was believed: the parts of all tests had the same names."""
+    hall = Hall()
+    hall.office.give([Ticket(TEST, epoch=0)])
+    late = hall.asks(0)
+    hall.office.lost(0)
+    assert hall.asks(1) == late
+    hall.asks(1, sum=1.0)
+    hall.office.give([Ticket(TEST, epoch=1)])
+    heard = len(hall.heard)
+    hall.asks(0, sum=5.0)
+    assert len(hall.heard) == heard
+    assert hall.given[1] == Ticket(TEST, epoch=1)
 
 
 def test_who_asks_again_while_it_waits_is_told_to() -> None:
@@ -456,18 +489,17 @@ def test_what_is_recorded_of_a_step_is_the_tickets_or_a_number(place: Ground, tm
         assert [at for at, _ in first["servers"]] == ["tcp://127.0.0.1:4000"]
         assert happened == ["worker 3 joined, with the key of me.key", "worker 4 joined, with the key of me.key"]
         assert Allowed(meeting.joined).name(key) == "3"
-        said = {"loss": 0.5, "weight": 2.0, "seconds": 0.1, "lr": 0.1, "sent": 80.0, "became": 0.0, "more": 1.0}
         for bad in ({"sent": 1e300}, {"seconds": -1.0}, {"weight": -1.0}, {"loss": 1e308, "weight": 1e308}):
             with pytest.raises(Unfit, match="cannot be"):
-                guests.did(3, Ticket(TRAIN, 5, 0, 2, 1), said | bad)
+                guests.check(Ticket(TRAIN, 5, 0, 2, 1), STEP | bad)
         with pytest.raises(Unfit, match="without its lr"):
-            guests.did(3, Ticket(TRAIN, 5, 0, 2, 1), {name: value for name, value in said.items() if name != "lr"})
-        guests.did(3, Ticket(TRAIN, 4, 0, 2, 0), said | {"became": 1.0})        # somebody else's was applied
+            guests.check(Ticket(TRAIN, 5, 0, 2, 1), {name: value for name, value in STEP.items() if name != "lr"})
+        guests.check(Ticket(TEST), {"sum": math.inf, "weight": 2.0})            # a loss may be so
+        guests.did(3, Ticket(TRAIN, 4, 0, 2, 0), STEP | {"became": 1.0})        # somebody else's was applied
         for _ in range(2):
-            guests.did(3, Ticket(TRAIN, 5, 0, 2, 1), said)
+            guests.did(3, Ticket(TRAIN, 5, 0, 2, 1), STEP)
         guests.left(3)
         assert Allowed(meeting.joined).name(key) == "4"
-        guests.close()
     line, = lines_of(tmp_path / "rank-3.jsonl")
     assert (line["step"], line["order"], line["loss"], line["sent"]) == (
         2, [27, 29], [1.0, 2.0], {"gradients": {"bytes": 80, "computed": False}})

@@ -44,6 +44,7 @@ from paragrad.techniques.served.sockets import PIECE, Listening, in_one
 from paragrad.techniques.slices import Stretch
 from paragrad.training.admission import admitted
 from paragrad.verbs import elastic
+from paragrad.verbs.guests import write_step
 
 JOB = 77
 
@@ -597,6 +598,35 @@ def test_it_is_stopped_and_goes_on(tmp_path: Path) -> None:
     assert len(on.losses) == 3
 
 
+def test_what_one_may_ask_of_a_training_is_done_where_samples_are_handed_out_too(tmp_path: Path) -> None:
+    """Checkpoints were made after epochs alone, event files of nothing, and behind its limit a run trained to the end."""
+    run = pg.train(vectors(epochs=2), "server(2, sync=asp)", runs=tmp_path, save=2, tensorboard=True, limit=5)
+    assert sorted(each.name for each in run.folder.glob("checkpoint-*")) == [f"checkpoint-{step:08}" for step in (4, 5)]     # the last two
+    assert [each.name for each in (run.folder / "tensorboard").iterdir()] != []
+    assert len(run.losses) == 5
+    assert (on := pg.train(vectors(epochs=2), "server(2, sync=asp)", runs=tmp_path, resume=run.folder, limit=4)).losses == []
+    assert on.finished
+
+
+def test_an_epoch_that_was_stopped_over_its_last_batch_is_tested_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Going on, the next epoch was begun: of the one before there was no test, and nobody asked for the goal."""
+    class Stopped(elastic.Run):
+        def heard(self, number: int, ticket: Ticket, said: dict[str, Any]) -> None:
+            super().heard(number, ticket, said)
+            if ticket.what == TRAIN and ticket.step == self.order.steps - 1:
+                self.asked.set()
+    with monkeypatch.context() as patch:
+        patch.setattr(elastic, "Run", Stopped)
+        run = pg.train(vectors(epochs=2), "server(2, sync=asp)", runs=tmp_path)
+    assert run.stopped
+    assert list(Record(run.folder).of("epoch")) == []
+    on = pg.train(vectors(epochs=2), "server(2, sync=asp)", runs=tmp_path, resume=run.folder)
+    assert [line["epoch"] for line in Record(on.folder).of("epoch")] == [0, 1]
+    ended = pg.train(vectors(epochs=1), "server(2, sync=asp)", runs=tmp_path, save=3)
+    after = pg.train(vectors(epochs=2), "serial", runs=tmp_path, resume=ended.folder)       # which had its test
+    assert [line["epoch"] for line in Record(after.folder).of("epoch")] == [1]
+
+
 # ---- who dies --------------------------------------------------------------------------------------------------------------
 class Disturbed(elastic.Run):
     """After so many tickets something happens to one of its processes."""
@@ -651,22 +681,30 @@ def test_the_limit_of_waiting_is_that_of_sockets_too(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("became", [APPLIED, AGAIN])
-def test_a_share_that_was_applied_is_recorded_though_its_worker_died_before_it_wrote(became: int, tmp_path: Path) -> None:
-    """It was missed in the audit, though every server had it. Where the next worker applied it, that one wrote so itself."""
+@pytest.mark.parametrize("wrote", [None, 4, 6], ids=["nobody wrote", "the dead one wrote", "a late one wrote"])
+def test_a_share_that_was_applied_is_recorded_though_its_worker_wrote_no_line(became: int, wrote: int | None,
+                                                                              tmp_path: Path) -> None:
+    """It was missed in the audit, though every server had it: of a worker that was late and then killed, and of any that had
+    joined. Where the next worker applied it, that one wrote so itself."""
     run: Any = elastic.Run.__new__(elastic.Run)
-    run.checked, run.folder, run.unrecorded = admitted(vectors(), "server(2, sync=asp)"), tmp_path, {}
-    run.done, run.loss = 0, 0.0
+    run.checked, run.folder, run.doubtful = admitted(vectors(), "server(2, sync=asp)"), tmp_path, []
+    run.done, run.loss, run.shares = 0, 0.0, 2
     ticket, desk = Ticket(TRAIN, 3, 0, 1, 1), Desk()
-    desk.give(1)
+    desk.office.give([ticket])
     desk.asks(4)
+    desk.office.lost(4)
+    desk.asks(6)
+    desk.office.limit = -1.0
+    assert desk.office.late() == [6]
     run.office, run.record = desk.office, SimpleNamespace(origin=0.0)
-    desk.office.members[4].holds = ticket
-    run.note_unrecorded(4)
+    if wrote is not None:
+        write_step(tmp_path, 0.0, wrote, run.checked, ticket, {"loss": 1.0, "weight": 6.0})
     run.heard(5, ticket, {"became": became, "loss": 2.0, "weight": 6.0})
-    lines = list(lines_of(tmp_path / "rank-4.jsonl"))
-    assert [(line["step"], line["order"], line["loss"]) for line in lines] == [(1, [18, 24], [12.0, 6.0])] * (became == AGAIN)
-    run.note_unrecorded(4)
-    assert bool(run.unrecorded) == (became == APPLIED)
+    run.write_unrecorded()
+    found = [(number, line["step"], line["order"], line["loss"]) for number in (4, 5, 6)
+             for line in lines_of(tmp_path / f"rank-{number}.jsonl")]
+    mine = [(4, 1, [18, 24], [12.0, 6.0])] if became == AGAIN else []
+    assert found == (mine if wrote is None else [(wrote, 1, [18, 24], [6.0, 6.0])])
 
 
 def raising(output: Tensor, target: Tensor) -> Tensor:
@@ -685,6 +723,30 @@ def test_what_a_worker_raises_ends_the_run(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(elastic.Run, "start", start)
     with pytest.raises(pg.RankFailed, match="ValueError: broken"):
         pg.train(made, "server(2, sync=asp)", runs=tmp_path)
+
+
+def test_a_server_that_is_gone_when_all_is_saved_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training that was finished ended in a traceback, as an interrupted one."""
+    class Late(elastic.Run):
+        def until(self, numbers: list[int]) -> None:
+            super().until(numbers)
+            for number in self.servers if not numbers or numbers[0] not in self.servers else ():
+                self.crew.members[number].signal(signal.SIGSTOP)
+                self.seconds = 0.5
+    monkeypatch.setattr(elastic, "Run", Late)
+    run = pg.train(vectors(epochs=1), "server(2, sync=asp)", runs=tmp_path)
+    assert run.finished
+    assert run.model()
+
+
+def test_what_this_process_cannot_do_is_a_failure_in_the_record_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def listening(*_: Any) -> None:
+        raise StepFailed("the port is somebody else's by now")
+    monkeypatch.setattr(elastic, "Listening", listening)
+    with pytest.raises(pg.RankFailed, match="somebody else's by now"):
+        pg.train(vectors(epochs=1), "server(2, sync=asp)", runs=tmp_path)
+    record = Record(next(tmp_path.iterdir()))
+    assert [line["status"] for line in record.own if line["kind"] == "end"] == ["failed"]
 
 
 def test_tests_are_handed_out_to_who_has_trained() -> None:

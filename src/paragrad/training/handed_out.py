@@ -139,9 +139,9 @@ class Worker:
             result = trainer.step(*parted(fetched))
             assert isinstance(trainer.exchange, Asking)
             said = {"loss": result.loss, "weight": result.weight, "became": trainer.exchange.became,
-                    "version": trainer.exchange.version}
+                    "version": trainer.exchange.version, "lr": float(rate)}
             if self.guest:
-                said |= {"seconds": time.monotonic() - begun, "lr": float(rate),
+                said |= {"seconds": time.monotonic() - begun,
                          "sent": trainer.exchange.sent["gradients"]["bytes"]}
         return said
 

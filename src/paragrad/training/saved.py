@@ -46,8 +46,8 @@ class Saved:
 
 
 def tested(run: Path, epoch: int) -> dict[str, Any] | None:
-    """What the record of a run's first rank says of an epoch's end and test."""
-    return next((line for line in lines_of(run / "rank-0.jsonl", spans=False)
+    """What a run's record says of an epoch's end and test: its first rank, or who handed out its samples."""
+    return next((line for name in ("rank-0.jsonl", "run.jsonl") for line in lines_of(run / name, spans=False)
                  if line["kind"] == "epoch" and line["epoch"] == epoch), None)
 
 

@@ -7,15 +7,20 @@ server that dies is started again from its last snapshot. What any of them raise
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import secrets
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import zmq
 
+from paragrad.errors import StepFailed
 from paragrad.record.record import Recorder, lines_of
+from paragrad.record.tensorboard import events
 from paragrad.techniques.served.asking import dismissed
 from paragrad.techniques.served.entrance import read_place
 from paragrad.techniques.served.keys import SECRET, Address, Keys, write_public
@@ -32,6 +37,7 @@ from paragrad.world.launching.crew import DIED, FAILED, Crew
 from paragrad.world.signals import Request
 
 LOOK = 0.2              # seconds after which somebody looks whether a worker is late
+FAREWELL = 30.0         # seconds at most for processes to end in, when all is saved
 ANEW = 5                # times as many processes as there are may be started anew while no batch more is done
 
 
@@ -68,8 +74,12 @@ class Run:
         self.servers: dict[int, int] = {}               # number of a process -> which server it is
         self.tickets = (checked.saved.step if checked.saved else 0) * self.shares
         self.tested = {"sum": 0.0, "weight": 0.0}
+        self.seconds = min(checked.settings.timeout, FAREWELL)
         self.loss, self.done, self.told = 0.0, 0, -1.0
-        self.unrecorded: dict[int, int] = {}            # tickets of which who died at them wrote no line, and who that was
+        self.doubtful: list[tuple[Ticket, dict[str, Any], list[int]]] = []      # of which servers had the share; who had it
+        self.step = self.office.made                    # of the training: steps that were given out, in all
+        self.kept = {("checkpoint", self.step)} if checked.saved else set[tuple[str, int]]()
+        self.show: Callable[..., None] = lambda step, **values: None
 
     def run(self) -> str:
         try:
@@ -78,13 +88,13 @@ class Run:
                 self.start(number, server)
             if self.address is not None:
                 self.say_where(self.address)
-            status = self.epochs()
+            with events(self.folder if self.checked.settings.tensorboard else None) as self.show:
+                status = self.epochs()
             self.office.ended = True
             self.close()
         finally:
             self.listening.close()
-            if self.office.guests is not None:
-                self.office.guests.close()
+        self.write_unrecorded()
         self.record.write("handed_out", refused=self.office.refused, anew=self.anew)
         return status
 
@@ -109,69 +119,98 @@ class Run:
 
     # ---- what is to be done --------------------------------------------------------------------------------------------------
     def epochs(self) -> str:
-        checked = self.checked
-        first, start = divmod(checked.saved.step if checked.saved else 0, self.order.steps)
-        saved_at = step = checked.saved.step if checked.saved else 0
-        status = "finished"
-        for epoch in range(first, checked.job.epochs):
+        """As `Training.run` has it: a test after each, checkpoints, and how the training ended."""
+        checked, save = self.checked, self.checked.settings.save
+        first, start = divmod(self.step, self.order.steps)
+        # a run that was stopped with an epoch's last step made no test of it
+        over = self.enough or (first > 0 and not start and self.ended(first - 1))
+        for epoch in range(first, checked.job.epochs) if not over else ():
             begun = self.record.now()
-            step = self.train(epoch, start if epoch == first else 0)
-            if self.asked.is_set() or step == checked.settings.limit:
-                status = "stopped" if self.asked.is_set() else status
+            if not self.train(epoch, start if epoch == first else 0) or self.end_epoch(epoch, begun):
                 break
-            test = self.test()
-            self.record.write("epoch", epoch=epoch, test=test, start=round(begun, 6),
-                              seconds=round(self.record.now() - begun, 6))
-            goal = checked.settings.goal
-            if goal and test and goal.reached(test["value"]):
-                break
-            if checked.settings.save and step - saved_at >= checked.settings.save:
-                self.do([Ticket(KEEP, step=step, keep="checkpoint")])
-                saved_at = step
-        if (checked.settings.save or status == "stopped") and saved_at != step:
-            self.do([Ticket(KEEP, step=step, keep="checkpoint")])
+        status = "stopped" if self.asked.is_set() else "finished"
+        if save or status == "stopped":
+            self.keep("checkpoint")
         if status == "finished":
-            self.do([Ticket(KEEP, step=step, keep="model")])
+            self.keep("model")
         return status
 
-    def train(self, epoch: int, start: int) -> int:
-        """The epoch's batches from there on, share by share; the steps that were made in all. It ends early with a whole batch
-        when the run is asked to stop."""
-        step = epoch * self.order.steps + start
-        while step < (epoch + 1) * self.order.steps and not self.asked.is_set() and step != self.checked.settings.limit:
-            samples = len(self.order.at(step % self.order.steps))
+    @property
+    def enough(self) -> bool:
+        """Are as many steps made as were asked for?"""
+        limit = self.checked.settings.limit
+        return limit is not None and self.step >= limit
+
+    def train(self, epoch: int, start: int) -> bool:
+        """The epoch's batches from there on, share by share. False where the run ends before the epoch's test, with a whole
+        batch."""
+        save, end = self.checked.settings.save, (epoch + 1) * self.order.steps
+        self.step = epoch * self.order.steps + start
+        while self.step < end and not self.asked.is_set() and not self.enough:
+            samples = len(self.order.at(self.step % self.order.steps))
             for share in range(min(self.shares, samples)):          # numbers follow each other: servers remember where from
-                self.office.give([Ticket(TRAIN, self.tickets, epoch, step, share)])
+                self.office.give([Ticket(TRAIN, self.tickets, epoch, self.step, share)])
                 self.tickets += 1
-            step += 1
+            self.step += 1
             while len(self.office.left) >= 3 * self.shares:         # somebody can always be given something
                 self.look(epoch)
-        while not self.office.idle:
-            self.look(epoch)
-        return step
+            if save and self.step % save == 0:
+                self.idle(epoch)                        # what is kept is of whole steps
+                self.keep("checkpoint")
+        self.idle(epoch)
+        return not self.asked.is_set() and not self.enough
 
-    def test(self) -> dict[str, float] | None:
+    def end_epoch(self, epoch: int, begun: float) -> bool:
+        """The test after an epoch; True where the goal is reached."""
+        test = self.test(epoch)
+        self.record.write("epoch", epoch=epoch, test=test, start=round(begun, 6), seconds=round(self.record.now() - begun, 6))
+        if test is not None:
+            self.show(self.step, **{f"test {self.checked.job.metric_name}": test["value"]})
+        goal = self.checked.settings.goal
+        return bool(goal and test and goal.reached(test["value"]))
+
+    def ended(self, epoch: int) -> bool:
+        """Going on from the last step of an epoch: its test, unless the run that was saved made it; True where the goal is
+        reached."""
+        line = self.checked.saved and self.checked.saved.tested(epoch)
+        if not line:
+            return self.end_epoch(epoch, self.record.now())
+        goal, test = self.checked.settings.goal, line["test"]
+        return bool(goal and test and goal.reached(test["value"]))
+
+    def keep(self, what: str) -> None:
+        """Once of a step."""
+        if (what, self.step) not in self.kept:
+            self.kept.add((what, self.step))
+            self.do([Ticket(KEEP, step=self.step, keep=what)])
+
+    def test(self, epoch: int) -> dict[str, float] | None:
         if self.checked.job.test is None:
             return None
         self.tested = {"sum": 0.0, "weight": 0.0}
         parts = min(self.strategy.workers, self.checked.facts.test_samples)
-        self.do([Ticket(TEST, part=part, parts=parts) for part in range(parts)])
+        self.do([Ticket(TEST, epoch=epoch, part=part, parts=parts) for part in range(parts)])
         weight = self.tested["weight"]
         return {"value": self.tested["sum"] / weight if weight else float("nan"), "weight": weight}
 
     def do(self, tickets: list[Ticket]) -> None:
         self.office.give(tickets)
+        self.idle(None)
+
+    def idle(self, epoch: int | None) -> None:
+        """Wait until all is done that was given."""
         while not self.office.idle:
-            self.look(None)
+            self.look(epoch)
 
     def heard(self, number: int, ticket: Ticket, said: dict[str, Any]) -> None:
         if ticket.what == TEST:
             self.tested = {name: self.tested[name] + said.get(name, 0.0) for name in self.tested}
         elif ticket.what == TRAIN:
             self.done, self.loss = self.done + 1, said.get("loss", self.loss)
-            if (dead := self.unrecorded.pop(ticket.number, None)) is not None and said.get("became") == APPLIED_BEFORE:
-                with Recorder(self.folder / f"rank-{dead}.jsonl", self.record.origin) as record:
-                    write_step(record, self.checked, ticket, said)
+            if self.done % self.shares == 0:            # as many as make a batch; of the last one
+                self.show(self.done // self.shares, **{name: said[name] for name in ("loss", "lr") if name in said})
+            if said.get("became") == APPLIED_BEFORE:
+                self.doubtful.append((ticket, said, [*self.office.begun_again.get(ticket.number, ()), number]))
 
     # ---- what comes ----------------------------------------------------------------------------------------------------------
     def look(self, epoch: int | None) -> None:
@@ -212,7 +251,6 @@ class Run:
             raise value
         server = self.servers.get(number)
         if server is None:
-            self.note_unrecorded(number)
             self.office.lost(number)
             if not self.office.ended:
                 another = self.next_number()
@@ -223,15 +261,17 @@ class Run:
             self.office.anew()
             self.start(number, server)
 
-    def note_unrecorded(self, number: int) -> None:
-        """Of one that died, its ticket, if it wrote no line of it: servers may have what it pushed."""
-        member = self.office.members.get(number)
-        if member is None or member.holds is None or member.holds.what != TRAIN:
-            return
-        place = [member.holds.step, place_of(self.checked, member.holds)]
-        lines = lines_of(self.folder / f"rank-{number}.jsonl", spans=False)
-        if place not in ([line["step"], line["order"]] for line in lines if line["kind"] == "step"):
-            self.unrecorded[member.holds.number] = number
+    def write_unrecorded(self) -> None:
+        """Once nobody writes any more, the lines of shares that servers had when who came with them asked: whoever had brought
+        them first may have died, or left, before it wrote one."""
+        @functools.cache
+        def written(number: int) -> set[tuple[int, ...]]:
+            lines = lines_of(self.folder / f"rank-{number}.jsonl", spans=False)
+            return {(line["step"], *line["order"]) for line in lines if line["kind"] == "step"}
+        for ticket, said, who in self.doubtful:
+            place = (ticket.step, *place_of(self.checked, ticket))
+            if not any(place in written(number) for number in who):
+                write_step(self.folder, self.record.origin, who[0], self.checked, ticket, said)
 
     def event(self, name: str, message: str, **numbers: float) -> None:
         self.record.write("event", name=name, numbers=numbers, message=message)
@@ -248,10 +288,11 @@ class Run:
         """Workers end, then servers; who does not in time is left to be killed."""
         workers = [number for number in self.crew.members if number not in self.servers]
         self.until(workers)
-        dismissed(self.meeting, self.checked.settings.timeout)
+        with contextlib.suppress(StepFailed):           # one that is gone by now has told all that it had to tell
+            dismissed(self.meeting, self.seconds)
         self.until(list(self.servers))
 
     def until(self, numbers: list[int]) -> None:
-        end = time.monotonic() + min(self.checked.settings.timeout, 30.0)
+        end = time.monotonic() + self.seconds
         while time.monotonic() < end and any(number in self.crew.members for number in numbers):
             self.look(None)

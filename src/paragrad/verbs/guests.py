@@ -15,15 +15,15 @@ from paragrad.record.record import Recorder
 from paragrad.techniques.served.header import Unfit
 from paragrad.techniques.served.keys import PUBLIC, Allowed, write_public
 from paragrad.techniques.served.meeting import Meeting
-from paragrad.techniques.served.office import TRAIN, Ticket
+from paragrad.techniques.served.office import TEST, TRAIN, Ticket
 from paragrad.techniques.served.reception import APPLIED
 from paragrad.training.admission import Admitted
 from paragrad.training.batches import batch_of
 from paragrad.training.guest import known_by, refuse_other
 
-MOST = 1000             # that join in a training
+MOST = 10_000           # that join in a training
 MOST_SECONDS = 1e9      # of a step
-NUMBERS = ("loss", "weight", "seconds", "lr", "sent")
+NUMBERS = ("became", "loss", "weight", "seconds", "lr", "sent")
 
 
 def place_of(checked: Admitted, ticket: Ticket) -> list[int]:
@@ -33,16 +33,17 @@ def place_of(checked: Admitted, ticket: Ticket) -> list[int]:
     return batch.recorded
 
 
-def write_step(record: Recorder, checked: Admitted, ticket: Ticket, said: dict[str, float]) -> None:
-    """The line of a step of somebody else's, by what is said of it."""
+def write_step(folder: Path, origin: float, number: int, checked: Admitted, ticket: Ticket, said: dict[str, float]) -> None:
+    """The line of a step of somebody else's, by what is said of it. Of how many, nobody knows: a file is open for a line."""
     seconds = said.get("seconds", 0.0)
-    record.write("step", step=ticket.step, start=round(record.now() - seconds, 6), seconds=round(seconds, 6),
-                 epoch=ticket.epoch, loss=[said["loss"] * said["weight"], said["weight"]], order=place_of(checked, ticket),
-                 lr=said.get("lr"), sent={"gradients": {"bytes": int(said.get("sent", 0)), "computed": False}})
+    with Recorder(folder / f"rank-{number}.jsonl", origin) as record:
+        record.write("step", step=ticket.step, start=round(record.now() - seconds, 6), seconds=round(seconds, 6),
+                     epoch=ticket.epoch, loss=[said["loss"] * said["weight"], said["weight"]], order=place_of(checked, ticket),
+                     lr=said.get("lr"), sent={"gradients": {"bytes": int(said.get("sent", 0)), "computed": False}})
 
 
 class Guests:
-    """Of one training. number: the next of a process;  event: writes one into the record. A context manager for its files."""
+    """Of one training. number: the next of a process;  event: writes one into the record."""
 
     def __init__(self, checked: Admitted, folder: Path, record: Recorder, meeting: Meeting, allowed: Path,
                  number: Callable[[], int], event: Callable[..., None]) -> None:
@@ -51,7 +52,6 @@ class Guests:
         self.known = known_by(checked.job, checked.facts)
         self.keys: dict[int, bytes] = {}
         self.numbers: dict[tuple[bytes, int], int] = {}         # by its key, and the number that it drew for itself
-        self.records: dict[int, Recorder] = {}
         self.last: dict[int, int] = {}                          # ticket whose line is written
         meeting.joined.mkdir()
 
@@ -73,28 +73,30 @@ class Guests:
     def _joined(self, key: bytes) -> int:
         number = self.number()
         write_public(key, self.meeting.joined / f"{number}{PUBLIC}")
-        self.keys[number], self.records[number] = key, Recorder(self.folder / f"rank-{number}.jsonl", self.origin)
+        self.keys[number] = key
         self.event("joined", f"worker {number} joined, with the key of {self.allowed.name(key)}{PUBLIC}", rank=number)
         return number
 
-    def did(self, number: int, ticket: Ticket, said: dict[str, float]) -> None:
-        """A step line, of a share that was applied and has none yet."""
-        if ticket.what != TRAIN or said.get("became") != APPLIED or self.last.get(number) == ticket.number:
+    def check(self, ticket: Ticket, said: dict[str, float]) -> None:
+        """What is said of a test may be the loss of a model that has no finite one. Raises Unfit."""
+        if not all(math.isfinite(value) for name, value in said.items() if (ticket.what, name) != (TEST, "sum")):
+            raise Unfit("numbers that are not finite")
+        if ticket.what != TRAIN:
             return
         if missing := [name for name in NUMBERS if name not in said]:
             raise Unfit(f"a step without its {missing[0]}")
         if not (0 <= said["seconds"] < MOST_SECONDS and 0 <= said["sent"] < 2**63 and said["weight"] >= 0
                 and math.isfinite(said["loss"] * said["weight"])):
             raise Unfit("numbers of a step that cannot be")
-        write_step(self.records[number], self.checked, ticket, said)
-        self.last[number] = ticket.number
+
+    def did(self, number: int, ticket: Ticket, said: dict[str, float]) -> None:
+        """A step line, of a share that was applied and has none yet."""
+        if ticket.what == TRAIN and said["became"] == APPLIED and self.last.get(number) != ticket.number:
+            write_step(self.folder, self.origin, number, self.checked, ticket, said)
+            self.last[number] = ticket.number
 
     def left(self, number: int) -> None:
         """It said so: nobody else comes in by that number."""
         self.keys.pop(number, None)
         (self.meeting.joined / f"{number}{PUBLIC}").unlink(missing_ok=True)
         self.event("left", f"worker {number} left; others get what it was at", rank=number)
-
-    def close(self) -> None:
-        for each in self.records.values():
-            each.file.close()

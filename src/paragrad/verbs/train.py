@@ -103,6 +103,10 @@ def run(ranks: Ranks, checked: Admitted, folder: Path, *, progress: Progress | N
             else:
                 statuses = checked.on(ranks, trained_by(checked), checked, folder, record.origin,
                                       on_report=lambda rank, value: progress(value) if progress else None)
+        except StepFailed as error:                     # of this process, which leads the others
+            failed = _as_rank(error, None)
+            _broke_off(record, checked, folder, "failed", failed)
+            raise failed from error
         except RankFailed as error:
             _broke_off(record, checked, folder, "failed", error)
             raise
@@ -166,7 +170,7 @@ def unchecked(folder: Path, message: str) -> str:
     return f"the training is done ({folder}); its check against serial failed: {message}"
 
 
-def _as_rank(error: StepFailed, rank: int) -> RankFailed:
+def _as_rank(error: StepFailed, rank: int | None) -> RankFailed:
     return RankFailed(error.message, rank=rank, step=error.step, tensor=error.tensor, differs=error.differs)
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -63,17 +62,17 @@ class Member:
 
 class Guests(Protocol):
     """Those who join from elsewhere. keys: whose each number is;  admit: what one is told that asks to take part, of what it
-    would train as text, or None while nothing can be said (it asks again); raises Unfit;  did: it has done a ticket that it was
-    given, and says numbers of it;  left: it has said so."""
+    would train as text, or None while nothing can be said (it asks again); raises Unfit;  check: may this be said of a ticket?
+    Raises Unfit;  did: it has done a ticket that it was given, and says this of it;  left: it has said so."""
     keys: dict[int, bytes]
 
     def admit(self, key: bytes, sender: int, text: bytes) -> bytes | None: ...
 
+    def check(self, ticket: Ticket, said: dict[str, float]) -> None: ...
+
     def did(self, number: int, ticket: Ticket, said: dict[str, float]) -> None: ...
 
     def left(self, number: int) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass
@@ -88,7 +87,7 @@ class Office:
     members: dict[int, Member] = field(default_factory=dict)
     left: deque[Ticket] = field(default_factory=deque)
     open: dict[Ticket, int] = field(default_factory=dict)          # who is at it
-    begun_again: set[Ticket] = field(default_factory=set)          # of members that are lost
+    begun_again: dict[int, list[int]] = field(default_factory=dict)         # shares by number, and which lost members had them
     made: int | None = None         # updates of which all shares have been told of; of later ones somebody has
     told: dict[int, int] = field(default_factory=dict)             # of how many, by the number of the update
     gave: dict[int, Ticket] = field(default_factory=dict)          # to whom last
@@ -124,8 +123,11 @@ class Office:
         guests = self.guests.keys if self.guests else {}
         if guests.get(number) != key:
             raise Unfit("a number that is somebody else's")
-        if key is not None and not (ticket in (None, self.gave.get(number)) and all(map(math.isfinite, said.values()))):
-            raise Unfit("a ticket that it was not given, or numbers that are not finite")
+        if key is not None and self.guests is not None:
+            if ticket not in (None, self.gave.get(number)):
+                raise Unfit("a ticket that it was not given")
+            if ticket is not None:
+                self.guests.check(ticket, said)
         member = self.members.get(number)
         if member is not None and member.answered is not None and member.answered[0] == header.call:
             listening.answer(whose, header.answer(Kind.GIVEN), member.answered[1])          # it asked twice
@@ -202,7 +204,8 @@ class Office:
         if member is not None and member.holds is not None and self.open.get(member.holds) == number:
             del self.open[member.holds]
             self.left.appendleft(member.holds)
-            self.begun_again.add(member.holds)
+            if member.holds.what == TRAIN:
+                self.begun_again.setdefault(member.holds.number, []).append(number)
 
     def gone(self, whose: bytes) -> int | None:
         """Whose connection this was is lost, if it had no other since; its number."""
@@ -221,13 +224,13 @@ class Office:
 
     def _may(self, member: Member, ticket: Ticket, fewest: int) -> bool:
         """A worker that has not trained yet knows less of the model; it tests where nobody has."""
-        if ticket.what == KEEP and self.guests is not None and member.number in self.guests.keys:
-            return False
-        if ticket.what == TRAIN and self.told and ticket not in self.begun_again:
+        if ticket.what == TRAIN and self.told and ticket.number not in self.begun_again:
             return False                                # until all of a step have said so: then it is known how many are left
         if ticket.what == TRAIN:
             return self.bound is None or member.done - fewest <= self.bound
-        return member.trained or not any(each.trained for each in self.members.values())
+        joined = self.guests.keys if self.guests is not None and ticket.what == KEEP else {}
+        able = [each for each in self.members.values() if each.number not in joined]
+        return member.number not in joined and (member.trained or not any(each.trained for each in able))
 
     def hand_out(self, listening: Listening) -> None:
         """Answer those who wait, as far as there is something for them."""
