@@ -186,6 +186,23 @@ def test_servers_that_die_again_and_again_end_no_run_that_goes_on(tmp_path: Path
     assert run.losses == pytest.approx(serial.losses, rel=1e-9)
 
 
+def test_servers_that_die_as_they_are_started_again_end_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the second death nobody was to hear: it ended the run, in a traceback."""
+    class Again(Disturbed):
+        at, happens, left = (5,), signalled(1, signal.SIGKILL), 2
+
+        def go_back(self, trouble: pg.RankFailed, because: str) -> None:
+            super().go_back(trouble, because)
+            self.left -= 1
+            if self.left:
+                self.crew.members[1].signal(signal.SIGKILL)
+    made = MADE["batch norm"].replace(dtype=torch.float64, epochs=10)
+    monkeypatch.setattr(recovering, "Run", Again)
+    run, serial = pg.train(made, "server(1)", runs=tmp_path), pg.train(made, runs=tmp_path)
+    assert [line["name"] for line in Record(run.folder).own if line["kind"] == "event"] == ["back"] * 2
+    assert run.losses == pytest.approx(serial.losses, rel=1e-9)
+
+
 def test_a_worker_that_stands_still_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = MADE["batch norm"].replace(dtype=torch.float64, epochs=10)
     monkeypatch.setattr(recovering, "Run", type("Here", (Disturbed,), {
@@ -306,6 +323,8 @@ def test_a_record_goes_back(tmp_path: Path) -> None:
              {"kind": "spans", "step": 3}, {"kind": "step", "step": 3}, {"kind": "event"}]
     for rank in range(2):
         (tmp_path / f"rank-{rank}.jsonl").write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+    with (tmp_path / "rank-0.jsonl").open("a") as file:
+        file.write('{"kind":"step","step":')           # by one that was killed over it
     for step in (2, 4):
         (tmp_path / f"checkpoint-{step:08}").mkdir()
     recovering.rewind(tmp_path, 2, 3)

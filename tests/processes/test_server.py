@@ -599,9 +599,10 @@ def test_it_is_stopped_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_what_one_may_ask_of_a_training_is_done_where_samples_are_handed_out_too(tmp_path: Path) -> None:
-    """Checkpoints were made after epochs alone, event files of nothing, and behind its limit a run trained to the end."""
+    """Checkpoints, of which two are kept, were made after epochs alone, event files of nothing, and behind its limit a run
+    trained to the end."""
     run = pg.train(vectors(epochs=2), "server(2, sync=asp)", runs=tmp_path, save=2, tensorboard=True, limit=5)
-    assert sorted(each.name for each in run.folder.glob("checkpoint-*")) == [f"checkpoint-{step:08}" for step in (4, 5)]     # the last two
+    assert sorted(each.name for each in run.folder.glob("checkpoint-*")) == [f"checkpoint-{step:08}" for step in (4, 5)]
     assert [each.name for each in (run.folder / "tensorboard").iterdir()] != []
     assert len(run.losses) == 5
     assert (on := pg.train(vectors(epochs=2), "server(2, sync=asp)", runs=tmp_path, resume=run.folder, limit=4)).losses == []

@@ -112,8 +112,13 @@ class Recorder:
 
 def cut_torn(path: Path) -> None:
     """Cut off a last line that its writer could not end (a full disk, a kill): what is appended behind it could not be read."""
-    if path.is_file() and (written := path.read_bytes()) and not written.endswith(b"\n"):
-        os.truncate(path, written.rfind(b"\n") + 1)
+    if not path.is_file() or not (size := path.stat().st_size):
+        return
+    with path.open("rb") as file:                       # mostly it is whole, and may be long
+        file.seek(size - 1)
+        torn = file.read() != b"\n"
+    if torn:
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def new_folder(parent: Path, name: str) -> Path:

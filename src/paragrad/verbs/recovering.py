@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from paragrad.errors import RankFailed, StepFailed
-from paragrad.record.record import Recorder
+from paragrad.record.record import Recorder, cut_torn
 from paragrad.techniques.served.asking import dismissed
 from paragrad.techniques.served.calling import Calling
 from paragrad.techniques.served.header import Header, Kind
@@ -133,23 +133,59 @@ class Run:
             raise self.raised or trouble
         self.crew.kill(number for number in self.workers if number in self.crew.members)
         remove_partial(self.folder)
-        try:
-            step, last = self.halted()
-            self.event("again", f"{trouble}; all workers begin again with step {step}", step)
-        except StepFailed as error:
-            self.go_back(trouble, str(error))
-            step, last = self.halted()
-            rewind(self.folder, len(self.workers), step)
+        step, last = self.stand(trouble)
         if step > self.furthest:
             self.furthest, self.again, self.raised = step, 0, None
         self.meeting = replace(self.meeting, step=step, last=last)
         self.work()
 
+    def stand(self, trouble: RankFailed) -> tuple[int, tuple[tuple[float, float], ...]]:
+        """As `halted`; everything goes back where a server is gone, again where one that was started for it is. Raises
+        RankFailed."""
+        because = ""
+        for _ in range(1 + AGAIN):
+            try:
+                if because:
+                    self.go_back(trouble, because)
+                    self.there()
+                step, last = self.halted()
+            except StepFailed as error:
+                because = str(error)
+                continue
+            if because:
+                rewind(self.folder, len(self.workers), step)
+            else:
+                self.event("again", f"{trouble}; all workers begin again with step {step}", step)
+            return step, last
+        raise trouble.saying(f"{trouble.message}; and {because}")
+
+    def there(self) -> None:
+        """Wait for servers that were started: they read a snapshot, and write one, for as long as it takes. Raises StepFailed
+        where one is gone by then, or does not come; RankFailed: what one raises."""
+        until = time.monotonic() + max(self.checked.settings.timeout, ANSWER)
+        while True:
+            self.refuse_gone()
+            with contextlib.closing(Calling(self.meeting.addresses, LONGEST, Keys.made(), 5 * LOOK)) as calling:
+                try:
+                    look = Header(Kind.LOOK, self.meeting.job)
+                    list(calling.asked((server, look, ()) for server in range(len(self.servers))))
+                    return
+                except StepFailed:
+                    if time.monotonic() > until:
+                        raise
+
+    def refuse_gone(self) -> None:
+        for number in self.crew.ready(0):
+            what, value = self.crew.heard(number)
+            if what == FAILED:
+                raise value
+        if gone := [number - len(self.workers) for number in self.servers if number not in self.crew.members]:
+            raise StepFailed(f"server(s) {', '.join(map(str, gone))} are gone")
+
     def halted(self) -> tuple[int, tuple[tuple[float, float], ...]]:
         """(the step, (weight, loss) of every share of the one before) where all servers stand, without workers. Raises
         StepFailed where one is gone."""
-        if gone := [number - len(self.workers) for number in self.servers if number not in self.crew.members]:
-            raise StepFailed(f"server(s) {', '.join(map(str, gone))} are gone")
+        self.refuse_gone()
         before, self.meeting = self.meeting, replace(self.meeting, job=secrets.randbits(63))
         with contextlib.closing(Calling(self.meeting.addresses, LONGEST, Keys.made(), self.seconds)) as calling:
             halt = Header(Kind.HALT, before.job, version=self.meeting.job)
@@ -181,6 +217,7 @@ def rewind(folder: Path, workers: int, step: int) -> None:
     """A run's record, and its checkpoints, are as they were before that step."""
     for number in range(workers):
         path, kept = folder / f"rank-{number}.jsonl", 0
+        cut_torn(path)
         for text in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
             if text.startswith((b'{"kind":"step"', b'{"kind":"spans"')) and json.loads(text)["step"] >= step:
                 os.truncate(path, kept)
