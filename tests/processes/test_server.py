@@ -295,6 +295,27 @@ def test_parameters_that_travel_go_to_all_at_a_time_to_another_one_first() -> No
     assert asks(1, 0) == [b"w1"]
 
 
+def test_where_every_worker_has_its_share_of_every_batch_servers_keep_the_bound() -> None:
+    """Under torchrun nobody did: ssp was asp."""
+    served, told = server("server(3, sync=ssp(1))"), Told()
+    served.listening = told         # type: ignore[assignment]
+
+    def pulls(sender: int, step: int) -> list[tuple[int, int]]:
+        """Who has parameters now: (sender, step)."""
+        before = len(told.answers)
+        served.taken(frames(Header(Kind.PULL, JOB, sender, step=step, shares=3), whose=b"w%d" % sender))
+        return [(int(whose[1:]), header.step) for whose, header, _ in told.answers[before:] if header.kind == Kind.VALUES]
+    assert [pulls(0, 4), pulls(0, 5), pulls(0, 6)] == [[(0, 4)], [(0, 5)], []]          # nobody else was there yet
+    assert [pulls(1, 4), pulls(2, 4)] == [[(1, 4)], [(2, 4)]]
+    assert pulls(1, 5) == [(1, 5)]
+    assert pulls(1, 6) == []
+    assert sorted(pulls(2, 5)) == [(0, 6), (1, 6), (2, 5)]
+    free = server("server(3, sync=asp)")
+    free.listening = told           # type: ignore[assignment]
+    free.taken(frames(Header(Kind.PULL, JOB, 0, step=9, shares=3)))
+    assert told.answers[-1][1].kind == Kind.VALUES
+
+
 def test_asynchronous_updates_are_made_at_once_and_once() -> None:
     served = server("server(2, sync=asp)")
     for ticket in (3, 0, 3):                            # who brings it again is told that it is done

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from paragrad.errors import StepFailed
 from paragrad.techniques.served.beside import loaded, saved
+from paragrad.techniques.served.bounded import Bounded
 from paragrad.techniques.served.header import Header, Kind, Unfit, bytes_of
 from paragrad.techniques.served.office import LATE
 from paragrad.techniques.served.shard import Shard
@@ -47,6 +48,7 @@ class Reception:
     def __init__(self, shard: Shard, listening: Listening, job: int) -> None:
         self.shard, self.listening, self.job = shard, listening, job
         self.reader = Reader(shard.strategy.workers)
+        self.bounded = Bounded(shard.strategy.bound, shard.strategy.workers)
         self.pushes: dict[int, Push] = {}
         self.expected = set[tuple[int, int]]()          # (sender, slot) that did not ask for the parameters of this step yet
         self.pulling: list[tuple[bytes, Header]] = []   # who did
@@ -302,8 +304,9 @@ class Reception:
         self.listening.answer(whose, header.answer(Kind.DONE, numbers=(float(reads),)), shelf.against.encode(), shelf.place(0))
 
     def _pull(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
-        with in_eval_mode(self.shard.optimizer, self.shard.own) if header.numbers[0] else nullcontext():
-            self._tell(whose, header, self.shard.values)
+        for asking, asked in self.bounded.ready(whose, header) if self.shard.snapshots is None else [(whose, header)]:
+            with in_eval_mode(self.shard.optimizer, self.shard.own) if asked.numbers[0] else nullcontext():
+                self._tell(asking, asked, self.shard.values)
 
     def _tell_gradients(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
         marked = iter(self.shard.anyone)
