@@ -8,6 +8,7 @@ server that dies is started again from its last snapshot. What any of them raise
 from __future__ import annotations
 
 import secrets
+import signal
 import sys
 import time
 from pathlib import Path
@@ -69,6 +70,7 @@ class Run:
         self.tickets = (checked.saved.step if checked.saved else 0) * self.shares
         self.tested = {"sum": 0.0, "weight": 0.0}
         self.loss, self.done, self.told = 0.0, 0, -1.0
+        self.overdue: dict[int, float] = {}             # since when workers are late
         self.unrecorded: dict[int, int] = {}            # tickets of which who died at them wrote no line, and who that was
 
     def run(self) -> str:
@@ -196,6 +198,8 @@ class Run:
         for number in self.office.late():
             self.event("late", f"worker {number} was at its samples for longer than {self.office.limit:g} s; others get "
                        "them", rank=number)
+            self.overdue[number] = time.monotonic()
+        self.end_overdue()
         self.tell(epoch)
 
     def word_of(self, number: int) -> None:
@@ -222,6 +226,17 @@ class Run:
             self.event("again", f"{value}; server {server} is started again from its last snapshot", rank=number)
             self.office.anew()
             self.start(number, server)
+
+    def end_overdue(self) -> None:
+        """Where those who are left are too few to make a step, and nobody who is late came back within the limit once more,
+        others come for them."""
+        self.overdue = {number: since for number, since in self.overdue.items()
+                        if number in self.crew.members and number not in self.office.members}
+        if not self.strategy.waits or len(self.office.members) >= self.strategy.wanted:
+            return
+        for number in [each for each, since in self.overdue.items() if time.monotonic() - since > self.office.limit]:
+            self.crew.members[number].signal(signal.SIGKILL)
+            del self.overdue[number]
 
     def note_unrecorded(self, number: int) -> None:
         """Of one that died, its ticket, if it wrote no line of it: servers may have what it pushed."""

@@ -34,7 +34,7 @@ class Serving(Alone):
                                        meeting.entrance(meeting.server))
         else:
             self.number, self.dismissals = world.rank - strategy.workers, strategy.workers
-            self.listening = Listening(cut.longest, own_host(world), keys)
+            self.listening = Listening(cut.longest, own_host(world), keys, seconds=world.timeout)
             workers_of(strategy, world)
             job, told = met(world, self.listening.address)
             self.listening.allow(told[:strategy.workers])
