@@ -49,7 +49,7 @@ class Asking(Exchange):
         super().__init__(replica)
         self.strategy, self.log, self.meeting = strategy, log, meeting
         keys = (meeting and meeting.keys) or Keys.made()
-        self.cut = cut_of(strategy, replica.optimizer, replica.module.model)
+        self.cut = cut_of(strategy, replica.optimizer, replica.module.model, replica.follows)
         self.beside: dict[str, Tensor] | None = None    # as servers know it, where somebody may have to go on with it
         if meeting and not strategy.hands_out and not world.rank:
             self.beside = {name: each.clone() for name, each in values_of(replica.module.model).items()}

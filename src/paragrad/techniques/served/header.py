@@ -19,7 +19,7 @@ MAGIC = b"pgr3"                         # the version of this format is its last
 NUMBERS = 5
 FORMAT = struct.Struct(f"<4s2B?xQQqqIIIIQ{NUMBERS}d")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128, torch.uint8,
-          torch.int64)
+          torch.int64, torch.int8, torch.int16, torch.int32)
 
 
 class Kind(enum.IntEnum):

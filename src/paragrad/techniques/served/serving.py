@@ -25,7 +25,7 @@ class Serving(Alone):
         super().__init__(replica)
         self.log, keys, model = log, Keys.made(), replica.module.model
         self.seconds = None if meeting else world.timeout
-        cut = cut_of(strategy, replica.optimizer, model)
+        cut = cut_of(strategy, replica.optimizer, model, replica.follows)
         if meeting:
             assert meeting.server is not None
             self.number, self.dismissals, job = meeting.server, 1, meeting.job          # the office's

@@ -115,8 +115,11 @@ class Shard:
                 square += float(torch.linalg.vector_norm(total, dtype=wide)) ** 2
             anyone += [any(found) for found in zip(*(marked for marked, _ in (first, *others)), strict=True)]
         for number in range(len(self.trained), len(self.slots)):         # what forwards changed: the mean over the shares
-            change = sum(each[number][1] for each in shares)
-            self.values[number].add_(torch.div(change, len(shares)).to(self.values[number].dtype))
+            change: Any = sum(each[number][1] for each in shares)
+            if self.slots[number].flags:
+                self.values[number].add_(change).clamp_(0, 1)
+            else:
+                self.values[number].add_(torch.div(change, len(shares)).to(self.values[number].dtype))
         self.anyone, self.complete = anyone, True
         return square
 
