@@ -593,6 +593,7 @@ class Seeing(nn.Module):
         self.register_buffer("small", torch.zeros(1, dtype=torch.int8))
         self.register_buffer("seen", torch.zeros(997, dtype=torch.bool))
         self.register_buffer("unseen", torch.ones(997, dtype=torch.bool))
+        self.register_buffer("table", torch.ones(4, 10).t())           # of another order in memory
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -602,7 +603,7 @@ class Seeing(nn.Module):
                 self.calls += 1
                 self.small += 1
                 self.follows += 1.0
-        return self.layer(x) * self.stays               # type: ignore[no-any-return]
+        return self.layer(x) * self.stays + x @ self.table              # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("text", ["server(2, servers=2, sync=asp)", "server(2, sync=bsp(backup=1))"])

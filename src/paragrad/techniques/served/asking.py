@@ -29,7 +29,7 @@ from paragrad.techniques.served.keys import Keys
 from paragrad.techniques.served.meeting import Meeting, met, workers_of
 from paragrad.techniques.served.reception import APPLIED
 from paragrad.techniques.served.shelf import Reader, Shelf
-from paragrad.techniques.served.slicing import Slot, cut_of, fill, held, marks, places, state_of
+from paragrad.techniques.served.slicing import Slot, cut_of, fill, held, marks, places, spread, state_of
 from paragrad.techniques.updating import clip_factor, has_modes
 from paragrad.techniques.values import same
 from paragrad.world.world import World
@@ -218,7 +218,7 @@ class Asking(Exchange):
         with self.log.detail(kind.name.lower(), "wait"), torch.no_grad():
             tensors = self.cut.tensors(self.summed.model)
             for server, slot, header, _, vector in self._vectors(kind, numbers):
-                torch._foreach_copy_(places(slot, tensors), slot.views(vector))
+                spread(vector, slot, tensors)
                 self.versions[server] = header.version
             if self.strategy.hands_out:
                 self.pulled = [each.detach().clone() for each in tensors[len(self.cut.parameters):]]

@@ -53,6 +53,14 @@ def places(slot: Slot, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensors[each.index].detach().view(-1)[each.start:each.stop] for each in slot.stretches]
 
 
+def spread(vector: Tensor, slot: Slot, tensors: Sequence[Tensor]) -> None:
+    """A vector's values into tensors; what is added is whole, and may lie in another order."""
+    into, values = [tensors[each.index].detach() for each in slot.stretches], slot.views(vector)
+    if slot.added:
+        values = [each.view(whole.shape) for each, whole in zip(values, into, strict=True)]
+    torch._foreach_copy_(into if slot.added else places(slot, tensors), values)
+
+
 def held(stretch: Stretch, names: Sequence[str], parameters: Sequence[Tensor]) -> Held:
     """The part of a serial tensor that a stretch is."""
     parameter = parameters[stretch.index]
