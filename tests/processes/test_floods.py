@@ -328,7 +328,8 @@ def test_names_are_few_whatever_numbers_strangers_choose() -> None:
     whole = push()[1].bytes
     for _ in range(1000):
         number = draw.randrange(2**32)
-        for message in (frames(draw.randbytes(draw.randrange(99))), frames(whole[:4] + bytes([20 + number % 200]) + whole[5:]),
+        for message in (frames(draw.randbytes(draw.randrange(99))),
+                        frames(whole[:4] + bytes([max(Kind) + 1 + number % 200]) + whole[5:]),
                         frames(whole[:5] + bytes([20 + number % 200]) + whole[6:]), frames(whole, *[b""] * (3 + number % 99)),
                         frames(whole, b"\1\1\1", bytes(draw.randrange(480))), push(share=2 + number // 2),
                         frames(replace(unpacked(whole), elements=number), b"\1\1\1", b"")):

@@ -33,7 +33,7 @@ from paragrad.techniques.served.entrance import Entrance, Place, read_place, ref
 from paragrad.techniques.served.header import Header, Kind, Unfit
 from paragrad.techniques.served.keys import PUBLIC, SECRET, Allowed, Keys, make_keys, own_keys, public_key, write_public
 from paragrad.techniques.served.meeting import Meeting
-from paragrad.techniques.served.office import KEEP, TEST, TRAIN, Ticket
+from paragrad.techniques.served.office import END, KEEP, TEST, TRAIN, Ticket
 from paragrad.techniques.served.sockets import FROM_ELSEWHERE, Listening
 from paragrad.training.admission import admitted
 from paragrad.training.guest import known_by, refuse_other
@@ -71,11 +71,12 @@ class Ground:
         self.server_key, self.address = Path(), ""
         self.complaints: Any = subprocess.PIPE
 
-    def join(self, *more: str, key: Path | None = None) -> subprocess.Popen[str]:
+    def join(self, *more: str, key: Path | None = None, launched: dict[str, str] | None = None) -> subprocess.Popen[str]:
         """The command, once it is known where."""
         words = [sys.executable, "-m", "paragrad", "join", self.address, str(self.job), "--server-key", str(self.server_key),
                  "--key", str(key or self.key), "--threads", "1", *more]
-        return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=self.complaints, text=True, cwd=self.folder)
+        return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=self.complaints, text=True, cwd=self.folder,
+                                env={**os.environ, **(launched or {})})
 
     def train(self, text: str, batch: int = 12, **more: Any) -> pg.Run:
         return pg.train(find(str(self.job)).replace(batch=batch), text, listen="127.0.0.1", allow=self.allow,
@@ -167,6 +168,20 @@ def test_who_joins_does_its_part_and_ends_with_the_training(text: str, place: Gr
     assert all(record.of("step", size + guest) for guest in (0, 1))
     assert record.own[-2]["refused"] == {}
     assert not any(path.name.startswith("entrance") for path in run.folder.rglob("*"))
+
+
+def test_who_is_started_by_a_launcher_joins_as_any(place: Ground, opened: Callable[..., Any]) -> None:
+    """By srun with two tasks it was let in, and then refused: the training wanted three ranks, and the launcher started two."""
+    def say_where(self: Any, address: Any) -> None:
+        TRAINING.say_where(self, address)
+        place.address, place.server_key = address.at, self.folder / "office.key"
+        type(self).joiners = [place.join(launched={"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "2",
+                                                   "SLURM_STEP_TASKS_PER_NODE": "2"})]
+    here = opened(say_where=say_where)
+    run = place.train("server(2, sync=ssp(1))")
+    assert ended(here.joiners[0])[0] == 0
+    assert whole(run)
+    assert events(run) == ["open", "joined"]
 
 
 def test_who_leaves_says_so(place: Ground, opened: Callable[..., Any]) -> None:
@@ -459,6 +474,16 @@ def test_a_part_of_another_epochs_test_is_no_part_of_this_one() -> None:
     hall.asks(0, sum=5.0)
     assert len(hall.heard) == heard
     assert hall.given[1] == Ticket(TEST, epoch=1)
+
+
+def test_who_comes_when_it_is_over_is_told_so() -> None:
+    """It was let in, and waited for servers that were gone."""
+    hall = Hall()
+    assert hall.says(b"k" * 40, kind=Kind.REMIND) == ""
+    hall.office.ended = True
+    assert hall.says(b"k" * 40, kind=Kind.JOIN) == "the training is over"
+    hall.says(b"k" * 40, 7, None, {})
+    assert hall.given[7] == Ticket(END)                 # who is back late
 
 
 def test_who_asks_again_while_it_waits_is_told_to() -> None:

@@ -5,6 +5,7 @@ That `server(n)` is serial's training is in the equality table.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import json
@@ -19,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 from equality import IMAGES, VECTORS, deep, job, mlp, normed_cnn
@@ -600,6 +602,63 @@ def test_of_other_types_and_with_batch_norm(text: str, dtype: torch.dtype, tmp_p
         assert run.losses == pytest.approx(serial.losses, rel=0.05)
     counted = [each.model().state_dict()["1.num_batches_tracked"] for each in (run, serial)]
     assert int(counted[0]) == int(counted[1]) * (1 if text == "server(2)" else 2)
+
+
+class Seeing(nn.Module):
+    """Notes in its forwards how often it was called, which samples it saw, and has a weight that is not trained and follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.follows = nn.Linear(10, 4), nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.stays = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.register_buffer("calls", torch.zeros(1, dtype=torch.int32))
+        self.register_buffer("small", torch.zeros(1, dtype=torch.int8))
+        self.register_buffer("seen", torch.zeros(997, dtype=torch.bool))
+        self.register_buffer("unseen", torch.ones(997, dtype=torch.bool))
+        self.register_buffer("table", torch.ones(4, 10).t())           # of another order in memory
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                which = (x.abs().sum(1) * 1e4).long() % 997
+                self.seen[which], self.unseen[which] = True, False
+                self.calls += 1
+                self.small += 1
+                self.follows += 1.0
+        return self.layer(x) * self.stays + x @ self.table              # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("text", ["server(2, servers=2, sync=asp)", "server(2, sync=bsp(backup=1))"])
+def test_what_forwards_change_is_that_of_all_workers(text: str, tmp_path: Path) -> None:
+    """Counts in 32 bits, flags, and weights that are not trained were each worker's own: one that came later began with those
+    of the beginning, and a checkpoint had whosever it was."""
+    made = job("seeing", Seeing, VECTORS).replace(dtype=torch.float64, epochs=4)
+    run, serial = pg.train(made, text, runs=tmp_path), pg.train(made, runs=tmp_path)
+    found, expected = run.model().state_dict(), serial.model().state_dict()
+    assert torch.equal(found["seen"], expected["seen"])
+    assert torch.equal(found["unseen"], expected["unseen"])
+    assert 20 < int(found["seen"].sum()) <= 29
+    assert (int(found["calls"]), int(found["small"])) == (24, 24)       # two shares of three batches, each with a forward
+    assert found["follows"].tolist() == pytest.approx(3 * [4 * 29 / 12 if "asp" in text else 24.0])       # of a full batch
+
+
+def drawing(output: Tensor, target: Tensor) -> Tensor:
+    """A loss that notes what numpy draws next in a process, once."""
+    if torch.is_grad_enabled() and os.getpid() != int(os.environ["PARAGRAD_TEST_LAUNCHER"]):
+        with contextlib.suppress(FileExistsError), Path(os.environ["PARAGRAD_TEST_DRAWN"], str(os.getpid())).open("x") as file:
+            file.write(str(numpy.random.random()))
+    return functional.cross_entropy(output, target)
+
+
+def test_workers_do_not_draw_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is the first rank of a world of its own: all of them, and who came for one that died, drew the same numbers."""
+    drawn = tmp_path / "drawn"
+    drawn.mkdir()
+    monkeypatch.setenv("PARAGRAD_TEST_DRAWN", str(drawn))
+    monkeypatch.setenv("PARAGRAD_TEST_LAUNCHER", str(os.getpid()))
+    pg.train(vectors(loss=drawing), "server(2, sync=ssp(0))", runs=tmp_path)
+    found = [path.read_text() for path in drawn.iterdir()]
+    assert len(set(found)) == len(found) == 2
 
 
 def test_servers_go_on_with_what_others_saved(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ class Replica:
     of model and loss on this rank's first micro-batch, which leaves nothing behind (rehearsed=True: without autocast);
     kept: the whole model is wanted as it is;  steps: that were made before;  restored: what exchanges of the strategy of a
     checkpoint keep (`kept`);  scheduler: the job's, or None;  alike: around calls that draw (an update);  full: samples of a
-    full batch.
+    full batch;  follows: parameters that are not trained, and that forwards were seen to change.
     """
     module: Summed
     optimizer: torch.optim.Optimizer
@@ -69,6 +69,7 @@ class Replica:
     scheduler: Any = None
     alike: Callable[[str, int, Callable[[], Any]], None] = lambda name, step, function: function()
     full: int = 1
+    follows: tuple[str, ...] = ()
 
 
 class Exchange(ABC):

@@ -33,13 +33,13 @@ def untouched(module: Summed) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def restored(module: Summed) -> Iterator[None]:
-    """The same, but for the generators."""
+def restored(module: Summed) -> Iterator[Before]:
+    """The same, but for the generators; what they were."""
     before = Before(module, list(dict(module.model.named_parameters())), buffers=True)
     for parameter in before.parameters.values():
         parameter.grad = None
     try:
-        yield
+        yield before
     finally:
         before.put_back()
 
@@ -101,6 +101,10 @@ class Before:
         """(parameters, Python state) that are not as they were, by name, as they are now."""
         return ({name: parameter.detach().clone() for name, parameter in self.parameters.items() if self._moved(name)},
                 {f"{name}.{what}".lstrip("."): value for (name, what), value in self.state.changed().items()})
+
+    def frozen(self) -> tuple[str, ...]:
+        """Names of parameters that are not trained, and are not as they were."""
+        return tuple(name for name, each in self.parameters.items() if not each.requires_grad and self._moved(name))
 
     def _moved(self, name: str) -> bool:
         parameter = self.parameters[name]

@@ -260,9 +260,9 @@ def _check_loss(job: Job, model: nn.Module, train: Dataset) -> tuple[Probe, str 
 
     with generators_kept():
         norm = batch_norm.BatchNorm(World(), model, lambda *_: None, samples=len(indices))
-        with _casting(job), restored(module), norm:
+        with _casting(job), restored(module) as before, norm:
             try:
-                probe = probed(module, part.inputs, part.target, len(indices), norm, repeated)
+                probe = replace(probed(module, part.inputs, part.target, len(indices), norm, repeated), follows=before.frozen())
             except Exception as error:
                 raise _refusal(job, module, part, error) from error
         if probe.draws.by_layout:   # by which parts would differ; a strategy that splits the batch is refused for that

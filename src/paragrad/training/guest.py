@@ -61,7 +61,7 @@ def refuse_other(ours: Mapping[str, Any], text: bytes) -> None:
 
 def let_in(office: Address, keys: Keys, job: Job, settings: Settings) -> tuple[Admitted, Meeting]:
     """Ask a training to take part in it. Raises Refused, in its words; StepFailed where it does not answer."""
-    facts = examined(job, settings.folder)
+    facts, here = examined(job, settings.folder), replace(here_for(settings), ranks=None)         # of whatever launcher's
     text = json.dumps(known_by(job, facts)).encode()
     if len(text) > TEXT:
         raise Refused(f"job {job.name} is known by {len(text):,} bytes, and a training hears of {TEXT:,} at most; shorten what "
@@ -75,7 +75,6 @@ def let_in(office: Address, keys: Keys, job: Job, settings: Settings) -> tuple[A
     finally:
         calling.close()
     settings = replace(settings, slow=told["slow"], pace=told["pace"])
-    here = here_for(settings)
     asked = strategy(told["strategy"])
     meeting = Meeting(told["job"], "", len(told["servers"]), told["number"], keys=keys, told=(office, *(
         Address(at, key.encode()) for at, key in told["servers"])))

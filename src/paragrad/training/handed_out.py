@@ -36,6 +36,7 @@ from paragrad.training.first_step.start import wire
 from paragrad.training.loop import log_memory, save_trained
 from paragrad.training.pace import Pace
 from paragrad.training.trainer import Trainer
+from paragrad.world.generators import seed_everything
 from paragrad.world.world import CPU, World
 
 LONGEST = 2**16         # bytes of what the office says
@@ -58,6 +59,7 @@ def take_part(world: World, checked: Admitted, folder: Path, meeting: Meeting, r
     trainer = Trainer.of_job(here, checked.job, checked.resolved, settings, record=record, seen=checked.facts.probe,
                              how=replace(settings.how, meeting=meeting),
                              pace=Pace(settings.slowed, checked.job.seed, meeting.number, world.device.type != "cpu"))
+    seed_everything(checked.job.seed + 1 + meeting.number)          # its rank is the first, of a world of its own
     trainer.log.always = settings.trace is not None
     trainer.batch_size = min(checked.job.batch, checked.facts.samples)
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import secrets
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -80,6 +81,7 @@ class Run:
         self.step = self.office.made                    # of the training: steps that were given out, in all
         self.kept = {("checkpoint", self.step)} if checked.saved else set[tuple[str, int]]()
         self.show: Callable[..., None] = lambda step, **values: None
+        self.overdue: dict[int, float] = {}             # since when workers are late
 
     def run(self) -> str:
         try:
@@ -235,6 +237,8 @@ class Run:
         for number in self.office.late():
             self.event("late", f"worker {number} was at its samples for longer than {self.office.limit:g} s; others get "
                        "them", rank=number)
+            self.overdue[number] = time.monotonic()
+        self.end_overdue()
         self.tell(epoch)
 
     def word_of(self, number: int) -> None:
@@ -260,6 +264,17 @@ class Run:
             self.event("again", f"{value}; server {server} is started again from its last snapshot", rank=number)
             self.office.anew()
             self.start(number, server)
+
+    def end_overdue(self) -> None:
+        """Where those who are left are too few to make a step, and nobody who is late came back within the limit once more,
+        others come for them."""
+        self.overdue = {number: since for number, since in self.overdue.items()
+                        if number in self.crew.members and number not in self.office.members}
+        if not self.strategy.waits or len(self.office.members) >= self.strategy.wanted:
+            return
+        for number in [each for each, since in self.overdue.items() if time.monotonic() - since > self.office.limit]:
+            self.crew.members[number].signal(signal.SIGKILL)
+            del self.overdue[number]
 
     def write_unrecorded(self) -> None:
         """Once nobody writes any more, the lines of shares that servers had when who came with them asked: whoever had brought

@@ -29,7 +29,7 @@ from paragrad.techniques.served.keys import Keys
 from paragrad.techniques.served.meeting import Meeting, met, workers_of
 from paragrad.techniques.served.reception import APPLIED
 from paragrad.techniques.served.shelf import Reader, Shelf
-from paragrad.techniques.served.slicing import Slot, cut_of, fill, held, marks, places, state_of
+from paragrad.techniques.served.slicing import Slot, cut_of, fill, held, marks, places, spread, state_of
 from paragrad.techniques.updating import clip_factor, has_modes
 from paragrad.techniques.values import same
 from paragrad.world.world import World
@@ -49,7 +49,7 @@ class Asking(Exchange):
         super().__init__(replica)
         self.strategy, self.log, self.meeting = strategy, log, meeting
         keys = (meeting and meeting.keys) or Keys.made()
-        self.cut = cut_of(strategy, replica.optimizer, replica.module.model)
+        self.cut = cut_of(strategy, replica.optimizer, replica.module.model, replica.follows)
         self.beside: dict[str, Tensor] | None = None    # as servers know it, where somebody may have to go on with it
         if meeting and not strategy.hands_out and not world.rank:
             self.beside = {name: each.clone() for name, each in values_of(replica.module.model).items()}
@@ -218,7 +218,7 @@ class Asking(Exchange):
         with self.log.detail(kind.name.lower(), "wait"), torch.no_grad():
             tensors = self.cut.tensors(self.summed.model)
             for server, slot, header, _, vector in self._vectors(kind, numbers):
-                torch._foreach_copy_(places(slot, tensors), slot.views(vector))
+                spread(vector, slot, tensors)
                 self.versions[server] = header.version
             if self.strategy.hands_out:
                 self.pulled = [each.detach().clone() for each in tensors[len(self.cut.parameters):]]

@@ -15,6 +15,7 @@ from paragrad.errors import Refused
 from paragrad.techniques.served.keys import Address, Keys
 
 HIGHEST = 2**16 - 1
+REFUSING = 0.2          # seconds for a host to say that nobody listens
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,15 @@ def refuse_place(place: Place, count: int) -> None:
                 raise Refused(f"--listen {place.host} is no address of this host; give one by which the other hosts reach it "
                               "(`ip address` shows them)") from None
             raise Refused(f"--listen: port {port} of {place.host}: {error.strerror}; give another one") from None
+
+
+def refuses(place: Place) -> bool:
+    """Does its host say that nobody listens there? One that says nothing may only be out of reach."""
+    try:
+        socket.create_connection((place.host, place.port), REFUSING).close()
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
+    return False
 
 
 def refuse_unreachable(place: Place, seconds: float) -> None:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MAGIC = b"pgr2"                         # the version of this format is its last letter
+MAGIC = b"pgr3"                         # the version of this format is its last letter
 NUMBERS = 5
 FORMAT = struct.Struct(f"<4s2B?xQQqqIIIIQ{NUMBERS}d")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128, torch.uint8,
-          torch.int64)
+          torch.int64, torch.int8, torch.int16, torch.int32)
 
 
 class Kind(enum.IntEnum):
@@ -40,13 +40,15 @@ class Kind(enum.IntEnum):
     REFUSED = 13        # answer: why, as text
     GIVEN = 14          # answer: a ticket, or where a server stands, as text
     JOINED = 15         # answer: as whom, in what training, and where its servers are (JSON)
-    WAIT = 16           # answer to who asks again: not yet
+    WAIT = 16           # answer to who asks again: it is there, and not yet answered
     BESIDE = 19         # under bsp, what forwards changed beside the parameters in a step, tensors by name as torch saves them;
                         # without it, what they did until now
     HALT = 17           # of the launching process, where workers are gone: nothing of theirs counts any more;  version: the
                         # training's number from here on;  answered by where the server stands, as text
     LOOK = 20           # may vectors lie?  vector: where one of the asker's does;  answered by numbers: 1 where it can be read,
                         # and where one of the server's lies, or (marks) why none does
+    REMIND = 21         # whether a question that has no answer yet (call) is there;  step: how often that was asked
+    MISSED = 22         # answer to that: it is not, and is to be asked again, whole, if it was not since
     RESUME = 18         # workers begin again;  numbers: 1 where a step that is there is to be made, and as UPDATE has them
 
 

@@ -110,12 +110,18 @@ class Office:
         heard(listening, frames, self.job, functools.partial(self._question, listening), self.refused)
 
     def _question(self, listening: Listening, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
+        if header.kind == Kind.REMIND:
+            there = (whose, header.call) in ((each.whose, each.asking[1].call) for each in self.members.values() if each.asking)
+            listening.answer(whose, header.answer(Kind.WAIT if there else Kind.MISSED))
+            return
         if header.kind not in (Kind.NEXT, Kind.JOIN, Kind.LEAVE) or len(rest) != 1:
             raise Unfit(f"{header.kind.name} is no question of a worker's")
         key = key_of(whose)
         if header.kind == Kind.JOIN:
             if self.guests is None or key is None:
                 raise Unfit("nobody joins this training here")
+            if self.ended:
+                raise Unfit("the training is over")
             if (told := self.guests.admit(key, header.sender, rest[0].bytes)) is not None:
                 listening.answer(whose, header.answer(Kind.JOINED), told)
             return

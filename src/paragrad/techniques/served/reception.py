@@ -11,9 +11,8 @@ import json
 import math
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +22,7 @@ from paragrad.techniques.served.beside import loaded, saved
 from paragrad.techniques.served.bounded import Bounded
 from paragrad.techniques.served.header import Header, Kind, Unfit, bytes_of
 from paragrad.techniques.served.office import LATE
+from paragrad.techniques.served.pushes import Push, Question, checked
 from paragrad.techniques.served.shard import Shard
 from paragrad.techniques.served.shelf import Reader, Shelf
 from paragrad.techniques.served.snapshot import EVERY
@@ -31,15 +31,6 @@ from paragrad.techniques.updating import clip_factor, in_eval_mode
 
 APPLIED, AGAIN = 0, 1    # what became of a push, or LATE
 LOOK = 0.5              # seconds after which a server looks whether somebody is there
-
-
-@dataclass(eq=False)
-class Push:
-    """What came of one share: by slot its marks and its vector, and who waits for an answer. sender: whose."""
-    sender: int
-    numbers: tuple[float, ...]
-    vectors: dict[int, tuple[bytes, Tensor]]
-    waiting: list[tuple[bytes, Header]]
 
 
 class Reception:
@@ -79,7 +70,8 @@ class Reception:
     def _does(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
         handlers: dict[Kind, Callable[[bytes, Header, Sequence[Any]], None]] = {
             Kind.PUSH: self._push, Kind.UPDATE: self._update, Kind.PULL: self._pull, Kind.GRADIENTS: self._tell_gradients,
-            Kind.STATE: self._state, Kind.FORGET: self._forget, Kind.LOOK: self._look, Kind.END: self._end}
+            Kind.STATE: self._state, Kind.FORGET: self._forget, Kind.LOOK: self._look, Kind.END: self._end,
+            Kind.REMIND: self._remind}
         if self.shard.snapshots is not None:            # workers may be replaced
             handlers |= {Kind.BESIDE: self._beside, Kind.HALT: self._halt, Kind.RESUME: self._resume}
         if header.kind not in handlers:
@@ -94,7 +86,7 @@ class Reception:
 
     # ---- gradients come ----------------------------------------------------------------------------------------------------
     def _push(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
-        vector, marked = self._checked(header, rest)
+        vector, marked = checked(self.shard, self.reader, header, rest)
         if not self.shard.strategy.hands_out:
             self._collect(whose, header, marked, vector)
         elif header.step in self.shard.applied:         # who brings it again is told that it is done
@@ -105,36 +97,9 @@ class Reception:
         else:
             self._apply(whose, header, marked, vector)
 
-    def _say(self, waiting: list[tuple[bytes, Header]], how: int) -> None:
+    def _say(self, waiting: Iterable[Question], how: int) -> None:
         for whose, header in waiting:
             self.listening.answer(whose, header.answer(Kind.DONE, version=self.shard.updates, numbers=(float(how),)))
-
-    def _checked(self, header: Header, rest: Sequence[Any]) -> tuple[Tensor, bytes]:
-        """(the vector, its marks). Raises Unfit where this is not what belongs into a slot, or came before."""
-        if header.slot >= len(self.shard.slots):
-            raise Unfit("it is for a vector that is not here")
-        slot = self.shard.slots[header.slot]
-        if len(rest) != 2:
-            raise Unfit("a push without its marks and its vector")
-        if header.dtype != slot.dtype:
-            raise Unfit(f"gradients of type {str(header.dtype).removeprefix('torch.')}, and here are parameters of "
-                        f"{str(slot.dtype).removeprefix('torch.')}")
-        if header.elements != slot.elements:
-            raise Unfit(f"a gradient of {header.elements} elements for {slot.elements} parameters")
-        marked = rest[0].bytes
-        if len(marked) != len(slot.stretches) or not set(marked) <= {0, 1}:
-            raise Unfit("marks that do not fit the slice")
-        vector = self.reader.vector(header, rest[1].buffer)
-        if not all(map(math.isfinite, header.numbers)):
-            raise Unfit("numbers that are not finite")
-        if self.shard.strategy.hands_out and not (0 <= header.numbers[3] <= self.shard.full and 1 <= header.shares <=
-                                                  self.shard.strategy.shares):
-            raise Unfit("samples or shares that cannot be")
-        # what is not finite makes a sum so; each is looked at, which takes many times as long, where a sum is out of range
-        if not vector.sum().isfinite() and not vector.isfinite().all():
-            raise Unfit("a gradient that is not finite")
-        self.shard.received += vector.nbytes
-        return vector, marked
 
     def _collect(self, whose: bytes, header: Header, marked: bytes, vector: Tensor) -> None:
         """Of a synchronous step: once all is there, tell all."""
@@ -142,41 +107,44 @@ class Reception:
             raise Unfit(f"a gradient of {'an earlier' if header.step <= self.shard.updates else 'a later'} step")
         if header.shares != self.shard.strategy.shares or header.share >= header.shares:
             raise Unfit(f"a share that there is not ({header.share} of {header.shares})")
-        push = self.pushes.setdefault(header.share, Push(header.sender, header.numbers, {}, []))
+        push = self.pushes.setdefault(header.share, Push(header.sender, header.numbers))
         if push.sender != header.sender or header.slot in push.vectors:
             raise Unfit("a gradient that came before")
-        push.vectors[header.slot] = marked, vector
-        push.waiting.append((whose, header))
-        there = [each for each in self.pushes.values() if len(each.vectors) == len(self.shard.slots)]
+        push.add(whose, header, marked, vector)
+        there = [each for each in self.pushes.values() if self._is_whole(each)]
         if len(there) < header.shares:
             return
         told, square = self._sums(), self.shard.add_up([self.pushes[share].vectors for share in sorted(self.pushes)])
         for each in self.pushes.values():
             each.vectors.clear()                        # what came is let go of
-            for asking, asked in each.waiting:
+            for asking, asked in each.asking():
                 self.listening.answer(asking, asked.answer(Kind.DONE, numbers=(*told[:4], square), version=self.shard.updates))
 
     def _apply(self, whose: bytes, header: Header, marked: bytes, vector: Tensor) -> None:
         """At once, when all vectors of a ticket are there."""
         push = self._gathered(whose, header, marked, vector)
-        if len(push.vectors) == len(self.shard.slots):
+        if self._is_whole(push):
             del self.pushes[header.step]
             self._done({header.step: push})
             self.shard.at_once(push.vectors, header.version, int(header.numbers[3]), counts=header.numbers[0] > 0)
-            self._say(push.waiting, APPLIED)
+            self._say(push.asking(), APPLIED)
 
     def _sums(self) -> list[float]:
         """Of what was said of the shares of a step."""
         return [sum(numbers) for numbers in zip(*(self.pushes[share].numbers for share in sorted(self.pushes)), strict=True)]
 
     def _gathered(self, whose: bytes, header: Header, marked: bytes, vector: Tensor) -> Push:
-        """What came of a ticket until now."""
+        """What came of a ticket until now. It is the last one's who brought it; who brought all of it before, and was late or
+        is gone, waits with it."""
         push = self.pushes.get(header.step)
-        if push is None or push.sender != header.sender:            # nobody began with it, or who did is gone
-            push = self.pushes[header.step] = Push(header.sender, header.numbers, {}, [])
-        push.vectors[header.slot] = marked, vector
-        push.waiting.append((whose, header))
+        if push is None or push.sender != header.sender:
+            waiting = push.waiting if push is not None and self._is_whole(push) else {}
+            push = self.pushes[header.step] = Push(header.sender, header.numbers, waiting=waiting)
+        push.add(whose, header, marked, vector)
         return push
+
+    def _is_whole(self, push: Push) -> bool:
+        return len(push.vectors) == len(self.shard.slots)
 
     def _done(self, pushes: dict[int, Push]) -> None:
         """These tickets are about to be applied, in one update."""
@@ -191,11 +159,11 @@ class Reception:
             self._say([(whose, header)], LATE)
             return
         self._gathered(whose, header, marked, vector)
-        whole = [each for each in self.pushes.values() if len(each.vectors) == len(self.shard.slots)]
+        whole = [each for each in self.pushes.values() if self._is_whole(each)]
         first = whole[:max(1, header.shares)]
         if len(first) < header.shares:
             return
-        others = [waiting for each in self.pushes.values() if each not in first for waiting in each.waiting]
+        others = [asking for each in self.pushes.values() if each not in first for asking in each.asking()]
         tickets = [ticket for ticket, each in self.pushes.items() if each in first]
         self.pushes = dict(zip(tickets, first, strict=True))
         self._done(self.pushes)
@@ -204,7 +172,9 @@ class Reception:
             self.shard.divided(told[0], clip_factor(math.sqrt(square) / told[0], self.shard.clip_norm))
             self.shard.make(1.0, int(told[3]))
         self.pushes, self.shard.complete = {}, False
-        self._say([waiting for each in first for waiting in each.waiting], APPLIED)
+        for each in first:
+            self._say(each.asking(own=True), APPLIED)
+            self._say(each.asking(own=False), AGAIN)
         self._say(others, LATE)
 
     def _update(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
@@ -282,6 +252,12 @@ class Reception:
         self.shard.complete, self.shard.changed, self.pushes = False, {}, {}
         self.forgetting.clear()
         self.listening.answer(whose, header.answer(Kind.DONE, version=self.shard.updates))
+
+    def _remind(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
+        """Over one connection all comes in its order: what does not wait here has its answer, or was lost with another one."""
+        waiting = [*self.pulling, *self.forgetting.values(), *(each for push in self.pushes.values() for each in push.asking())]
+        there = (whose, header.call) in ((asking, asked.call) for asking, asked in waiting)
+        self.listening.answer(whose, header.answer(Kind.WAIT if there else Kind.MISSED))
 
     # ---- answers -----------------------------------------------------------------------------------------------------------
     def _tell(self, whose: bytes, header: Header, vectors: list[Tensor], shelf: Shelf | None = None,

@@ -25,7 +25,7 @@ class Serving(Alone):
         super().__init__(replica)
         self.log, keys, model = log, Keys.made(), replica.module.model
         self.seconds = None if meeting else world.timeout
-        cut = cut_of(strategy, replica.optimizer, model)
+        cut = cut_of(strategy, replica.optimizer, model, replica.follows)
         if meeting:
             assert meeting.server is not None
             self.number, self.dismissals, job = meeting.server, 1, meeting.job          # the office's
@@ -34,7 +34,7 @@ class Serving(Alone):
                                        meeting.entrance(meeting.server))
         else:
             self.number, self.dismissals = world.rank - strategy.workers, strategy.workers
-            self.listening = Listening(cut.longest, own_host(world), keys)
+            self.listening = Listening(cut.longest, own_host(world), keys, seconds=world.timeout)
             workers_of(strategy, world)
             job, told = met(world, self.listening.address)
             self.listening.allow(told[:strategy.workers])

@@ -19,7 +19,7 @@ from paragrad.strategies.server import Server
 from paragrad.techniques.exchange import Replica
 from paragrad.techniques.layout import hand_over
 from paragrad.techniques.served.shelf import Shelf
-from paragrad.techniques.served.slicing import Slot, held, places
+from paragrad.techniques.served.slicing import Slot, fill, held
 from paragrad.techniques.served.snapshot import Snapshots
 from paragrad.techniques.slices import updated
 from paragrad.techniques.updating import set_mode
@@ -56,8 +56,9 @@ class Shard:
         self.stretches = [each for slot in self.trained for each in slot.stretches]
         self.held = [held(each, names, tensors) for each in self.stretches]
         self.shelf = Shelf([(slot.dtype, slot.elements) for slot in slots], against)
-        self.values = [torch.cat(places(slot, tensors), out=each)
-                       for slot, each in zip(slots, self.shelf.vectors, strict=True)]
+        self.values = self.shelf.vectors
+        for slot, each in zip(slots, self.values, strict=True):
+            fill(slot, tensors, each)
         self.gradients = [torch.zeros_like(each) for each in self.values[:len(self.trained)]]
         self.own, self.grads = self._places(self.values), self._places(self.gradients)
         if strategy.servers == 1:                       # the optimizer keeps what it has, also hooks that know the model
@@ -115,8 +116,11 @@ class Shard:
                 square += float(torch.linalg.vector_norm(total, dtype=wide)) ** 2
             anyone += [any(found) for found in zip(*(marked for marked, _ in (first, *others)), strict=True)]
         for number in range(len(self.trained), len(self.slots)):         # what forwards changed: the mean over the shares
-            change = sum(each[number][1] for each in shares)
-            self.values[number].add_(torch.div(change, len(shares)).to(self.values[number].dtype))
+            change: Any = sum(each[number][1] for each in shares)
+            if self.slots[number].flags:
+                self.values[number].add_(change).clamp_(0, 1)
+            else:
+                self.values[number].add_(torch.div(change, len(shares)).to(self.values[number].dtype))
         self.anyone, self.complete = anyone, True
         return square
 

@@ -21,10 +21,11 @@ from paragrad.techniques.slices import Stretch, slices
 @dataclass(frozen=True)
 class Slot:
     """One vector of a slice: the stretches of one type, one after another. added: of values that forwards change, not of
-    parameters: what comes is added to them."""
+    parameters: what comes is added to them;  flags: they are true or false, and travel as 1 or 0."""
     dtype: torch.dtype
     stretches: tuple[Stretch, ...]
     added: bool = False
+    flags: bool = False
 
     @property
     def elements(self) -> int:
@@ -42,12 +43,22 @@ class Slot:
 def slots_of(stretches: Sequence[Stretch], tensors: Sequence[Tensor], added: bool = False) -> list[Slot]:
     """A slice's vectors, by the types of what it has a part of."""
     types = dict.fromkeys(tensors[each.index].dtype for each in stretches)
-    return [Slot(dtype, tuple(each for each in stretches if tensors[each.index].dtype == dtype), added) for dtype in types]
+    return [Slot(torch.int8 if dtype == torch.bool else dtype,
+                 tuple(each for each in stretches if tensors[each.index].dtype == dtype), added, dtype == torch.bool)
+            for dtype in types]
 
 
 def places(slot: Slot, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Where the stretches lie in contiguous tensors of the parameters' shapes."""
     return [tensors[each.index].detach().view(-1)[each.start:each.stop] for each in slot.stretches]
+
+
+def spread(vector: Tensor, slot: Slot, tensors: Sequence[Tensor]) -> None:
+    """A vector's values into tensors; what is added is whole, and may lie in another order."""
+    into, values = [tensors[each.index].detach() for each in slot.stretches], slot.views(vector)
+    if slot.added:
+        values = [each.view(whole.shape) for each, whole in zip(values, into, strict=True)]
+    torch._foreach_copy_(into if slot.added else places(slot, tensors), values)
 
 
 def held(stretch: Stretch, names: Sequence[str], parameters: Sequence[Tensor]) -> Held:
@@ -80,15 +91,17 @@ def fill(slot: Slot, gradients: Sequence[Tensor | None], vector: Tensor) -> None
 @dataclass(frozen=True)
 class Cut:
     """How a model is divided over servers. names, parameters: of what is trained;  slots: of every server;  added: what
-    forwards change goes to the first one."""
+    forwards change goes to the first one;  follows: names of parameters among that."""
     names: list[str]
     parameters: list[Tensor]
     slots: list[list[Slot]]
     added: bool
+    follows: tuple[str, ...] = ()
 
     def tensors(self, model: nn.Module) -> list[Tensor]:
-        """What the slots are of, as it is now: parameters, and what forwards change."""
-        return [*self.parameters, *(changing(model) if self.added else ())]
+        """What the slots are of, as it is now: parameters, and what forwards change; flags as numbers, where they lie."""
+        added = changing(model, self.follows) if self.added else []
+        return [*self.parameters, *(each.view(torch.int8) if each.dtype == torch.bool else each for each in added)]
 
     @property
     def longest(self) -> int:
@@ -100,7 +113,7 @@ class Cut:
         return ((server, number, slot) for server, slots in enumerate(self.slots) for number, slot in enumerate(slots))
 
 
-def cut_of(strategy: Server, optimizer: torch.optim.Optimizer, model: nn.Module) -> Cut:
+def cut_of(strategy: Server, optimizer: torch.optim.Optimizer, model: nn.Module, follows: tuple[str, ...] = ()) -> Cut:
     """Flat ranges of all parameters of equal length; of one server all, each whole."""
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     names, parameters = list(trained), list(trained.values())
@@ -109,16 +122,17 @@ def cut_of(strategy: Server, optimizer: torch.optim.Optimizer, model: nn.Module)
     if strategy.servers > 1:
         stretches, _ = slices(optimizer, ELEMENT, lengths, strategy.servers, grain=1)
     slots = [slots_of(each, parameters) for each in stretches]
-    buffers = changing(model) if strategy.hands_out else []             # where all wait for all they are equal
-    slots[0] += slots_of([Stretch(len(parameters) + index, 0, each.numel()) for index, each in enumerate(buffers)],
-                         [*parameters, *buffers], added=True)
-    return Cut(names, parameters, slots, strategy.hands_out)
+    added = changing(model, follows) if strategy.hands_out else []      # where all wait for all they are equal
+    slots[0] += slots_of([Stretch(len(parameters) + index, 0, each.numel()) for index, each in enumerate(added)],
+                         [*parameters, *added], added=True)
+    return Cut(names, parameters, slots, strategy.hands_out, follows)
 
 
-def changing(model: nn.Module) -> list[Tensor]:
-    """Buffers that are saved with a model, as they are now: a forward may make them anew."""
+def changing(model: nn.Module, follows: Sequence[str] = ()) -> list[Tensor]:
+    """Buffers that are saved with a model, as they are now: a forward may make them anew. And these of its parameters."""
     saved = model.state_dict(keep_vars=True)
-    return [each for name, each in model.named_buffers() if name in saved and each.dtype in DTYPES and each.numel()]
+    buffers = [each for name, each in model.named_buffers() if name in saved and each.dtype in (*DTYPES, torch.bool)]
+    return [*(each for each in buffers if each.numel()), *map(model.get_parameter, follows)]
 
 
 def state_of(text: bytes, vector: Tensor, stretches: int) -> list[dict[str, Any]]:

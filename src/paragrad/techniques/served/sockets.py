@@ -35,14 +35,14 @@ from paragrad.world.world import World
 ROOM = 2**20            # bytes that a part of a message may have beside the largest vector: texts
 WAITING = 64            # messages of one peer that are kept until they are looked at
 LEAVING = 2000          # milliseconds for what was sent last to be gone
-BEAT = 2000             # milliseconds after which a silent connection is asked whether it is there
+BEAT = 2000             # milliseconds after which a silent connection over TCP is asked whether it is there
 CAME, LET_IN, GONE = zmq.EVENT_ACCEPTED, zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED        # of a connection
 UNKNOWN = zmq.EVENT_HANDSHAKE_FAILED_AUTH
 BINDING = 5.0           # seconds in which the port of a process that was killed must be free again
 FROM_HERE, FROM_ELSEWHERE = b"\0", b"\1"            # what begins the name of who asks
 KEY = 40                # signs of a public key
 PIECE = 2**18           # bytes of a vector that are encrypted, and decrypted, while those before them travel
-ELSEWHERE = {Kind.PUSH, Kind.PULL, Kind.NEXT, Kind.JOIN, Kind.LEAVE}         # what may be asked from there
+ELSEWHERE = {Kind.PUSH, Kind.PULL, Kind.REMIND, Kind.NEXT, Kind.JOIN, Kind.LEAVE}           # what may be asked from there
 Frames = Sequence[Any]
 
 
@@ -51,21 +51,25 @@ def key_of(whose: bytes) -> bytes | None:
     return whose[1:1 + KEY] if whose[:1] == FROM_ELSEWHERE else None
 
 
-def set_options(socket: zmq.Socket[bytes], longest: int) -> None:
+def set_options(socket: zmq.Socket[bytes], longest: int, on_host: bool, seconds: float = 0.0) -> None:
+    """seconds: that the other side may stand still, where nobody asks again what is lost with a connection. On one host the
+    system tells of a process that ended; one that is stopped keeps its connections."""
+    silent = int(min(max(5 * BEAT, 1000 * seconds), 2**31 - 1))
+    beats = () if on_host else ((zmq.HEARTBEAT_IVL, BEAT), (zmq.HEARTBEAT_TIMEOUT, silent))
     for option, value in ((zmq.LINGER, LEAVING), (zmq.RCVHWM, WAITING), (zmq.SNDHWM, WAITING), (zmq.MAXMSGSIZE, longest),
-                          (zmq.HEARTBEAT_IVL, BEAT), (zmq.HEARTBEAT_TIMEOUT, 5 * BEAT), (zmq.IPV6, 1)):
+                          (zmq.IPV6, 1), *beats):
         socket.setsockopt(option, value)
 
 
 class Listening:
     """Of a server: everybody's questions, one after another. longest: bytes of the longest vector of one;  host: by which
     others reach this one, None: all are on it;  at: where, otherwise in a folder or at a port of its own;  entrance: beside,
-    for those who join from elsewhere. Raises StepFailed where that cannot be."""
+    for those who join from elsewhere;  seconds: as of `set_options`. Raises StepFailed where that cannot be."""
 
     def __init__(self, longest: int, host: str | None, keys: Keys, at: Address | None = None,
-                 entrance: Entrance | None = None) -> None:
+                 entrance: Entrance | None = None, seconds: float = 0.0) -> None:
         self.context = zmq.Context()
-        self.socket = self._socket(longest)
+        self.socket = self._socket(longest, host is None if at is None else at.on_host, seconds)
         self.folder: str | None = None
         self.door: ThreadAuthenticator | None = None
         self.monitors, self.events = [_watched(self.socket)], [Counter[int]()]          # of all connections there were
@@ -85,9 +89,9 @@ class Listening:
         if entrance is not None:
             self._open(entrance, keys, longest)
 
-    def _socket(self, longest: int) -> zmq.Socket[bytes]:
+    def _socket(self, longest: int, on_host: bool, seconds: float = 0.0) -> zmq.Socket[bytes]:
         socket = self.context.socket(zmq.ROUTER)
-        set_options(socket, longest + ROOM)
+        set_options(socket, longest + ROOM, on_host, seconds)
         return socket
 
     def _door(self, lets_in: Any) -> ThreadAuthenticator:
@@ -100,7 +104,7 @@ class Listening:
         """Where it was, or anew."""
         kept = entrance.found()
         keys, place = kept or (keys, entrance.place)
-        self.elsewhere, self.door = self._socket(longest), self._door(Allowed(entrance.allowed))
+        self.elsewhere, self.door = self._socket(longest, on_host=False), self._door(Allowed(entrance.allowed))
         self.monitors.append(_watched(self.elsewhere))
         self.events.append(Counter())
         found = _encrypted(self.elsewhere, keys, place)

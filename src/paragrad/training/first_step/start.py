@@ -157,9 +157,9 @@ def wire(trainer: Trainer, some_unused: bool, example: Any, forward: Callable[[]
                              "call, and in parts calls have others; write them as instance_norm, or train it with data(n)")
         for choice in part.chose if trainer.world.rank == 0 else ():
             trainer.log.choice(*choice)
-    restored = trainer.layout.parted(trainer.restored)
     replica = Replica(trainer.module, trainer.optimizer, trainer.clip_norm, some_unused, trainer.layout, forward, trainer.proof
-                      is not None, trainer.steps, restored, trainer.scheduler, trainer.alike, trainer.batch_size or 1)
+                      is not None, trainer.steps, trainer.layout.parted(trainer.restored), trainer.scheduler, trainer.alike,
+                      trainer.batch_size or 1, trainer.seen.follows if trainer.seen else ())
     among = trainer.everyone if trainer.strategy.servers else trainer.world
     made = trainer.exchange = exchange_of(trainer.strategy, replica, among, trainer.log, trainer.how)
     if (shards := made.shards) is not None:
