@@ -1,4 +1,5 @@
-"""How an optimizer updates, tried on a small copy: element by element, tensor by tensor, or neither; its modes; its draws."""
+"""How an optimizer updates, tried on a small copy: element by element, tensor by tensor, or neither, and whether from copies of
+the weights; its modes; its draws."""
 
 from __future__ import annotations
 
@@ -19,6 +20,8 @@ from paragrad.world.generators import generator_states, generators_kept, generat
 SIZE = 160              # a dimension of the copy at most; above 128, from which known optimizers factor a matrix
 FEW = 8                 # the same for classes known to treat every element alike, which are tried all the same, for one step
 SCALES = (1.0, 1e3, 1e-3, 1.0, 1.0, 1.0, 1.0)     # of the gradients of each step: so that clipping inside of an optimizer shows
+LATER = 12              # steps: some optimizers write what they keep into the parameters every few steps alone
+LEFT = 0.85             # of a move by somebody else, after one more step: more where weight decay alone has shrunk it
 Groups = list[list[Tensor]]
 
 
@@ -64,6 +67,45 @@ def updates_by(optimizer: torch.optim.Optimizer, known: bool = False) -> str:
     return ALL
 
 
+def keeps_copies(optimizer: torch.optim.Optimizer) -> bool:
+    """Does it go on from copies of the weights that it keeps (in float32 beside coarser ones, slow ones), so that what somebody
+    else writes into the parameters is lost? False where it cannot be tried, and of one with modes.
+
+    Two copies of it make the same steps by the same gradients, and the parameters of one are moved after the first: the move
+    stays.
+    """
+    if hooked(optimizer) or has_modes(optimizer):
+        return False
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(like: Tensor) -> Tensor:
+        found = torch.randn(like.shape, generator=generator, dtype=torch.float64)
+        return (found + found.sign()).to(like.dtype)            # none near 0
+
+    with generators_kept():
+        groups = [[Small(_corner(parameter.detach(), FEW), {what: _corner(value, FEW) for what, value in
+                                                   optimizer.state.get(parameter, {}).items()})
+                   for parameter in _chosen(group["params"], 2)] for group in optimizer.param_groups]
+        moves = [[drawn(each.values) for each in group] for group in groups]
+        gradients = [[[drawn(each.values) for each in group] for group in groups] for _ in range(LATER)]
+        left = [1.0 for _ in _flat(groups)]
+        for steps in range(2, LATER + 1):
+            try:
+                stayed, moved = (_trained(optimizer, groups, gradients[:steps], moves=each) for each in (None, moves))
+            except Exception:           # of a foreign step on what it was not made for
+                return False
+            before, left = left, [_left(*each) for each in zip(_flat(stayed), _flat(moved), _flat(moves), strict=True)]
+            if any(now < LEFT * then for now, then in zip(left, before, strict=True)):
+                return True
+    return False
+
+
+def _left(stayed: Tensor, moved: Tensor, move: Tensor) -> float:
+    """How much of a move is left."""
+    apart, whole = (each.to(torch.complex128).reshape(-1) for each in (moved - stayed, move))
+    return float((torch.vdot(whole, apart) / torch.vdot(whole, whole)).real) if move.numel() else 1.0
+
+
 def hooked(optimizer: torch.optim.Optimizer) -> str | None:
     """What runs in a step besides the class's own, or None. A learning rate scheduler's counting around it is nothing. Of one
     that was never initialised as an Optimizer (a wrapper with the groups of another), nobody knows."""
@@ -87,12 +129,17 @@ def _chosen(parameters: list[Tensor], most: int) -> list[Tensor]:
     return [parameter for each in found.values() for parameter in each]
 
 
-def _small(value: Any, size: int) -> Any:
-    """The corner of a tensor, in float64; anything else as it is."""
+def _corner(value: Any, size: int) -> Any:
+    """The corner of a tensor; anything else as it is."""
     if not isinstance(value, Tensor) or not value.dim():
         return copy.deepcopy(value)
-    corner = value.detach()[tuple(slice(size) for _ in value.shape)].cpu().clone()
-    return corner.double() if corner.is_floating_point() else corner
+    return value.detach()[tuple(slice(size) for _ in value.shape)].cpu().clone()
+
+
+def _small(value: Any, size: int) -> Any:
+    """The same, in float64."""
+    corner = _corner(value, size)
+    return corner.double() if isinstance(corner, Tensor) and corner.dim() and corner.is_floating_point() else corner
 
 
 def _by_element(optimizer: torch.optim.Optimizer, groups: list[list[Small]], gradients: list[Groups]) -> bool:
@@ -142,14 +189,19 @@ def _equal(wanted: Tensor, found: Tensor, began: Tensor) -> bool:
     return moved > 0 and float((wanted - found).abs().max()) <= bound
 
 
-def _trained(optimizer: torch.optim.Optimizer, groups: list[list[Small]], gradients: list[Groups], cut: bool = False) -> Groups:
-    """The parameters after some steps of a copy of the optimizer, in eval mode where it has modes."""
+def _trained(optimizer: torch.optim.Optimizer, groups: list[list[Small]], gradients: list[Groups], cut: bool = False,
+             moves: Groups | None = None) -> Groups:
+    """The parameters after some steps of a copy of the optimizer, in eval mode where it has modes. moves: what is added to them
+    after the first."""
     held: Any = [[each.values.clone() if cut else nn.Parameter(each.values.clone()) for each in group] for group in groups]
     twin = _twin(optimizer, held)
     for parameter, known in zip(_flat(held), _flat(groups), strict=True):
         if known.state:
             twin.state[parameter] = copy.deepcopy(known.state)
-    for step in gradients:
+    for number, step in enumerate(gradients):
+        if number == 1 and moves:
+            for parameter, move in zip(_flat(held), _flat(moves), strict=True):
+                parameter.detach().add_(move)
         set_mode(twin, "train")
         for parameter, gradient in zip(_flat(held), _flat(step), strict=True):
             parameter.grad = None if gradient is None else gradient.clone()
