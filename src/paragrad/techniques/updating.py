@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,8 +71,7 @@ def keeps_copies(optimizer: torch.optim.Optimizer) -> bool:
     """Does it go on from copies of the weights that it keeps (in float32 beside coarser ones, slow ones), so that what somebody
     else writes into the parameters is lost? False where it cannot be tried, and of one with modes.
 
-    Two copies of it make the same steps by the same gradients, and the parameters of one are moved after the first: the move
-    stays.
+    Two copies of it make the same steps, and the parameters of one are moved after the first: the move stays.
     """
     if hooked(optimizer) or has_modes(optimizer):
         return False
@@ -82,19 +81,20 @@ def keeps_copies(optimizer: torch.optim.Optimizer) -> bool:
         found = torch.randn(like.shape, generator=generator, dtype=torch.float64)
         return (found + found.sign()).to(like.dtype)            # none near 0
 
-    with generators_kept():
+    with generators_kept(), suppress(Exception):                # of a foreign step on what it was not made for
         groups = [[Small(_corner(parameter.detach(), FEW), {what: _corner(value, FEW) for what, value in
-                                                   optimizer.state.get(parameter, {}).items()})
+                                                            optimizer.state.get(parameter, {}).items()})
                    for parameter in _chosen(group["params"], 2)] for group in optimizer.param_groups]
-        moves = [[drawn(each.values) for each in group] for group in groups]
-        gradients = [[[drawn(each.values) for each in group] for group in groups] for _ in range(LATER)]
-        left = [1.0 for _ in _flat(groups)]
-        for steps in range(2, LATER + 1):
-            try:
-                stayed, moved = (_trained(optimizer, groups, gradients[:steps], moves=each) for each in (None, moves))
-            except Exception:           # of a foreign step on what it was not made for
-                return False
-            before, left = left, [_left(*each) for each in zip(_flat(stayed), _flat(moved), _flat(moves), strict=True)]
+        moves = [drawn(each.values) for each in _flat(groups)]
+        (stayed, one), (moved, other) = _begun(optimizer, groups), _begun(optimizer, groups)
+        left = [1.0 for _ in moves]
+        for step in range(LATER):
+            gradients = [[drawn(each.values) for each in group] for group in groups]
+            _step(one, stayed, gradients)
+            _step(other, moved, gradients)
+            for parameter, move in zip(_flat(moved), moves, strict=True) if not step else ():
+                parameter.detach().add_(move)
+            before, left = left, [_left(*each) for each in zip(_flat(stayed), _flat(moved), moves, strict=True)]
             if any(now < LEFT * then for now, then in zip(left, before, strict=True)):
                 return True
     return False
@@ -102,7 +102,7 @@ def keeps_copies(optimizer: torch.optim.Optimizer) -> bool:
 
 def _left(stayed: Tensor, moved: Tensor, move: Tensor) -> float:
     """How much of a move is left."""
-    apart, whole = (each.to(torch.complex128).reshape(-1) for each in (moved - stayed, move))
+    apart, whole = (each.detach().to(torch.complex128).reshape(-1) for each in (moved - stayed, move))
     return float((torch.vdot(whole, apart) / torch.vdot(whole, whole)).real) if move.numel() else 1.0
 
 
@@ -189,28 +189,34 @@ def _equal(wanted: Tensor, found: Tensor, began: Tensor) -> bool:
     return moved > 0 and float((wanted - found).abs().max()) <= bound
 
 
-def _trained(optimizer: torch.optim.Optimizer, groups: list[list[Small]], gradients: list[Groups], cut: bool = False,
-             moves: Groups | None = None) -> Groups:
-    """The parameters after some steps of a copy of the optimizer, in eval mode where it has modes. moves: what is added to them
-    after the first."""
+def _trained(optimizer: torch.optim.Optimizer, groups: list[list[Small]], gradients: list[Groups], cut: bool = False) -> Groups:
+    """The parameters after some steps of a copy of the optimizer, in eval mode where it has modes."""
+    held, twin = _begun(optimizer, groups, cut)
+    for step in gradients:
+        _step(twin, held, step)
+    if cut and any(value.dim() and value.shape != parameter.shape for parameter, state in twin.state.items()
+                   for value in state.values() if isinstance(value, Tensor)):
+        raise ValueError("state of another shape than the piece, which could not be put together again")
+    return [[parameter.detach() for parameter in group] for group in held]
+
+
+def _begun(optimizer: torch.optim.Optimizer, groups: list[list[Small]], cut: bool = False) -> tuple[Any, torch.optim.Optimizer]:
+    """(small parameters, a copy of the optimizer over them), before its first step."""
     held: Any = [[each.values.clone() if cut else nn.Parameter(each.values.clone()) for each in group] for group in groups]
     twin = _twin(optimizer, held)
     for parameter, known in zip(_flat(held), _flat(groups), strict=True):
         if known.state:
             twin.state[parameter] = copy.deepcopy(known.state)
-    for number, step in enumerate(gradients):
-        if number == 1 and moves:
-            for parameter, move in zip(_flat(held), _flat(moves), strict=True):
-                parameter.detach().add_(move)
-        set_mode(twin, "train")
-        for parameter, gradient in zip(_flat(held), _flat(step), strict=True):
-            parameter.grad = None if gradient is None else gradient.clone()
-        twin.step()
-        set_mode(twin, "eval")
-    if cut and any(value.dim() and value.shape != parameter.shape for parameter, state in twin.state.items()
-                   for value in state.values() if isinstance(value, Tensor)):
-        raise ValueError("state of another shape than the piece, which could not be put together again")
-    return [[parameter.detach() for parameter in group] for group in held]
+    return held, twin
+
+
+def _step(twin: torch.optim.Optimizer, held: Any, gradients: Groups) -> None:
+    """In eval mode afterwards, where it has modes."""
+    set_mode(twin, "train")
+    for parameter, gradient in zip(_flat(held), _flat(gradients), strict=True):
+        parameter.grad = None if gradient is None else gradient.clone()
+    twin.step()
+    set_mode(twin, "eval")
 
 
 def _twin(optimizer: torch.optim.Optimizer, held: Groups) -> torch.optim.Optimizer:
