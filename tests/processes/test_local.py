@@ -741,7 +741,7 @@ def test_torchs_optimizers_keep_none(name: str) -> None:
 @pytest.mark.parametrize("kind", [Masters, SlowWeights])
 @pytest.mark.parametrize("text", ["local(2)", "local(2, every=2, outer=elastic) * place(2)"])
 def test_an_optimizer_that_would_undo_the_averaging_is_refused(kind: Any, text: str) -> None:
-    """What is averaged is written into the parameters, and its next step wrote its own copies over that: replicas never met."""
+    """What is averaged is written into the parameters, and its next step wrote its own copies over that."""
     says = f"{kind.__name__} goes on from copies of the weights that it keeps .* data\\(n\\)"
     made = vectors(optimizer=functools.partial(kind, lr=0.1))
     with pytest.raises(pg.Refused, match=says):
