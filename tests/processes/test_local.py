@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,11 +20,13 @@ from paragrad.datasets.loading import parted
 from paragrad.record.record import Record
 from paragrad.strategies.strategy import Strategy
 from paragrad.techniques.data_parallel import averaging
+from paragrad.techniques.updating import keeps_copies
 from paragrad.training.admission import admitted
 from paragrad.training.loop import train_rank
 from paragrad.training.settings import Settings
 from paragrad.training.trainer import Trainer
 from paragrad.verbs.lockstep import distances
+from paragrad.world import waiting
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
@@ -516,10 +519,10 @@ def test_what_is_saved_goes_on_under_other_strategies(tmp_path: Path, outer: str
 
 def test_a_damaged_or_lost_file_of_the_strategy_is_found(tmp_path: Path) -> None:
     made = images(epochs=2)
-    first = pg.train(made, "local(2, outer=nesterov)", runs=tmp_path, save=3)
+    first = pg.train(made, "local(2, every=2, outer=nesterov)", runs=tmp_path, save=3)
     (first.folder / "checkpoint-00000006" / "strategy.safetensors").unlink()
     with pytest.warns(UserWarning, match=r"strategy\.safetensors"):
-        run = pg.train(made, "local(2, outer=nesterov)", runs=tmp_path, resume=first.folder)
+        run = pg.train(made, "local(2, every=2, outer=nesterov)", runs=tmp_path, resume=first.folder)
     assert len(run.losses) == 3
 
 
@@ -635,6 +638,8 @@ def test_the_wish_to_stop_is_heard_after_an_epoch_though_nobody_meets(pool: Rank
     ("local(2, outer=nesterov(lr=0))", "a number above 0"),
     ("local(2, outer=nesterov(lr=1e400))", "a number above 0"),
     ("local(2, outer=elastic(pull=2))", "at most 1"),
+    ("local(2, every=end, outer=elastic)", "let them meet, such as every=16"),
+    ("local(2, every=end, outer=nesterov) * place(2)", "leave out outer"),
     ("local(4, outer=elastic(pull=0.4))", "leave it out, which is 0.9 over their number"),
     ("local(2) * local(2)", "leftmost"),
     ("local(2, reduce=rong)", "did you mean ring?"),
@@ -649,3 +654,163 @@ def test_bad_input_is_refused_with_the_repair(text: str, says: str) -> None:
 def test_more_workers_than_samples_are_refused() -> None:
     with pytest.raises(pg.Refused, match="give a batch of at least 13"):
         pg.train(vectors(), "local(13)")
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ("local(2, every=13, outer=elastic)", "replicas first meet after step 13, and elastic steps where they meet; give every of "
+                                          "at most 12, or leave out outer"),
+    ("local(2, every=5, after=8, outer=nesterov) * place(2)", "first meet after step 13, and nesterov .* every of at most 4")])
+def test_an_outer_that_would_never_step_is_refused(text: str, says: str) -> None:
+    """It stepped once, at the end: elastic saved a tenth of the initial weights, nesterov a third too much of the whole run."""
+    with pytest.raises(pg.Refused, match=rf"job vectors makes 12 step\(s\), and .*{says}"):
+        admitted(vectors(), text)
+    admitted(vectors(epochs=5), text)
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ("local(2, every=13)", "first meet after step 13, so their weights are averaged once, at the end, as by every=end; give "
+                           "every of at most 12"),
+    ("local(2, every=5, after=8) * place(2)", "as by every=end; give every of at most 4"),
+    ("local(2, every=2, after=12)", r"all of them synchronous: it is data\(n\) with batch_norm=share; give after of less than"),
+    ("local(2, every=end, after=13)", "all of them synchronous"),
+    ("local(2, every=2, after=12, outer=nesterov)", "all of them synchronous")])
+def test_replicas_that_never_meet_or_never_part_are_told_at_the_door(text: str, says: str) -> None:
+    with pytest.warns(UserWarning, match=rf"job vectors makes 12 step\(s\), .*{says}"):
+        admitted(vectors(), text)
+    admitted(vectors(epochs=5), text)
+
+
+@pytest.mark.parametrize("text", ["local(2, every=12, outer=nesterov)", "local(2, every=4, after=8)", "local(2, every=end)",
+                                  "local(2, every=end, after=11)"])
+def test_nothing_is_told_of_others(text: str) -> None:
+    admitted(vectors(), text)
+    admitted(vectors(epochs=0), text)
+
+
+class Masters(torch.optim.SGD):
+    """Steps copies of the weights in a finer type, and copies them into the parameters."""
+
+    def step(self, closure: Any = None) -> None:                # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            master = self.state[parameter].setdefault("master", parameter.detach().to(torch.float64, copy=True))
+            master.sub_(0.1 * parameter.grad)
+            parameter.data.copy_(master)
+
+
+class SlowWeights(torch.optim.SGD):
+    """Looks ahead: every five steps it goes back to where it was, and most of the way from there."""
+
+    def step(self, closure: Any = None) -> None:                # type: ignore[override]
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            slow = state.setdefault("slow", parameter.detach().clone())
+            state["count"] = state.get("count", 0) + 1
+            if state["count"] % 5 == 0:
+                parameter.data.copy_(slow.lerp_(parameter.detach(), 0.8))
+
+
+class Decaying(torch.optim.SGD):
+    """Shrinks the weights by 5 % in every step, and steps by the sign of an average, in proportion to the weights."""
+
+    def step(self, closure: Any = None) -> None:                # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+            mean.lerp_(parameter.grad, 0.1)
+            parameter.data.mul_(0.95).sub_(0.01 * parameter.data.norm() * mean.sign())
+
+
+def kept_by(kind: Any, dtype: torch.dtype = torch.float32, **more: Any) -> bool:
+    return keeps_copies(kind(nn.Sequential(*mlp(), nn.BatchNorm1d(4)).to(dtype).parameters(), lr=0.1, **more))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_optimizer_that_keeps_copies_of_the_weights_is_found(dtype: torch.dtype) -> None:
+    assert kept_by(Masters, dtype)
+    assert kept_by(SlowWeights, dtype)
+    assert not kept_by(Decaying, dtype)
+    assert not kept_by(Replacing, dtype)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "ASGD",
+                                  "Rprop", "Adafactor"])
+def test_torchs_optimizers_keep_none(name: str) -> None:
+    assert not kept_by(getattr(torch.optim, name))
+
+
+@pytest.mark.parametrize("kind", [Masters, SlowWeights])
+@pytest.mark.parametrize("text", ["local(2)", "local(2, every=2, outer=elastic) * place(2)"])
+def test_an_optimizer_that_would_undo_the_averaging_is_refused(kind: Any, text: str) -> None:
+    """What is averaged is written into the parameters, and its next step wrote its own copies over that."""
+    says = f"{kind.__name__} goes on from copies of the weights that it keeps .* data\\(n\\)"
+    made = vectors(optimizer=functools.partial(kind, lr=0.1))
+    with pytest.raises(pg.Refused, match=says):
+        admitted(made, text)
+    with pytest.raises(pg.Refused, match=says), pg.parallelize(
+            model := mlp(), nn.functional.cross_entropy, kind(model.parameters(), lr=0.1), "local(1)"):
+        pass
+    admitted(made, "data(2)")
+
+
+class Moded(torch.optim.SGD):
+    """Weights for training and others for tests."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+@pytest.mark.parametrize("outer", ["nesterov", "elastic"])
+def test_an_optimizer_with_modes_beside_a_centre_is_refused_at_the_door(outer: str) -> None:
+    """All ranks failed in step 0."""
+    says = rf"Moded has weights for training and others for tests, and {outer} a centre, which would be of one kind"
+    made, text = vectors(optimizer=functools.partial(Moded, lr=0.1)), f"local(1, outer={outer})"
+    with pytest.raises(pg.Refused, match=says):
+        admitted(made, text)
+    with pytest.raises(pg.Refused, match=says), pg.parallelize(
+            model := mlp(), nn.functional.cross_entropy, Moded(model.parameters(), lr=0.1), text):
+        pass
+    admitted(made, "local(2)")
+
+
+# ---- waiting ---------------------------------------------------------------------------------------------------------------
+def slow_one(world: World) -> None:
+    """Rank 1 is in its second step until rank 0 has given up waiting for it."""
+    made = vectors()
+    trainer = Trainer.of_job(world, made, resolved("local(2, every=2)"))
+    try:
+        for number, fetched in enumerate(trainer.batches(made.train, made.batch, 0)):
+            if number == 1 and world.rank:
+                world.store.get("given up")
+                return
+            trainer.step(*parted(fetched))
+    finally:
+        trainer.close()
+        world.store.set("given up", "")
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_replica_that_is_slow_over_many_steps_is_no_riddle(backend: str) -> None:
+    """A second a step beside two is a wait of 500 s after 500 steps: a collective's timeout, and no word of the repair."""
+    says = "meanwhile others make steps of their own: where that .*give a longer --timeout, or let them meet more often"
+    with Ranks(2) as two, pytest.raises(pg.RankFailed, match=says):
+        two.run(slow_one, size=2, timeout=2.0, backend=backend)
+
+
+@pytest.mark.parametrize(("text", "after"), [("local(1)", math.inf), ("data(1)", waiting.AFTER)])
+def test_nobody_is_missed_who_need_not_have_come(text: str, after: float) -> None:
+    """It was said of a slow replica that it was still loading, or gone."""
+    trainer = Trainer.of_job(World(), vectors(), resolved(text))
+    assert trainer.watch.after == after
+    trainer.close()
+
+
+# ---- the record ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("text", "overlap", "told"), [
+    ("local(2, every=2)", True, []), ("local(2, every=2, after=2)", True, []), ("data(2) * tensor(2)", True, []),
+    ("local(2, every=2) * pipeline(2, micro=2)", True, []), ("data(2) * pipeline(2, micro=2)", True, ["on"]),
+    ("local(2, every=2, after=2) * pipeline(2, micro=2)", False, ["off"])])
+def test_the_record_says_that_gradients_overlap_where_so(tmp_path: Path, text: str, overlap: bool, told: list[str]) -> None:
+    """`local` said so, where nothing is sent in a step."""
+    run = pg.train(vectors(epochs=2), text, runs=tmp_path, overlap=overlap)
+    assert [line["picked"] for line in Record(run.folder).of("choice", 0) if line["what"] == "overlap"] == told

@@ -16,7 +16,9 @@ from paragrad.record.log import Log
 from paragrad.record.record import Record
 from paragrad.strategies.shares import Division, divide
 from paragrad.strategies.table import strategy
+from paragrad.training.admission import admitted
 from paragrad.training.pace import Pace, Slowed, read_slowed
+from paragrad.training.settings import Settings
 from paragrad.training.trainer import Trainer
 from paragrad.world.world import World
 
@@ -39,7 +41,8 @@ def test_slow_is_read() -> None:
     ("random:0.2", None, "write random:SHARE=FACTOR"), ("random:2=3x", None, "give a number above 0, at most 1"),
     ("random:0=3x", None, "give a number above 0, at most 1"), ("random:0.1=0x", None, "give at least 1"),
     (3, None, "slow must be a text"), (None, 0, "pace must be seconds above 0"), (None, "fast", "pace must be seconds above 0"),
-    ("1=3x,1=4x", None, "rank 1 is there twice"), ("2=3x", None, "there are 2 rank(s); give one from 0 to 1")])
+    ("1=3x,1=4x", None, "rank 1 is there twice"), ("random:0.2=3x,random:0.5=5x", None, "random is there twice"),
+    ("2=3x", None, "there are 2 rank(s); give one from 0 to 1")])
 def test_what_cannot_be_is_refused(slow: Any, pace: Any, says: str) -> None:
     with pytest.raises(pg.Refused) as caught:
         pg.train(vectors(), "data(2)", slow=slow, pace=pace)
@@ -78,7 +81,7 @@ def test_a_slow_rank_waits_for_what_it_would_take_and_no_longer(monkeypatch: pyt
     assert waits(monkeypatch, Slowed(((1, 3.0),), None, 4.0), [0.5])[1] == [11.0]
 
 
-@pytest.mark.parametrize("text", ["data(2)", "data(2, reduce=ring)", "local(2)", "pipeline(2)", "serial"])
+@pytest.mark.parametrize("text", ["data(2)", "data(2, reduce=ring)", "local(2, every=2)", "pipeline(2)", "serial"])
 def test_it_is_the_same_training(tmp_path: Path, text: str) -> None:
     slow, quick = (pg.train(vectors(epochs=1), text, runs=tmp_path, **more)
                    for more in ({"slow": "0=2x,random:0.5=3x", "pace": 0.01}, {}))
@@ -104,6 +107,27 @@ def test_shares_are_in_proportion_to_what_ranks_take() -> None:
 def test_shares_stay_where_others_are_hardly_worth_it_or_nothing_is_known() -> None:
     assert followed([(160, 1.0), (160, 1.01)], (1, 1)) == (1, 1)
     assert followed([(160, 1.0), (0, 0.0)], (3, 1)) == (3, 1)
+
+
+def test_shares_change_once_an_epoch() -> None:
+    """A loop of one's own that tested in the middle of an epoch, and went on there, got other shares for the rest of it."""
+    world: Any = SimpleNamespace(gathered=lambda own: [own, own * torch.tensor([1.0, 3.0])])
+    pace, shares = Pace(Slowed(), 0, 0), []
+    for epoch in (1, 1, 2):
+        pace.samples, pace.seconds = pace.samples + 160, pace.seconds + 1.0
+        shares.append(pace.followed(world, 64, Division((1, 1)), Log(None), epoch).shares)
+    assert divide(64, shares[0]) == divide(64, shares[2]) == [48, 16]
+    assert shares[1] == (1, 1)                              # that is, those of before
+    assert pace.samples == 0
+
+
+def test_shares_that_cannot_change_are_told_at_the_door() -> None:
+    """One epoch was trained with equal shares, and nothing was said."""
+    with pytest.warns(UserWarning, match="job vectors begins one alone, so they stay equal; give more epochs, or say the"):
+        admitted(vectors(epochs=1), "data(2, shares=auto)")
+    with pytest.warns(UserWarning, match="they stay equal"):
+        admitted(vectors(), "data(2, shares=auto)", Settings(limit=3))
+    admitted(vectors(epochs=2), "data(2, shares=auto)")
 
 
 @pytest.mark.parametrize("text", ["data(2, shares=auto)", "data(2, shares=auto, reduce=ring)", "data(3, shares=auto)"])

@@ -177,6 +177,11 @@ class Data(Strategy):
             raise Refused(f"{asked}: shares that change may come to micro-batches of one sample, of which batch norm takes no "
                           f"variance; leave out {'micro' if self.micro > 1 else 'batch_norm=share'}, or say the shares")
 
+    def noticed(self, facts: Facts, asked: Strategy) -> Iterator[str]:
+        if self.follows and facts.steps <= -(-facts.samples // facts.full):
+            yield (f"{asked}: shares change where an epoch begins, and job {facts.job} begins one alone, so they stay equal; "
+                   "give more epochs, or say the shares, such as shares=[3, 1]")
+
     def refuse_beside(self, factors: tuple[Strategy, ...]) -> None:
         if self.integrated and len(factors) > 1:
             raise Refused("data(dense=tensor) gives a model all samples on every rank, and splits its layers itself; give it "

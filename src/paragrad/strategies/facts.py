@@ -5,7 +5,23 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class Facts(Protocol):
+class Updating(Protocol):
+    """What a strategy may ask about an optimizer, a job's or that of a loop of the user's own."""
+
+    @property
+    def optimizer(self) -> str: ...             # its name
+
+    @property
+    def updates_by(self) -> str: ...            # how it updates: one of KINDS
+
+    @property
+    def has_modes(self) -> bool: ...            # has it weights for training, and others for tests?
+
+    @property
+    def keeps_copies(self) -> bool: ...         # does it go on from copies of the weights that it keeps?
+
+
+class Facts(Updating, Protocol):
     """What a strategy may ask about a job at the door."""
 
     @property
@@ -16,6 +32,9 @@ class Facts(Protocol):
 
     @property
     def full(self) -> int: ...                  # samples of a full batch
+
+    @property
+    def steps(self) -> int: ...                 # of the training
 
     @property
     def uncut(self) -> str | None: ...          # why a batch cannot be cut into micro-batches
@@ -40,9 +59,3 @@ class Facts(Protocol):
 
     @property
     def elements(self) -> int: ...              # of all parameters that are trained
-
-    @property
-    def updates_by(self) -> str: ...            # how its optimizer updates: one of KINDS
-
-    @property
-    def optimizer(self) -> str: ...             # its name

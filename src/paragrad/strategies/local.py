@@ -10,6 +10,7 @@ from paragrad.errors import Refused
 from paragrad.notation.choices import Choice, Decimal, Integer, One, Word, option
 from paragrad.schedules.all_reduce import AllReduce
 from paragrad.strategies.data import Native
+from paragrad.strategies.facts import Facts, Updating
 from paragrad.strategies.strategy import Here, Plan, Promise, Strategy
 
 
@@ -45,6 +46,11 @@ class Local(Strategy):
     replica = True
     batch_norm = "share"                            # there is nobody to ask in a step
 
+    def check(self) -> None:
+        if self.every == "end" and not isinstance(self.outer, Mean):
+            raise Refused(f"local(every=end) is the mean of replicas that never met, and outer={self.outer} steps where they "
+                          "meet; leave out outer, or let them meet, such as every=16")
+
     @property
     def promise(self) -> Promise:
         return Promise(exact=False, replicas_equal=False, buffers_equal=False)
@@ -73,6 +79,36 @@ class Local(Strategy):
         if isinstance(reduce, AllReduce):
             reduce = reduce.resolved(found.workers, here.group or found.workers)
         return replace(found, outer=outer, reduce=reduce)
+
+    def refuse(self, facts: Facts, asked: Strategy, unchecked: bool = False) -> None:
+        super().refuse(facts, asked, unchecked)
+        if self._never_meet(facts) and not isinstance(self.outer, Mean):
+            raise Refused(f"{asked}: {self._first(facts)}, and {self.outer.name} steps where they meet; give every of at most "
+                          f"{facts.steps - self.after}, or leave out outer")
+
+    def refuse_updates(self, updating: Updating, asked: Strategy) -> None:
+        if updating.has_modes and not isinstance(self.outer, Mean):
+            raise Refused(f"{asked}: {updating.optimizer} has weights for training and others for tests, and {self.outer.name} "
+                          "a centre, which would be of one kind; leave out outer")
+        if updating.keeps_copies:
+            raise Refused(f"{asked}: {updating.optimizer} goes on from copies of the weights that it keeps (tried on a small "
+                          "copy), so its next step undoes what they were averaged to; use one that updates the parameters "
+                          "themselves, such as AdamW, or data(n)")
+
+    def noticed(self, facts: Facts, asked: Strategy) -> Iterator[str]:
+        if self.after >= facts.steps > 0:
+            yield (f"{asked}: job {facts.job} makes {facts.steps} step(s), all of them synchronous: it is data(n) with "
+                   f"batch_norm=share; give after of less than {facts.steps}")
+        elif self._never_meet(facts):
+            yield (f"{asked}: {self._first(facts)}, so their weights are averaged once, at the end, as by every=end; give "
+                   f"every of at most {facts.steps - self.after}")
+
+    def _never_meet(self, facts: Facts) -> bool:
+        """Do replicas step alone up to the end, though they were to meet?"""
+        return self.every != "end" and self.after < facts.steps < self.after + int(self.every)
+
+    def _first(self, facts: Facts) -> str:
+        return f"job {facts.job} makes {facts.steps} step(s), and replicas first meet after step {self.after + int(self.every)}"
 
     def picked(self, resolved: Self, here: Here) -> Iterator[tuple[str, str, str]]:
         after = f", after {self.after} synchronous steps" if self.after else ""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from paragrad.errors import Refused
 from paragrad.notation.choices import Family, Several, option
 from paragrad.schedules.actions import Schedule
-from paragrad.strategies.facts import Facts
+from paragrad.strategies.facts import Facts, Updating
 from paragrad.strategies.shares import Division, divide, smallest
 from paragrad.world.axes import Axis
 
@@ -167,9 +167,7 @@ class Strategy(Family, abstract=True):
     # ---- where and what it is for ------------------------------------------------------------------------------------------
     def resolved(self, here: Here) -> Self:
         """The same with every `auto` replaced. Raises Refused where it cannot be here."""
-        if self.workers == "auto":
-            return replace(cast(Any, self), workers=here.ranks or here.cores)  # type: ignore[no-any-return]
-        return self
+        return replace(cast(Any, self), workers=here.ranks or here.cores) if self.workers == "auto" else self
 
     def picked(self, resolved: Self, here: Here) -> Iterator[tuple[str, str, str]]:
         """What its `auto`s became, and why: (what, picked, because)."""
@@ -212,6 +210,13 @@ class Strategy(Family, abstract=True):
                 repair = f"give micro of at most {fewer[-1]}" if fewer else "give another batch size"
                 raise Refused(f"job {facts.job}: {facts.alone}, and {asked} makes a micro-batch of one out of a batch of "
                               f"{samples}; {repair}")
+
+    def refuse_updates(self, updating: Updating, asked: Strategy) -> None:
+        """Refuse an optimizer, of a job or of a loop of the user's own, with the repair."""
+
+    def noticed(self, facts: Facts, asked: Strategy) -> Iterator[str]:
+        """What the user is told at the door of a job that can be trained, and comes to something else than its words say."""
+        yield from ()
 
     def refuse_beside(self, factors: tuple[Strategy, ...]) -> None:
         """Refuse the other factors of a product, with the repair."""
@@ -300,6 +305,14 @@ class Product(Strategy, abstract=True):
         super().refuse(facts, asked, unchecked)
         for factor in self.factors:
             factor.refuse(facts, asked, unchecked)
+
+    def refuse_updates(self, updating: Updating, asked: Strategy) -> None:
+        for factor in self.factors:
+            factor.refuse_updates(updating, asked)
+
+    def noticed(self, facts: Facts, asked: Strategy) -> Iterator[str]:
+        for factor in self.factors:
+            yield from factor.noticed(facts, asked)
 
 
 def factors_of(strategy: Strategy) -> tuple[Strategy, ...]:

@@ -1,11 +1,12 @@
-"""How an optimizer updates, tried on a small copy: element by element, tensor by tensor, or neither; its modes; its draws."""
+"""How an optimizer updates, tried on a small copy: element by element, tensor by tensor, or neither, and whether from copies of
+the weights; its modes; its draws."""
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ from paragrad.world.generators import generator_states, generators_kept, generat
 SIZE = 160              # a dimension of the copy at most; above 128, from which known optimizers factor a matrix
 FEW = 8                 # the same for classes known to treat every element alike, which are tried all the same, for one step
 SCALES = (1.0, 1e3, 1e-3, 1.0, 1.0, 1.0, 1.0)     # of the gradients of each step: so that clipping inside of an optimizer shows
+LATER = 12              # steps: some optimizers write what they keep into the parameters every few steps alone
+LEFT = 0.85             # of a move by somebody else, after one more step: more where weight decay alone has shrunk it
 Groups = list[list[Tensor]]
 
 
@@ -64,6 +67,45 @@ def updates_by(optimizer: torch.optim.Optimizer, known: bool = False) -> str:
     return ALL
 
 
+def keeps_copies(optimizer: torch.optim.Optimizer) -> bool:
+    """Does it go on from copies of the weights that it keeps (in float32 beside coarser ones, slow ones), so that what somebody
+    else writes into the parameters is lost? False where it cannot be tried, and of one with modes.
+
+    Two copies of it make the same steps, and the parameters of one are moved after the first: the move stays.
+    """
+    if hooked(optimizer) or has_modes(optimizer):
+        return False
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(like: Tensor) -> Tensor:
+        found = torch.randn(like.shape, generator=generator, dtype=torch.float64)
+        return (found + found.sign()).to(like.dtype)            # none near 0
+
+    with generators_kept(), suppress(Exception):                # of a foreign step on what it was not made for
+        groups = [[Small(_corner(parameter.detach(), FEW), {what: _corner(value, FEW) for what, value in
+                                                            optimizer.state.get(parameter, {}).items()})
+                   for parameter in _chosen(group["params"], 2)] for group in optimizer.param_groups]
+        moves = [drawn(each.values) for each in _flat(groups)]
+        (stayed, one), (moved, other) = _begun(optimizer, groups), _begun(optimizer, groups)
+        left = [1.0 for _ in moves]
+        for step in range(LATER):
+            gradients = [[drawn(each.values) for each in group] for group in groups]
+            _step(one, stayed, gradients)
+            _step(other, moved, gradients)
+            for parameter, move in zip(_flat(moved), moves, strict=True) if not step else ():
+                parameter.detach().add_(move)
+            before, left = left, [_left(*each) for each in zip(_flat(stayed), _flat(moved), moves, strict=True)]
+            if any(now < LEFT * then for now, then in zip(left, before, strict=True)):
+                return True
+    return False
+
+
+def _left(stayed: Tensor, moved: Tensor, move: Tensor) -> float:
+    """How much of a move is left."""
+    apart, whole = (each.detach().to(torch.complex128).reshape(-1) for each in (moved - stayed, move))
+    return float((torch.vdot(whole, apart) / torch.vdot(whole, whole)).real) if move.numel() else 1.0
+
+
 def hooked(optimizer: torch.optim.Optimizer) -> str | None:
     """What runs in a step besides the class's own, or None. A learning rate scheduler's counting around it is nothing. Of one
     that was never initialised as an Optimizer (a wrapper with the groups of another), nobody knows."""
@@ -87,12 +129,17 @@ def _chosen(parameters: list[Tensor], most: int) -> list[Tensor]:
     return [parameter for each in found.values() for parameter in each]
 
 
-def _small(value: Any, size: int) -> Any:
-    """The corner of a tensor, in float64; anything else as it is."""
+def _corner(value: Any, size: int) -> Any:
+    """The corner of a tensor; anything else as it is."""
     if not isinstance(value, Tensor) or not value.dim():
         return copy.deepcopy(value)
-    corner = value.detach()[tuple(slice(size) for _ in value.shape)].cpu().clone()
-    return corner.double() if corner.is_floating_point() else corner
+    return value.detach()[tuple(slice(size) for _ in value.shape)].cpu().clone()
+
+
+def _small(value: Any, size: int) -> Any:
+    """The same, in float64."""
+    corner = _corner(value, size)
+    return corner.double() if isinstance(corner, Tensor) and corner.dim() and corner.is_floating_point() else corner
 
 
 def _by_element(optimizer: torch.optim.Optimizer, groups: list[list[Small]], gradients: list[Groups]) -> bool:
@@ -144,21 +191,32 @@ def _equal(wanted: Tensor, found: Tensor, began: Tensor) -> bool:
 
 def _trained(optimizer: torch.optim.Optimizer, groups: list[list[Small]], gradients: list[Groups], cut: bool = False) -> Groups:
     """The parameters after some steps of a copy of the optimizer, in eval mode where it has modes."""
+    held, twin = _begun(optimizer, groups, cut)
+    for step in gradients:
+        _step(twin, held, step)
+    if cut and any(value.dim() and value.shape != parameter.shape for parameter, state in twin.state.items()
+                   for value in state.values() if isinstance(value, Tensor)):
+        raise ValueError("state of another shape than the piece, which could not be put together again")
+    return [[parameter.detach() for parameter in group] for group in held]
+
+
+def _begun(optimizer: torch.optim.Optimizer, groups: list[list[Small]], cut: bool = False) -> tuple[Any, torch.optim.Optimizer]:
+    """(small parameters, a copy of the optimizer over them), before its first step."""
     held: Any = [[each.values.clone() if cut else nn.Parameter(each.values.clone()) for each in group] for group in groups]
     twin = _twin(optimizer, held)
     for parameter, known in zip(_flat(held), _flat(groups), strict=True):
         if known.state:
             twin.state[parameter] = copy.deepcopy(known.state)
-    for step in gradients:
-        set_mode(twin, "train")
-        for parameter, gradient in zip(_flat(held), _flat(step), strict=True):
-            parameter.grad = None if gradient is None else gradient.clone()
-        twin.step()
-        set_mode(twin, "eval")
-    if cut and any(value.dim() and value.shape != parameter.shape for parameter, state in twin.state.items()
-                   for value in state.values() if isinstance(value, Tensor)):
-        raise ValueError("state of another shape than the piece, which could not be put together again")
-    return [[parameter.detach() for parameter in group] for group in held]
+    return held, twin
+
+
+def _step(twin: torch.optim.Optimizer, held: Any, gradients: Groups) -> None:
+    """In eval mode afterwards, where it has modes."""
+    set_mode(twin, "train")
+    for parameter, gradient in zip(_flat(held), _flat(gradients), strict=True):
+        parameter.grad = None if gradient is None else gradient.clone()
+    twin.step()
+    set_mode(twin, "eval")
 
 
 def _twin(optimizer: torch.optim.Optimizer, held: Groups) -> torch.optim.Optimizer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
@@ -108,8 +109,10 @@ def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, 
     resolved = ready(asked, here)
     facts = facts or examined(job, settings.folder)
     job = facts.ready(job)
+    about = Asked(job, facts, settings.folder, settings.limit)
     with asking(asked):
-        resolved.refuse(Asked(job, facts, settings.folder), asked, settings.unchecked)
+        resolved.refuse(about, asked, settings.unchecked)
+        resolved.refuse_updates(about, asked)
     check_cut(job, asked, resolved, settings.folder, facts.probe.known)
     refuse_crowded(job, asked, resolved, facts, settings.folder, settings.device)
     check_plans(asked, resolved, settings)
@@ -124,9 +127,12 @@ def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, 
     backend = backend_of(settings, resolved.size)
     checked = Admitted(job, asked, resolved, settings, facts, here, backend,
                        labels=labels_wanted(job, asked, resolved, settings.folder))
-    refuse_lone(checked.rounds, Asked(job, facts, settings.folder), asked)
+    refuse_lone(checked.rounds, about, asked)
     refuse_schedule(checked.rounds, facts, asked, job.name)
     refuse_wrapped(checked.rounds, job, asked)
+    with asking(asked):
+        for notice in resolved.noticed(about, asked):
+            warnings.warn(notice, stacklevel=2)
     if not settings.resume:
         return checked
     return replace(checked, saved=checkpoint.found(Path(settings.resume), job, facts, checked.rounds))

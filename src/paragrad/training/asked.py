@@ -6,20 +6,46 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch.optim import Optimizer
+
 from paragrad.jobs.job import Job
 from paragrad.techniques.slices import FOREACH
-from paragrad.techniques.updating import updates_by
+from paragrad.techniques.updating import has_modes, keeps_copies, updates_by
 from paragrad.training.divisible import alone, uncut
 from paragrad.training.door import Findings
 from paragrad.training.first_step.causes import by_layout
 
 
+class Updates:
+    """An optimizer, as a strategy may ask about it (`strategies.facts.Updating`)."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.held = optimizer
+
+    @property
+    def optimizer(self) -> str:
+        return type(self.held).__name__
+
+    @functools.cached_property
+    def updates_by(self) -> str:
+        return updates_by(self.held, known=type(self.held) in FOREACH)
+
+    @property
+    def has_modes(self) -> bool:
+        return has_modes(self.held)
+
+    @functools.cached_property
+    def keeps_copies(self) -> bool:
+        return type(self.held) not in FOREACH and keeps_copies(self.held)
+
+
 @dataclass(frozen=True)
 class Asked:
-    """A job, as a strategy may ask about it (`strategies.strategy.Facts`)."""
+    """A job, as a strategy may ask about it (`strategies.facts.Facts`). limit: steps after which it stops before its end."""
     named: Job
     facts: Findings
     data: Path | None
+    limit: int | None = None
 
     @property
     def job(self) -> str:
@@ -32,6 +58,11 @@ class Asked:
     @property
     def full(self) -> int:
         return min(self.named.batch, self.facts.samples)
+
+    @property
+    def steps(self) -> int:
+        whole = self.named.epochs * self.facts.order.steps
+        return whole if self.limit is None else min(whole, self.limit)
 
     @property
     def uncut(self) -> str | None:
@@ -68,14 +99,21 @@ class Asked:
         return self.facts.parameters
 
     @functools.cached_property
-    def _updating(self) -> tuple[str, str]:
-        optimizer = self.named.optimizer(self.named.built_model().parameters())
-        return updates_by(optimizer, known=type(optimizer) in FOREACH), type(optimizer).__name__
-
-    @property
-    def updates_by(self) -> str:
-        return self._updating[0]
+    def _updating(self) -> Updates:
+        return Updates(self.named.optimizer(self.named.built_model().parameters()))
 
     @property
     def optimizer(self) -> str:
-        return self._updating[1]
+        return self._updating.optimizer
+
+    @property
+    def updates_by(self) -> str:
+        return self._updating.updates_by
+
+    @property
+    def has_modes(self) -> bool:
+        return self._updating.has_modes
+
+    @property
+    def keeps_copies(self) -> bool:
+        return self._updating.keeps_copies

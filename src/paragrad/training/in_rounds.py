@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 from collections.abc import Generator
 from typing import Any
 
@@ -45,7 +44,6 @@ class InRounds(Training):
         self.rounds: Rounds = rounds
         self.epochs, self.steps, self.made = rounds.count, rounds.begins[-1], 0
         self.scheduler, trainer.scheduler = trainer.scheduler, None         # which goes on between rounds
-        trainer.watch.after = math.inf                      # workers are in steps of their own
         self.samples = Samples(self.train, job.seed, job.collate, PATIENCE * trainer.world.timeout)
         self.back, self.cause = False, ""           # did a client come back?  why one of this worker's did not
 

@@ -26,6 +26,7 @@ from paragrad.training.first_step.start import dismiss, serve, wire
 from paragrad.training.saved import Saved, tested
 from paragrad.training.tensor_files import save_weights
 from paragrad.training.trainer import Trainer
+from paragrad.world.waiting import out_of_step
 from paragrad.world.world import World
 
 Progress = Callable[[dict[str, Any]], None]         # told {"epoch", "step", "steps", "loss"} some times a second
@@ -192,7 +193,8 @@ class Training:
     def asked(self) -> bool:
         """Was any rank asked to stop? Collective."""
         world = self.trainer.world
-        return bool(world.all_reduced(tensor(float(world.stop.is_set()))) > 0)
+        with out_of_step():
+            return bool(world.all_reduced(tensor(float(world.stop.is_set()))) > 0)
 
     def ended(self, epoch: int) -> bool:
         """Going on from the last step of an epoch: its test, unless it was made before, here or by the run that was saved; True

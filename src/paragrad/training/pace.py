@@ -62,6 +62,8 @@ def read_slowed(slow: str | None, pace: float | None) -> Slowed:
             if rank in ranks:
                 raise Refused(f"--slow {slow}: rank {rank} is there twice; give it one factor")
             ranks[rank] = factor
+        elif some is not None:
+            raise Refused(f"--slow {slow}: random is there twice; give it one share and factor")
         else:
             share, _, times = rest.partition("=")
             try:
@@ -88,6 +90,7 @@ class Pace:
     def __init__(self, slowed: Slowed, seed: int, rank: int, on_gpu: bool = False) -> None:
         self.slowed, self.seed, self.rank, self.on_gpu = slowed, seed, rank, on_gpu
         self.samples, self.seconds = 0, 0.0         # since shares were looked at last
+        self.epoch: int | None = None               # in which that was
 
     @contextlib.contextmanager
     def over(self, step: int, samples: int, share: float, passes: Passes) -> Iterator[None]:
@@ -106,7 +109,10 @@ class Pace:
 
     def followed(self, world: World, full: int, before: Division, log: Log, epoch: int) -> Division:
         """A division of full batches in proportion to what all ranks measured, a sample at least for each; that of before where
-        another is hardly worth it, or nothing was measured. Collective."""
+        another is hardly worth it, nothing was measured, or they were looked at in this epoch before. Collective."""
+        if epoch == self.epoch:
+            return before
+        self.epoch = epoch
         told = [each.tolist() for each in world.gathered(torch.tensor([self.samples, self.seconds], dtype=torch.float64))]
         self.samples, self.seconds = 0, 0.0
         if not all(samples and seconds for samples, seconds in told):

@@ -107,7 +107,7 @@ class Trainer:
         self.passes: Passes | None = None
         self.looks, self.around = dict[str, Any](), tuple[Around, ...]()        # where techniques cut; what they want around
         self.pace = pace or Pace(Slowed(), seed, world.rank, world.device.type != "cpu")
-        self.feed, self.watch = Feed(self.log, world.device, self.dtype), Watch(self.world)
+        self.feed, self.watch = Feed(self.log, world.device, self.dtype), Watch(self.world, strategy.promise.replicas_equal)
         self.steps = self.taken = self.batch_size = 0       # taken: by this trainer;  batch_size: once known
         self.restored: State = {}           # what exchanges of the strategy that was saved keep beside the optimizer's state
         self.activations, self.coarsest = 0, 0.0    # that backward keeps of a micro-batch: bytes; eps of the coarsest numbers

@@ -17,7 +17,8 @@ from paragrad.strategies.table import refuse_unbuilt
 from paragrad.strategies.table import strategy as read_strategy
 from paragrad.techniques import one_copy
 from paragrad.techniques.layout import fill
-from paragrad.training.admission import check_plans, here_for, ready, threads_of
+from paragrad.training.admission import asking, check_plans, here_for, ready, threads_of
+from paragrad.training.asked import Updates
 from paragrad.training.door import unfit
 from paragrad.training.holding import once_on_a_host
 from paragrad.training.lazy import lazy_names
@@ -52,6 +53,8 @@ def parallelize(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, 
     resolved = ready(chosen, here)
     if because := resolved.promise.jobs_only or (resolved.servers and "its servers have no loop of your own; make it a Job"):
         raise Refused(f"{chosen}: {because}")
+    with asking(chosen):
+        resolved.refuse_updates(Updates(optimizer), chosen)
     check_plans(chosen, resolved, settings)
     if size is not None or isinstance(chosen.threads, int):
         torch.set_num_threads(threads_of(resolved))

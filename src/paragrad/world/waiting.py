@@ -8,8 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
+from math import inf
 
 from paragrad.errors import StepFailed, told
 from paragrad.world.world import World
@@ -30,11 +31,12 @@ def in_vain(message: str) -> bool:
 
 class Watch:
     """Of the steps of a rank. A rank that was in a step for long says so in the store where the ranks met; who has said nothing
-    as long after that has not come to it, and the first of those that wait names them, once for a step.
+    as long after that has not come to it, and the first of those that wait names them, once for a step. in_step: ranks meet in
+    every step; others may be long, and nothing is wrong.
     """
 
-    def __init__(self, world: World, after: float | None = None) -> None:
-        self.world, self.after = world, AFTER if after is None else after
+    def __init__(self, world: World, in_step: bool = True, after: float = AFTER) -> None:
+        self.world, self.after = world, after if in_step else inf
         self.step, self.since = 0, 0.0                  # since when it is in that step; 0: in none
         self.ended = threading.Event()
         if world.size > 1:
@@ -119,6 +121,11 @@ def meanwhile(what: str, repair: str = "") -> Iterator[None]:
             raise
         raise StepFailed(f"{told(error)}; meanwhile {what}: where that takes longer than ranks wait for each other, give a "
                          f"longer --timeout{repair}") from error
+
+
+def out_of_step() -> AbstractContextManager[None]:
+    """Around a wait for ranks that step alone, where what each takes adds up over many steps."""
+    return meanwhile("others make steps of their own", ", or let them meet more often")
 
 
 def failure(world: World, error: Exception, step: int) -> StepFailed:

@@ -30,6 +30,7 @@ from paragrad.techniques.data_parallel.own_buckets import OwnBuckets
 from paragrad.techniques.exchange import TESTS, Exchange, How, Replica
 from paragrad.techniques.layout import State
 from paragrad.techniques.updating import has_modes
+from paragrad.world.waiting import out_of_step
 from paragrad.world.world import World
 
 MOMENTUM = "outer momentum"             # by which name a checkpoint holds it
@@ -57,9 +58,6 @@ class Averaging(OwnBuckets):
         self.names = [name for name, each in self.summed.model.named_parameters() if each.requires_grad]
         self.outer: Outer = outer_of(strategy, self._weights(), self._restored(replica.restored))
         self.keeps = (MOMENTUM,) if self.outer.momentum else ()
-        if has_modes(self.optimizer) and self.outer.centre:
-            raise StepFailed(f"{type(self.optimizer).__name__} has weights for training and others for tests, and "
-                             f"{strategy.outer.name} a centre, which would be of one kind; train it with outer=mean")
         self._met()
         self.asked = 0.0                            # ranks that were asked to stop, as far as this one has heard
         self.then: Any = ()                         # the outer momentum that goes with what the run stands for
@@ -152,7 +150,8 @@ class Averaging(OwnBuckets):
         sizes = [(each.numel() + 1) * (1 if flag else -1) for each, flag in zip(others.values(), moved, strict=True)]
         own = torch.tensor([self.step, kind == TESTS, self.samples, float(self.stop), *sizes], dtype=torch.float64)
         self.count(kind, computed_bytes("all_gather", own.nbytes, self.world.size), computed=True)
-        told = [each.tolist() for each in self.world.gathered(own)]
+        with out_of_step():
+            told = [each.tolist() for each in self.world.gathered(own)]
         self._refuse_apart(told, [*others])
         self.asked = sum(each[PLACE + 1] for each in told)
         samples = sum(each[PLACE] for each in told)

@@ -58,13 +58,12 @@ class OwnBuckets(Sending):
 
     def __init__(self, replica: Replica, world: World, log: Log, how: How, algorithm: Any) -> None:
         super().__init__(replica, world, log, how, algorithm)
-        log.choice("overlap", "on" if how.overlap else "off", "of gradients that the passes say are final before their end"
-                   if how.overlap else "asked for: exchange after backward")
         self.trained = [parameter for parameter in self.every if parameter.requires_grad]
         self.device = self.trained[0].device if self.trained else None
         self.buckets = buckets_of(self.trained[::-1])
         self.bucket_of = {parameter: number for number, bucket in enumerate(self.buckets) for parameter in bucket}
         self.final: set[nn.Parameter] = set()           # whose gradient is, in this step
+        self.told_overlap = False                       # of which there is none where passes never say so
 
     def begin(self) -> None:
         super().begin()
@@ -80,6 +79,10 @@ class OwnBuckets(Sending):
             self._send(self._flat(self.buckets[len(self.sending)]))
 
     def finish(self, weight: float, loss: float) -> None:
+        if self.final and not self.told_overlap:
+            self.told_overlap = True
+            self.log.choice("overlap", "on" if self.overlap else "off", "of gradients that the passes say are final before "
+                            "their end" if self.overlap else "asked for: exchange after backward")
         for bucket in self.buckets[len(self.sending):]:
             self._send(self._flat(bucket))
         there = [float(parameter.grad is not None) for parameter in self.trained]
