@@ -70,7 +70,8 @@ class Averaging(OwnBuckets):
         if has_modes(self.optimizer) and self.outer.centre:
             raise StepFailed(f"{type(self.optimizer).__name__} has weights for training and others for tests, and "
                              f"{strategy.outer.name} a centre, which would be of one kind; train it with outer=mean")
-        self.said, self.begun = Said(log), Before(self.summed).state
+        self.said = Said(log)
+        self.begun: Before | None = Before(self.summed)         # until it is told what forwards change in Python
         self._met()
         self.over = False                           # all replicas are what it stands for, for good
 
@@ -175,7 +176,7 @@ class Averaging(OwnBuckets):
         Collective. Raises StepFailed, on all of them, where they are not at one place."""
         moved = [name not in self.before or not same(each, self.before[name]) for name, each in others.items()]
         sizes = [(each.numel() + 1) * (1 if flag else -1) for each, flag in zip(others.values(), moved, strict=True)]
-        rates = [float(group.get("lr", 0.0)) for group in self.optimizer.param_groups]
+        rates = [float(group.get("lr") or 0.0) for group in self.optimizer.param_groups]
         own = torch.tensor([self.step, kind != WEIGHTS, self.samples, float(self.stop), *rates, *sizes], dtype=torch.float64)
         self.count(kind, computed_bytes("all_gather", own.nbytes, self.world.size), computed=True)
         told = [each.tolist() for each in self.world.gathered(own)]
@@ -184,8 +185,9 @@ class Averaging(OwnBuckets):
         there = [max(each) > 0 for each in zip(*(each[HEAD + len(rates):] for each in told), strict=True)]
         changed = [name for name, any_ in zip(others, there, strict=True) if any_]
         self.said.means(changed)
-        if self.samples:                # there were forwards
-            self.said.python(self.begun, "each worker's own")
+        if self.samples and self.begun is not None:
+            self.said.python(self.begun.state, "each worker's own")
+            self.begun = None
         return [each[PLACE] for each in told], changed
 
     def _refuse_apart(self, told: list[list[float]], rates: int, others: list[str]) -> None:
