@@ -5,6 +5,7 @@ One GPU is enough: its ranks share it and exchange through the host; NCCL is tes
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -184,3 +185,30 @@ def test_workers_on_a_gpu_wait_for_nobody(tmp_path: Path) -> None:
     run = pg.train(job, "server(2, sync=asp)", runs=tmp_path, device="cuda", save=20)
     assert (run.audit.twice, run.audit.missed) == (0, 0)
     assert len(pg.train(job.replace(epochs=3), "server(2)", runs=tmp_path, device="cuda", resume=run.folder).losses) == 23
+
+
+def settled(world: World, job: pg.Job) -> list[float]:
+    """The mean state of a replica on the GPU and one on the CPU: both go on from it."""
+    here = replace(world, device=torch.device("cuda", 0) if world.rank == 0 else CPU)
+    trainer = Trainer.of_job(here, job, pg.strategy("local(2, every=3, reduce=ring)"))
+    try:
+        batches = trainer.batches(job.train, job.batch, 0)
+        for _ in range(4):
+            trainer.step(*parted(next(batches)))
+        assert trainer.exchange is not None
+        trainer.exchange.settle()
+        for parameter, state in trainer.optimizer.state.items():
+            assert {each.device for each in state.values()} == {parameter.device}
+        trainer.optimizer.step()
+        return [float(state["exp_avg"].abs().sum()) for state in trainer.optimizer.state.values()]
+    finally:
+        trainer.close()
+
+
+def test_states_of_replicas_on_two_devices_have_a_mean() -> None:
+    """They came back to the devices that they were sent from, and the sum over two failed. A fused Adam's step, a number, is a
+    tensor on its parameter's device."""
+    job = DIGITS.replace(dtype=torch.float64, optimizer=functools.partial(torch.optim.Adam, lr=1e-3, fused=True))
+    with Ranks(2) as ranks:
+        one, other = ranks.run(settled, job, size=2)
+    assert one == pytest.approx(other, rel=1e-9)

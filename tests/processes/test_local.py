@@ -19,7 +19,7 @@ import paragrad as pg
 from paragrad.datasets.loading import parted
 from paragrad.record.record import Record
 from paragrad.strategies.strategy import Strategy
-from paragrad.techniques.data_parallel import averaging
+from paragrad.techniques.data_parallel.means import mean_state
 from paragrad.techniques.updating import keeps_copies
 from paragrad.training.admission import admitted
 from paragrad.training.loop import train_rank
@@ -212,6 +212,29 @@ def alone_from(world: World, made: pg.Job, begun: State, first: int) -> State:
         return trainer.state()
     finally:
         trainer.close()
+
+
+def outer_momentum(trainer: Trainer) -> tuple[State, State, State]:
+    """What a checkpoint would hold: of the weights, beside them; and what this rank has."""
+    with trainer.standing():
+        assert trainer.exchange is not None
+        kept = {name: values["outer momentum"] for name, values in trainer.exchange.kept().items()}
+        stood = copied(trainer.model.state_dict())
+    return stood, copied(kept), copied(trainer.model.state_dict())
+
+
+def test_the_outer_step_is_of_a_whole_round(pool: Ranks) -> None:
+    """After one step of a round the run stood for a whole outer step, with all its momentum: far beyond the mean. A run that is
+    asked to stop, or tested, is so in the middle of a round."""
+    ranks = pool.run(seen, vectors(), resolved("local(2, every=3, outer=nesterov)"), 5, outer_momentum, size=2)
+    met = ranks[0][2]
+    assert close(met[0], met[2], 0.0)
+    for step in (3, 4):                                 # of 12 samples each
+        stood, momentum, _ = ranks[1][step]
+        mean = {name: (ranks[0][step][2][name] + ranks[1][step][2][name]) / 2 for name in stood}
+        assert close(stood, mean)
+        assert close(momentum, met[1], 0.0)
+        assert any(each.any() for each in momentum.values())
 
 
 def test_elastic_replicas_and_centre_are_pulled_as_published(pool: Ranks) -> None:
@@ -483,12 +506,12 @@ def test_optimizers_states_become_their_mean() -> None:
     """By what each has seen; what counts steps stays a number."""
     told = [(1.0, {"a": {"m": torch.tensor([1.0, 0.0]), "z": torch.tensor([2j]), "step": 3}}),
             (3.0, {"a": {"m": torch.tensor([5.0, 4.0]), "z": torch.tensor([6j]), "step": 3}, "b": {"m": torch.ones(1)}})]
-    found = averaging._mean_state(told)
+    found = mean_state(told)
     assert found["a"]["m"].tolist() == [4.0, 3.0]
     assert found["a"]["z"].tolist() == [5j]
     assert found["a"]["step"] == 3
     assert found["b"]["m"].tolist() == [1.0]
-    assert averaging._mean_state([(0.0, each) for _, each in told])["a"]["m"].tolist() == [3.0, 2.0]
+    assert mean_state([(0.0, each) for _, each in told])["a"]["m"].tolist() == [3.0, 2.0]
 
 
 def test_a_planted_division_shows(tmp_path: Path) -> None:
@@ -537,14 +560,15 @@ def test_the_outer_momentum_is_kept(tmp_path: Path) -> None:
 
 
 # ---- a loop of one's own ---------------------------------------------------------------------------------------------------
-def own_loop(world: World, stop: bool) -> tuple[list[bool], State, State]:
+def own_loop(world: World, text: str, stopped: int) -> tuple[list[bool], State, State]:
     model = mlp()
     optimizer, stops = plain(model.parameters()), []
-    with pg.parallelize(model, nn.functional.cross_entropy, optimizer, "local(2, every=3)") as trainer:
+    with pg.parallelize(model, nn.functional.cross_entropy, optimizer, text) as trainer:
         for epoch in range(3):
             for inputs, target in trainer.batches(VECTORS, 12, epoch):
                 stops.append(trainer.step(inputs, target).stop)
-                if stop and world.rank and len(stops) == 1:
+                if world.rank == stopped and len(stops) == 1:
+                    world.stop.set()
                     trainer.world.stop.set()
         world.stop.clear()
         trainer.world.stop.clear()
@@ -552,9 +576,12 @@ def own_loop(world: World, stop: bool) -> tuple[list[bool], State, State]:
     return stops, stood, {name: each.detach() for name, each in model.named_parameters()}
 
 
-def test_at_its_end_the_model_is_what_the_run_stands_for(pool: Ranks) -> None:
-    found = pool.run(own_loop, True, size=2)
-    assert [each[0] for each in found] == [[False] * 3 + [True] * 6] * 2        # heard when they meet, told in the next step
+@pytest.mark.parametrize("text", ["local(2, every=3)", "local(2, every=3) * place(2)", "local(2, every=3) * tensor(2)"])
+def test_at_its_end_the_model_is_what_the_run_stands_for(pool: Ranks, text: str) -> None:
+    """That somebody was asked to stop was heard when they met, and told in the step after it: one into the next round."""
+    size = resolved(text).size
+    found = pool.run(own_loop, text, size - 1, size=size)
+    assert [each[0] for each in found] == [[False] * 2 + [True] * 7] * size
     for _, stood, model in found:
         assert close(stood, model, 0.0)
         assert close(model, found[0][2], 0.0)
@@ -627,6 +654,14 @@ def test_the_wish_to_stop_is_heard_after_an_epoch_though_nobody_meets(pool: Rank
     checked = admitted(vectors(), "local(2, every=end)")
     assert checked.on(pool, stopped_at_an_epochs_end, checked, tmp_path, 0.0) == ["stopped"] * 2
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-00000003"]
+
+
+@pytest.mark.parametrize("text", ["local(2, every=2, outer=nesterov)", "local(2, every=2) * place(2)"])
+def test_a_stop_that_is_heard_in_a_meeting_is_acted_on_there(pool: Ranks, tmp_path: Path, text: str) -> None:
+    """It was saved one step into the next round, at which no replica is where the others are."""
+    checked = admitted(vectors(), text)
+    assert checked.on(pool, stopped_at_an_epochs_end, checked, tmp_path, 0.0) == ["stopped"] * checked.resolved.size
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-00000002"]
 
 
 # ---- refused ---------------------------------------------------------------------------------------------------------------

@@ -3,13 +3,13 @@
 | kind       | fields                                                                                                   |
 |------------|----------------------------------------------------------------------------------------------------------|
 | run        | schema, id, date, job {name, arguments, batch, epochs, metric, unit, samples, parameters, dtype},         |
-|            | strategy, resolved, exact, seed, workers, servers, backend, device, threads,                              |
-|            | machine {cpu, cores, load, torch, python, paragrad},                                                      |
-|            | prediction, reverse, resumed {run, step} or null, settings (those that are not the default),              |
-|            | rounds {count, clients, taking, passes, steps} or null                                                    |
+|            | strategy, resolved, exact, seed, workers, servers, backend, device, threads, prediction, reverse,         |
+|            | machine {cpu, cores, load, torch, python, paragrad}, resumed {run, step} or null,                         |
+|            | settings (those that are not the default), rounds {count, clients, taking, passes, steps} or null         |
 | step       | epoch, step, start, seconds, loss [sum, weight], order [first, stop], sent {kind: {bytes, computed}}, lr  |
 | epoch      | epoch, test {value, weight} or null, start, seconds; sent, where ranks exchange something for a test; of  |
 |            | a round sent in it, clients [those that took part], samples [of each], lost [those that did not come back] |
+| checkpoint | step, sent: of one for which ranks exchange something                                                     |
 | span       | step, name, lane (compute, send, receive, wait, update, data), start, seconds, bytes, peer                |
 | choice     | what, bytes, picked, because                                                                              |
 | memory     | parameters, gradients, optimizer, activations (with messages between parts), exchange, resident (bytes)  |

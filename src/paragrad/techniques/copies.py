@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from paragrad.planner.price import computed_bytes
 from paragrad.techniques.layout import Layout
+from paragrad.techniques.values import wide
 
 Key = tuple[str, str]                   # a serial name, and which part of it
 
@@ -45,7 +46,7 @@ class Copies:
     def _found(self) -> dict[Key, tuple[tuple[int, ...], torch.dtype]]:
         """What more than one rank holds, in one order on all."""
         named = {**dict(self.part.named_parameters()), **dict(self.part.named_buffers())}
-        own = {self._key(name): (tuple(each.shape), torch.promote_types(each.dtype, torch.float32))
+        own = {self._key(name): (tuple(each.shape), wide(each.dtype))
                for name, each in named.items() if name in self.layout.held}
         told = self.layout.world.agreed(self.layout.world.collected(own))
         holders = Counter(key for each in told for key in each)

@@ -22,7 +22,7 @@ from paragrad.strategies.strategy import Strategy
 from paragrad.techniques.layout import Layout, State
 from paragrad.techniques.updating import in_eval_mode, set_mode
 
-TESTS = "tests"         # by which name bytes count that are sent for a test, or to save
+TESTS, CHECKPOINTS = "tests", "checkpoints"         # by which names bytes count that are sent for a test, and to save
 SHARED = ("the forward changes a parameter, which every rank would do, and here they share it; train with state=replicated, or "
           "change it in the optimizer's step")
 CARRIED = ("a forward changes it, besides gradients and buffers, and a cut model does not carry that from part to part; train "
@@ -77,11 +77,12 @@ class Exchange(ABC):
     leaves them. Names are the part's own.
 
     What differs is replaced, at least `finish` and `counted`. Collective: all ranks make it together. Set in every
-    step: `stop`, this rank was asked to stop;  `own_samples`: of its share;  before `finish`, `doubt`: of its weight, what may
-    be that of nothing (`Summed.doubts`);  before `average`, `weight`: of what gradients are of, as who has the loss told it. To
-    be read: `sent`, bytes by kind in this step;  `largest`: bytes it keeps in memory;  `sharing`: ranks that hold parameters
-    together, each all of them;  `again`: its share was applied before;  `apart`: this rank steps by the gradient of its own
-    share, to which no other adds.
+    step: `stop`, this rank was asked to stop, or, from `average` on, some other that it has heard of;  `own_samples`: of its
+    share;  before `finish`, `doubt`: of its weight, what may be that of nothing (`Summed.doubts`);  before `average`, `weight`:
+    of what gradients are of, as who has the loss told it. To be read: `sent`, bytes by kind in this step;  `largest`: bytes it
+    keeps in memory;  `sharing`: ranks that hold parameters together, each all of them;  `again`: its share was applied before;
+    `apart`: this rank steps by the gradient of its own share, to which no other adds;  `asked`: ranks that were asked to stop,
+    where all heard of it in an update.
 
     shards: where replicas hold the parameters together, each some: of what `parts`, this rank's by name, are parts; so are
     gradients and state then, no rank can run the model alone but in `evaluating`, and `hollow` is the model without values.
@@ -94,7 +95,7 @@ class Exchange(ABC):
     hollow: nn.Module
     stop, own_samples, again = False, 0, False
     apart = False
-    doubt = weight = 0.0
+    asked = doubt = weight = 0.0
 
     def __init__(self, replica: Replica) -> None:
         self.summed, self.optimizer, self.clip_norm = replica.module, replica.optimizer, replica.clip_norm
@@ -187,7 +188,7 @@ class Exchange(ABC):
     def state(self) -> State:
         """The optimizer's state of this part of the model; whole on rank 0 of those that hold the same. Collective."""
         names = {parameter: name for name, parameter in self.summed.model.named_parameters()}
-        return {names[parameter]: values for parameter, values in self.optimizer.state.items()}
+        return {names[key]: values for key, values in self.optimizer.state.items() if isinstance(key, Tensor)}
 
     def count(self, kind: str, number: int, *, computed: bool) -> None:
         """Bytes of a kind that this rank sends in this step; computed: by a closed form."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from paragrad.errors import StepFailed
 from paragrad.planner.price import computed_bytes
+from paragrad.techniques.updating import beside_parameters
 from paragrad.techniques.vacant import Vacant
 from paragrad.world.world import World
 
@@ -118,7 +119,7 @@ def state_together(parts: Iterable[tuple[Held, dict[str, Any]]]) -> State:
 
 def hand_over(optimizer: torch.optim.Optimizer, held: Mapping[Tensor, Sequence[tuple[Held, Tensor]]]) -> None:
     """Give an optimizer parts, and their part of the state, in place of parameters: {parameter: [(which, the part)]}."""
-    before, optimizer.state = optimizer.state, type(optimizer.state)(dict)
+    before, optimizer.state = optimizer.state, type(optimizer.state)(dict, beside_parameters(optimizer))
     for group in optimizer.param_groups:
         pairs = [(parameter, *each) for parameter in group["params"] for each in held.get(parameter, ())]
         for parameter, which, part in pairs:
@@ -149,7 +150,7 @@ class Layout:
         if late := [name for name in tensors if name not in self.held]:
             raise StepFailed("it was not there when the model was cut, and has no place in the whole; make it in the "
                              "constructor, or train it with data(n)", tensor=", ".join(late[:3]))
-        told = self.world.collected([(replace(self.held[name], owners=()), _sent(tensor))
+        told = self.world.collected([(replace(self.held[name], owners=()), on_host(tensor))
                                      for name, tensor in tensors.items() if self.held[name].counts])
         found = together(each for parts in told for each in parts)
         found = self.world.agreed(found) if everywhere else found
@@ -161,7 +162,7 @@ class Layout:
         if not self.cut:
             return state
         told = self.world.collected([
-            (replace(self.held[name], owners=()), {what: _sent(value) for what, value in values.items()})
+            (replace(self.held[name], owners=()), {what: on_host(value) for what, value in values.items()})
             for name, values in state.items() if self.held[name].counts])
         return state_together(each for parts in told for each in parts)
 
@@ -253,7 +254,7 @@ class Layout:
         return world.all_reduced(tensor, operation)
 
 
-def _sent(value: Any) -> Any:
+def on_host(value: Any) -> Any:
     """A tensor as it goes to another process: through the host, and without what it is a view of."""
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -281,6 +281,23 @@ class Alike:
 
     def _states(self) -> Any:
         return generator_states(), self.own and self.own.get_state().numpy().tobytes()
+
+
+def beside_parameters(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """What it keeps in its state under names of its own, as a count of steps for all parameters."""
+    return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+
+
+def taken(optimizer: torch.optim.Optimizer, parameter: Tensor, state: Mapping[str, Any]) -> None:
+    """An optimizer goes on from a parameter's state, of which the tensors may be elsewhere: each goes to where the one is that
+    it replaces; a first one to the parameter, but for counts, which steps want there only if they are fused or captured."""
+    own = optimizer.state[parameter]
+    counts = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    for what, value in state.items():
+        before = own.get(what)
+        if isinstance(value, Tensor) and (isinstance(before, Tensor) or value.dim() or counts):
+            value = value.to(before.device if isinstance(before, Tensor) else parameter.device)
+        own[what] = value
 
 
 def clip_factor(norm: float, most: float | None) -> float:

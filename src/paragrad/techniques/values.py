@@ -143,3 +143,8 @@ def set_values(buffer: Tensor, values: Tensor) -> None:
         buffer.data = values.clone()
     elif not torch.equal(buffer, values):
         buffer.data.copy_(values)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """In which numbers of a type are summed."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point or dtype.is_complex else torch.float64

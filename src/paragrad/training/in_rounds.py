@@ -203,10 +203,10 @@ class InRounds(Training):
             raise self.trainer.failed(StepFailed(NONE.format(next(filter(None, causes)))))
         return last
 
-    def sent(self) -> dict[str, Any]:
-        """Of the meeting, with what a test adds up."""
+    def sent(self, what: str) -> dict[str, Any]:
+        """Of the meeting, with what a test adds up; to save, nothing is."""
         exchange = self.trainer.exchange
-        if exchange is None:
+        if exchange is None or what != TESTS:
             return {}
         if self.test is not None and self.trainer.world.size > 1:
             exchange.count(TESTS, computed_bytes("all_reduce", 2 * 8, self.trainer.world.size), computed=True)

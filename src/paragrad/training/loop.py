@@ -16,7 +16,7 @@ from paragrad.jobs.job import opened
 from paragrad.record.cpu import Cpu
 from paragrad.record.record import Recorder
 from paragrad.record.tensorboard import events
-from paragrad.techniques.exchange import TESTS
+from paragrad.techniques.exchange import CHECKPOINTS, TESTS
 from paragrad.techniques.served.meeting import Meeting
 from paragrad.techniques.updating import in_eval_mode
 from paragrad.training import checkpoint, saving
@@ -174,7 +174,7 @@ class Training:
         """The test after an epoch; True where the goal is reached."""
         job, goal = self.checked.job, self.checked.settings.goal
         test = self.trainer.evaluation(self.test, job.metric, self.checked.settings.loaders) if self.test is not None else None
-        sent = self.sent()
+        sent = self.sent(TESTS)
         self.record.write("epoch", epoch=epoch, test=test, start=round(begun, 6), seconds=round(self.record.now() - begun, 6),
                           **({"sent": sent} if sent else {}), **self.line)
         if not self.trainer.strategy.promise.replicas_equal and self.asked():
@@ -185,10 +185,10 @@ class Training:
             self.show(self.trainer.steps, **{f"test {job.metric_name}": test["value"]})
         return bool(goal and test and goal.reached(test["value"]))
 
-    def sent(self) -> dict[str, Any]:
-        """What was sent beside the steps."""
+    def sent(self, what: str) -> dict[str, Any]:
+        """What was sent beside the steps, for tests or checkpoints."""
         exchange = self.trainer.exchange
-        return {kind: number for kind, number in (exchange.sent if exchange else {}).items() if kind == TESTS}
+        return {kind: number for kind, number in (exchange.sent if exchange else {}).items() if kind == what}
 
     def asked(self) -> bool:
         """Was any rank asked to stop? Collective."""
@@ -225,6 +225,8 @@ class Training:
         if self.saved_at == self.place:
             return
         self.trainer.save(self.folder, checkpoint.identity_of(self.checked.job, self.checked.facts), **self.beside)
+        if sent := self.sent(CHECKPOINTS):
+            self.record.write("checkpoint", step=self.trainer.steps, sent=sent)
         self.saved_at = self.place
 
 

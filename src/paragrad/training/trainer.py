@@ -226,7 +226,7 @@ class Trainer:
         with self.log.span("update", "update"):
             weight = certain(self, batch, inputs, target, weight, doubt)
             rate = float(self.optimizer.param_groups[0]["lr"])
-            self.exchange.weight = weight
+            self.exchange.weight, self.exchange.stop = weight, self.exchange.stop or stop > 0
             if weight:
                 self.exchange.average(weight * own.scale)
             else:
@@ -236,7 +236,7 @@ class Trainer:
             self.alike("update", self.steps, self.exchange.update)
             if self.scheduler is not None:
                 self.alike("schedule", self.steps, self.scheduler.step)
-        return own, Result(loss / (weight or 1.0), weight, stop > 0), rate
+        return own, Result(loss / (weight or 1.0), weight, stop + self.exchange.asked > 0), rate
 
     def keyed(self, micro: Micro, first: int = 0, calls: Calls | None = None) -> contextlib.AbstractContextManager[Any]:
         """Around forward and backward: what is drawn is keyed by each sample's place in the global batch; where that depends on

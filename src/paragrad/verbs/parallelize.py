@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from paragrad.datasets.loading import Collate
 from paragrad.errors import Refused
@@ -17,6 +17,7 @@ from paragrad.strategies.table import refuse_unbuilt
 from paragrad.strategies.table import strategy as read_strategy
 from paragrad.techniques import one_copy
 from paragrad.techniques.layout import fill
+from paragrad.techniques.updating import beside_parameters, taken
 from paragrad.training.admission import asking, check_plans, here_for, ready, threads_of
 from paragrad.training.asked import Updates
 from paragrad.training.door import unfit
@@ -87,12 +88,10 @@ def _whole_again(trainer: Trainer, model: nn.Module, optimizer: torch.optim.Opti
     state = layout.world.agreed(layout.state(trainer.exchange.state()))
     for group, names in zip(optimizer.param_groups, trainer.groups, strict=False):      # more, where the user added one
         group["params"] = [parameters[name] for name in names if name in parameters]
-    optimizer.state = type(optimizer.state)(dict)
+    optimizer.state = type(optimizer.state)(dict, beside_parameters(optimizer))
     for name, values in state.items():
         if name in parameters:
-            device = parameters[name].device
-            optimizer.state[parameters[name]] = {what: value.to(device) if isinstance(value, Tensor) and value.dim() else value
-                                                 for what, value in values.items()}
+            taken(optimizer, parameters[name], values)
 
 
 def _chosen(asked: str | Strategy) -> Strategy:

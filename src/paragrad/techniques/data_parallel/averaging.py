@@ -3,19 +3,18 @@
 Every replica steps by the gradients of its own share, with an optimizer of its own, whose state it keeps. Every so many steps
 the replicas meet: they tell each other where they are and what they have seen, and the mean of their weights, each counted by
 its samples since they met last, travels along an all-reduce; `outer.py` says what they go on from. What else forwards changed
-on any of them (running statistics, frozen parameters that follow others) becomes its mean. Before a test, in a checkpoint and
-at the end the model is what the run stands for, as if the replicas met then; training goes on from what each has. Of a replica
-without a sample that counts in a step nothing is updated in it.
+on any of them (running statistics, frozen parameters that follow others) becomes its mean, where it has one (`means.py`).
+Before a test, in a checkpoint and at the end the model is what the run stands for; training goes on from what each has. Of a
+replica without a sample that counts in a step nothing is updated in it.
 
 Nothing at all is sent between meetings: the loss of a step is this rank's, and that somebody was asked to stop all hear when
-they meet, or test.
+they meet, in that step, or when they test, in the one after it.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,21 +24,32 @@ from paragrad.planner.price import computed_bytes
 from paragrad.record.log import Log
 from paragrad.strategies.local import Local
 from paragrad.techniques.copies import Copies
+from paragrad.techniques.data_parallel.means import (
+    ONE_SHAPE,
+    Said,
+    mean_state,
+    nearest,
+    numbers_of,
+    values_of,
+)
 from paragrad.techniques.data_parallel.outer import Outer, outer_of
 from paragrad.techniques.data_parallel.own_buckets import OwnBuckets
-from paragrad.techniques.exchange import TESTS, Exchange, How, Replica
-from paragrad.techniques.layout import State
-from paragrad.techniques.updating import has_modes
+from paragrad.techniques.exchange import CHECKPOINTS, TESTS, Exchange, How, Replica
+from paragrad.techniques.layout import State, on_host
+from paragrad.techniques.untouched import Before
+from paragrad.techniques.updating import has_modes, taken
+from paragrad.techniques.values import same, wide
 from paragrad.world.waiting import out_of_step
 from paragrad.world.world import World
 
 MOMENTUM = "outer momentum"             # by which name a checkpoint holds it
-WEIGHTS = "weights"                     # bytes of meetings; those for tests and checkpoints are TESTS
-PLACE = 2                               # numbers of what a rank tells by which it must be where the others are
+WEIGHTS = "weights"                     # bytes of meetings
+PLACE, HEAD = 2, 4                      # of what a rank tells: by so many numbers it must be where the others are; before rates
 ENDED = ("rank {} {}, and rank {} {}: replicas make the same steps, tests and checkpoints. A loop ends on all ranks by what "
          "all know (trainer.evaluate, result.stop), not by the loss of a step, which is each rank's own")
-UNLIKE = ("it has {} numbers on rank {} and {} on rank {}, and replicas average what forwards change; give it one shape, "
-          "whatever the share of a batch, or keep it in an attribute that is no buffer")
+UNLIKE = "it has {} numbers on rank {} and {} on rank {}, and replicas average what forwards change; " + ONE_SHAPE
+RATES = ("the rate of the optimizer's group {} is {} on rank {} and {} on rank {}, and replicas step by the same; set it by "
+         "what all know (trainer.evaluate), not by the loss of a step, which is each rank's own")
 
 
 def exchange(strategy: Local, replica: Replica, world: World, log: Log, how: How) -> Exchange:
@@ -58,9 +68,9 @@ class Averaging(OwnBuckets):
         self.names = [name for name, each in self.summed.model.named_parameters() if each.requires_grad]
         self.outer: Outer = outer_of(strategy, self._weights(), self._restored(replica.restored))
         self.keeps = (MOMENTUM,) if self.outer.momentum else ()
+        self.said = Said(log)
+        self.begun: Before | None = Before(self.summed)         # until it is told what forwards change in Python
         self._met()
-        self.asked = 0.0                            # ranks that were asked to stop, as far as this one has heard
-        self.then: Any = ()                         # the outer momentum that goes with what the run stands for
         self.over = False                           # all replicas are what it stands for, for good
 
     def _restored(self, restored: State) -> list[Tensor]:
@@ -77,11 +87,9 @@ class Averaging(OwnBuckets):
         return [named[name].detach() for name in self.names]
 
     def _others(self) -> dict[str, Tensor]:
-        """Real values that are not trained: buffers, which forwards may also make anew, and frozen parameters."""
-        model, trained = self.summed.model, set(self.names)
-        frozen = {name: each for name, each in model.named_parameters() if name not in trained}
-        every = {**frozen, **dict(model.named_buffers())}
-        return {name: each for name, each in every.items() if each.is_floating_point() or each.is_complex()}
+        """Values that are not trained: buffers, which forwards may also make anew, and frozen parameters."""
+        trained = set(self.names)
+        return {name: each for name, each in values_of(self.summed).items() if name not in trained}
 
     def _met(self) -> None:
         """Replicas are together now."""
@@ -112,7 +120,8 @@ class Averaging(OwnBuckets):
         if self.synchronous:
             super().finish(weight, loss)
         else:
-            self.told = [weight, loss, self.asked, self.doubt]
+            asked = self.stop if self.strategy.meets(self.step) else self.asked             # in this step all hear
+            self.told = [weight, loss, float(asked), self.doubt]
 
     def uncounted(self) -> None:
         if self.synchronous:
@@ -137,109 +146,120 @@ class Averaging(OwnBuckets):
             self.outer.begun(self._weights())
         now = self._others()
         for name, mean in others.items():
-            now[name].detach().copy_(mean)
-        self.copies.alike({**dict(zip(self.names, self._weights(), strict=True)), **{name: now[name] for name in others}})
+            now[name].detach().copy_(nearest(mean, now[name].dtype))
+        self._alike({**dict(zip(self.names, self._weights(), strict=True)), **{name: now[name] for name in others}})
         self._met()
+
+    def _alike(self, tensors: dict[str, Tensor]) -> None:
+        """Copies of a replica's ranks, of a model that is cut. What a loss keeps is of the rank that has it."""
+        self.copies.alike({name: each for name, each in tensors.items() if name in self.layout.held})
 
     def _means(self, kind: str, anyway: bool = False) -> tuple[dict[str, Tensor] | None, dict[str, Tensor]]:
         """The means over replicas, by their samples since they met, of all weights (None where these are still equal, unless
         anyway), and of other values that any of them changed. Collective."""
         self.kind = kind
         others = self._others()
-        moved = [name not in self.before or not torch.equal(each, self.before[name]) for name, each in others.items()]
+        counts, changed = self._told(kind, others)
+        samples = sum(counts)
+        by_samples = samples > 0 and not self.outer.even
+        share, total = (self.samples, samples) if by_samples else (1.0, float(self.world.size))
+        averaged = anyway or bool(self.alone and samples)
+        weights = dict(zip(self.names, self._weights(), strict=True)) if averaged else {}       # a part may have none at all
+        beside = {name: others[name].detach().to(self.world.device, wide(others[name].dtype)) for name in changed}
+        means = self._summed({**weights, **beside}, share, total * self.twice)
+        return {name: means[name] for name in weights} if averaged else None, {name: means[name] for name in beside}
+
+    def _told(self, kind: str, others: dict[str, Tensor]) -> tuple[list[float], list[str]]:
+        """(samples of each replica since they met, names of what else any of them changed); of the wish to stop all hear.
+        Collective. Raises StepFailed, on all of them, where they are not at one place."""
+        moved = [name not in self.before or not same(each, self.before[name]) for name, each in others.items()]
         sizes = [(each.numel() + 1) * (1 if flag else -1) for each, flag in zip(others.values(), moved, strict=True)]
-        own = torch.tensor([self.step, kind == TESTS, self.samples, float(self.stop), *sizes], dtype=torch.float64)
+        rates = [float(group.get("lr") or 0.0) for group in self.optimizer.param_groups]
+        own = torch.tensor([self.step, kind != WEIGHTS, self.samples, float(self.stop), *rates, *sizes], dtype=torch.float64)
         self.count(kind, computed_bytes("all_gather", own.nbytes, self.world.size), computed=True)
         with out_of_step():
             told = [each.tolist() for each in self.world.gathered(own)]
-        self._refuse_apart(told, [*others])
+        self._refuse_apart(told, len(rates), [*others])
         self.asked = sum(each[PLACE + 1] for each in told)
-        samples = sum(each[PLACE] for each in told)
-        by_samples = samples > 0 and not self.outer.even
-        share, total = (self.samples, samples) if by_samples else (1.0, float(self.world.size))
-        there = [max(each) > 0 for each in zip(*(each[PLACE + 2:] for each in told), strict=True)]
-        averaged = anyway or bool(self.alone and samples)
-        weights = dict(zip(self.names, self._weights(), strict=True)) if averaged else {}       # a part may have none at all
-        changed = {name: each.detach() for (name, each), any_ in zip(others.items(), there, strict=True) if any_}
-        means = self._summed({**weights, **changed}, share, total * self.twice)
-        return {name: means[name] for name in weights} if averaged else None, {name: means[name] for name in changed}
+        there = [max(each) > 0 for each in zip(*(each[HEAD + len(rates):] for each in told), strict=True)]
+        changed = [name for name, any_ in zip(others, there, strict=True) if any_]
+        self.said.means(changed)
+        if self.samples and self.begun is not None:
+            self.said.python(self.begun.state, "each worker's own")
+            self.begun = None
+        return [each[PLACE] for each in told], changed
 
-    def _refuse_apart(self, told: list[list[float]], others: list[str]) -> None:
-        """Replicas that meet are at the same place, and have values of the same sizes. Raises StepFailed, on all of them."""
+    def _refuse_apart(self, told: list[list[float]], rates: int, others: list[str]) -> None:
+        """Replicas that meet are at the same place, step by the same rates, and have values of the same sizes. Raises
+        StepFailed, on all of them."""
+        first, known = told[0], self.world.launched
         for rank, each in enumerate(told):
-            if each[:PLACE] != told[0][:PLACE]:
-                raise StepFailed(ENDED.format(*(part for number in (0, rank) for part in (self.world.launched[number], (
+            if each[:PLACE] != first[:PLACE]:
+                raise StepFailed(ENDED.format(*(part for number in (0, rank) for part in (known[number], (
                     "tests, saves or ends" if told[number][1] else "averages") + f" in step {int(told[number][0])}"))))
-            for name, mine, first in zip(others, each[PLACE + 2:], told[0][PLACE + 2:], strict=True):
-                if abs(mine) != abs(first):
-                    raise StepFailed(UNLIKE.format(abs(int(first)) - 1, self.world.launched[0], abs(int(mine)) - 1,
-                                                   self.world.launched[rank]), tensor=name)
+            for number, (mine, theirs) in enumerate(zip(each[HEAD:HEAD + rates], first[HEAD:HEAD + rates], strict=True)):
+                if mine != theirs:
+                    raise StepFailed(RATES.format(number, theirs, known[0], mine, known[rank]))
+            for name, mine, theirs in zip(others, each[HEAD + rates:], first[HEAD + rates:], strict=True):
+                if abs(mine) != abs(theirs):
+                    raise StepFailed(UNLIKE.format(abs(int(theirs)) - 1, known[0], abs(int(mine)) - 1, known[rank]),
+                                     tensor=name)
 
     # ---- what others look at -------------------------------------------------------------------------------------------
-    def _standing(self, anyway: bool = False) -> dict[Tensor, Tensor]:
+    def _standing(self, kind: str, anyway: bool = False) -> dict[Tensor, Tensor]:
         """What the run stands for, of every tensor that this replica has otherwise. Collective."""
         self.sent = {}
-        weights, others = self._means(TESTS, anyway)
-        values, self.then = weights, self.outer.momentum
+        weights, others = self._means(kind, anyway)
+        values = weights
         if weights is not None:
-            stands, self.then = self.outer.stands([*weights.values()])
-            values = dict(zip(weights, stands, strict=True))
+            values = dict(zip(weights, self.outer.stands([*weights.values()]), strict=True))
         elif self.outer.even and not self.synchronous:
             values = dict(zip(self.names, self.outer.centre, strict=True))      # which nobody became
-        self.copies.alike(found := {**(values or {}), **others})
-        model = self.summed.model
-        now = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self._alike(found := {**(values or {}), **others})
+        now = {**dict(self.summed.model.named_parameters()), **self._others()}
         return {now[name]: value for name, value in found.items()}
 
     @contextlib.contextmanager
-    def standing(self, anyway: bool = False) -> Iterator[None]:
-        found = {} if self.over else self._standing(anyway)
+    def _stood(self, kind: str, anyway: bool = False) -> Iterator[None]:
+        found = {} if self.over else self._standing(kind, anyway)
         before = {tensor: tensor.data for tensor in found}
         for tensor, value in found.items():
-            tensor.data = value.to(tensor.dtype, copy=True)             # of a bucket, which nobody could save
+            tensor.data = nearest(value, tensor.dtype).to(tensor.device, copy=True)     # of a bucket, which nobody could save
         try:
             yield
         finally:
             for tensor, own in before.items():
                 tensor.data = own
 
+    def standing(self) -> contextlib.AbstractContextManager[None]:
+        return self._stood(CHECKPOINTS)
+
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """An optimizer with modes makes of equal weights others on each replica, by its own state."""
-        with super().evaluating(), self.standing(anyway=has_modes(self.optimizer)):
+        with super().evaluating(), self._stood(TESTS, anyway=has_modes(self.optimizer)):
             yield
 
     def settle(self) -> None:
-        for tensor, value in self._standing().items():
-            tensor.detach().copy_(value)
+        for tensor, value in self._standing(CHECKPOINTS).items():
+            tensor.detach().copy_(nearest(value, tensor.dtype))
         named = dict(self.summed.model.named_parameters())
-        for name, values in self.world.agreed(self.state()).items():
-            self.optimizer.state[named[name]].update({
-                what: value.to(named[name].device) if isinstance(value, Tensor) and value.dim() else value
-                for what, value in values.items()})
+        for name, state in self.world.agreed(self.state()).items():
+            taken(self.optimizer, named[name], state)
         self.over = True
 
     def state(self) -> State:
         """The mean over the replicas that have some."""
         if self.over:
             return super().state()
-        return _mean_state(self.world.collected((self.samples, super().state())))
+        own = {name: {what: on_host(value) for what, value in values.items()} for name, values in super().state().items()}
+        if self.world.rank:
+            self.count(CHECKPOINTS, sum(value.nbytes for values in own.values() for value in values.values()
+                                        if isinstance(value, Tensor)), computed=True)
+        told = self.world.collected((self.samples, own, numbers_of(self.optimizer)))
+        self.said.groups([groups for *_, groups in told])
+        return mean_state([each[:2] for each in told])
 
     def kept(self) -> State:
-        return {name: {MOMENTUM: each} for name, each in zip(self.names, self.then, strict=True)} if self.then else {}
-
-
-def _mean_state(told: list[tuple[float, State]]) -> State:
-    """Optimizers' states, by parameter and by what: the weighted mean of tensors of real or complex numbers; of anything else
-    the first one."""
-    found: State = {}
-    for name, what in dict.fromkeys((name, what) for _, state in told for name, values in state.items() for what in values):
-        there = [(weight, state[name][what]) for weight, state in told if what in state.get(name, {})]
-        values: list[Any] = [value for _, value in there]
-        there = there if any(weight for weight, _ in there) else [(1.0, value) for _, value in there]      # they have just met
-        total = sum(weight for weight, _ in there)
-        if all(isinstance(each, Tensor) and (each.is_floating_point() or each.is_complex()) and each.dim() for each in values):
-            wide = torch.promote_types(values[0].dtype, torch.float32)
-            values = [sum(value.to(wide) * (weight / total) for weight, value in there).to(values[0].dtype)]  # type: ignore[union-attr]
-        found.setdefault(name, {})[what] = values[0]
-    return found
+        momentum = self.outer.momentum
+        return {name: {MOMENTUM: each} for name, each in zip(self.names, momentum, strict=True)} if momentum else {}

@@ -4,8 +4,8 @@ In a client's steps nothing is sent. A client begins with the model as it was at
 what modules keep in Python. What it comes to is added up on its worker, times its samples; when the round is over the workers
 sum, along an all-reduce, what clients say (the samples of each, or that it was lost, and which values besides the weights
 forwards changed), and then these sums. So the mean is over the clients that came back, whatever worker had them. What else
-forwards changed on any client becomes its mean too, whole numbers (batches that were counted) the nearest one; what they keep
-in Python is as at the beginning of the round.
+forwards changed on any client becomes its mean too, where it has one (`means.py`); the rest is as at the beginning of the
+round.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paragrad.errors import StepFailed
 from paragrad.record.log import Log
 from paragrad.strategies.federated import Federated
+from paragrad.techniques.data_parallel.means import ONE_SHAPE, Said, nearest, values_of
 from paragrad.techniques.data_parallel.own_buckets import Sending
 from paragrad.techniques.exchange import Exchange, How, Replica
 from paragrad.techniques.untouched import Before
 from paragrad.techniques.updating import set_mode
-from paragrad.techniques.values import same
+from paragrad.techniques.values import same, wide
 from paragrad.world.world import World
 
 COUNTS, WEIGHTS = "counts", "weights"           # of what is sent when a round is over
 LOST = -1.0                                     # in place of a client's samples
-UNLIKE = ("a forward changed its shape from {} to {}, and clients' values are averaged; give it one shape, whatever the batch, "
-          "or keep it in an attribute that is no buffer")
+UNLIKE = "a forward changed its shape from {} to {}, and clients' values are averaged; " + ONE_SHAPE
 
 
 def exchange(strategy: Federated, replica: Replica, world: World, log: Log, how: How) -> Exchange:
@@ -44,9 +44,8 @@ class Federating(Sending):
         super().__init__(replica, world, log, how, strategy.reduce)
         self.twice = world.size if how.sabotage == "mean_twice" else 1          # planted
         self.central = self.optimizer               # whose rates hold for all clients, and which never steps
-        self.asked = 0.0                            # workers that were asked to stop, as the last meeting told
         self.trained = [name for name, each in self.summed.model.named_parameters() if each.requires_grad]
-        self.looked = False                         # at what clients change in Python
+        self.said = Said(log)
 
     # ---- in a client's step ----------------------------------------------------------------------------------------------
     def finish(self, weight: float, loss: float) -> None:
@@ -70,7 +69,7 @@ class Federating(Sending):
         self.others = {name: each.detach().clone() for name, each in values.items() if name not in self.trained}
         self.moved = set[str]()                     # which of these some client of this worker changed
         self.counts = [0.0] * clients               # of the samples of this worker's clients that came back, by place among all
-        self.sums = {name: torch.zeros_like(each, dtype=_wide(each.dtype)) for name, each in values.items()}
+        self.sums = {name: torch.zeros_like(each, dtype=wide(each.dtype)) for name, each in values.items()}
         self.beside = 2 * sum(each.nbytes for each in (*self.sums.values(), *self.others.values()))
 
     def begun(self) -> None:
@@ -83,7 +82,7 @@ class Federating(Sending):
         set_mode(self.optimizer, "eval")            # which has the weights that it stands for
         values = self._values()
         self._refuse_unlike(values)
-        self._tell_kept()
+        self.said.python(self.before.state, "as at the beginning, for every client of every round")
         moved = {name for name, each in self.others.items() if not same(values[name], each)}
         for name in (*self.trained, *(name for name in moved if self.others[name].isfinite().all())):
             if not values[name].isfinite().all():
@@ -101,14 +100,6 @@ class Federating(Sending):
             if values[name].shape != total.shape:
                 raise StepFailed(UNLIKE.format(tuple(total.shape), tuple(values[name].shape)), tensor=name)
 
-    def _tell_kept(self) -> None:
-        """Once, of the first client: what nobody carries on."""
-        changed = () if self.looked else self.before.state.changed()
-        self.looked = True
-        if names := [f"{owner}.{what}".lstrip(".") for owner, what in changed]:
-            self.log.choice("kept in Python", "as at the beginning, for every client of every round",
-                            f"forwards change it, and it has no mean: {', '.join(names[:3])}{', ...' if names[3:] else ''}")
-
     def lost(self, place: int) -> None:
         """A client will not come back in this round."""
         self.counts[place] = LOST
@@ -125,6 +116,7 @@ class Federating(Sending):
         if total := sum(count for count in counts if count > 0):
             self.kind = WEIGHTS
             moved = [name for name, flag in zip(self.others, told[len(counts):], strict=True) if flag]
+            self.said.means(moved)
             means = self._summed({name: self.sums[name] for name in (*self.trained, *moved)}, total=total * self.twice)
             self._become(means)
         del self.sums, self.before
@@ -133,9 +125,7 @@ class Federating(Sending):
     def _become(self, means: Mapping[str, Tensor]) -> None:
         values = self._values()
         for name, mean in means.items():
-            own = values[name]
-            own.copy_(mean if own.dtype.is_floating_point or own.dtype.is_complex else
-                      mean >= 0.5 if own.dtype == torch.bool else mean.round())
+            values[name].copy_(nearest(mean, values[name].dtype))
 
     def _put_back(self) -> None:
         self.before.put_back()
@@ -143,12 +133,4 @@ class Federating(Sending):
             parameter.requires_grad_(name in self.trained)          # a client may have frozen some
 
     def _values(self) -> dict[str, Tensor]:
-        """What has a mean, by name: the model's, and what a loss that is a module keeps in buffers."""
-        model, loss = self.summed.model, self.summed.keeper
-        beside = loss.named_buffers("the loss") if isinstance(loss, nn.Module) else ()
-        return {name: each.detach() for name, each in (*model.named_parameters(), *model.named_buffers(), *beside)}
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """In which sums are made of it."""
-    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point or dtype.is_complex else torch.float64
+        return {name: each.detach() for name, each in values_of(self.summed).items()}

@@ -31,9 +31,9 @@ class Outer(ABC):
     def begun(self, own: Tensors) -> None:              # noqa: B027        # the mean has no centre
         """From here on replicas, which are equal, step alone."""
 
-    @abstractmethod
-    def stands(self, means: Tensors) -> tuple[Tensors, Tensors]:
-        """(what the run would stand for if they met now, the momentum that goes with it); nothing is changed."""
+    def stands(self, means: Tensors) -> Tensors:
+        """What the run stands for while replicas are apart; nothing is changed."""
+        return means
 
     @abstractmethod
     def met(self, own: Tensors, means: Tensors) -> None:
@@ -53,9 +53,6 @@ def outer_of(strategy: Local, tensors: Tensors, momentum: Tensors) -> Outer:
 class OfMean(Outer):
     """The mean itself."""
 
-    def stands(self, means: Tensors) -> tuple[Tensors, Tensors]:
-        return means, ()
-
     def met(self, own: Tensors, means: Tensors) -> None:
         for mine, mean in zip(own, means, strict=True):
             mine.copy_(mean)
@@ -69,7 +66,8 @@ class Centred(Outer, ABC):
 
 
 class OfNesterov(Centred):
-    """A centre that steps, and that all become."""
+    """A centre that steps, and that all become. Its step is of a whole round: in the middle of one the run stands for the mean,
+    which a step would carry beyond it, with all of the momentum for a part of the way."""
 
     def __init__(self, outer: Nesterov, tensors: Tensors, momentum: Tensors) -> None:
         self.outer = outer
@@ -77,15 +75,12 @@ class OfNesterov(Centred):
         self.momentum = [kept.to(each, copy=True) for kept, each in zip(momentum, self.centre, strict=True)] if momentum else [
             torch.zeros_like(each) for each in self.centre]
 
-    def stands(self, means: Tensors) -> tuple[Tensors, Tensors]:
-        moved = [centre - mean for centre, mean in zip(self.centre, means, strict=True)]
-        momentum = [gradient.add(before, alpha=self.outer.momentum)
-                    for gradient, before in zip(moved, self.momentum, strict=True)]
-        return [centre.sub(gradient.add_(each, alpha=self.outer.momentum), alpha=self.outer.lr)
-                for centre, gradient, each in zip(self.centre, moved, momentum, strict=True)], momentum
-
     def met(self, own: Tensors, means: Tensors) -> None:
-        self.centre, self.momentum = self.stands(means)
+        moved = [centre - mean for centre, mean in zip(self.centre, means, strict=True)]
+        self.momentum = [gradient.add(before, alpha=self.outer.momentum)
+                         for gradient, before in zip(moved, self.momentum, strict=True)]
+        self.centre = [centre.sub(gradient.add_(each, alpha=self.outer.momentum), alpha=self.outer.lr)
+                       for centre, gradient, each in zip(self.centre, moved, self.momentum, strict=True)]
         for mine, centre in zip(own, self.centre, strict=True):
             mine.copy_(centre)
 
@@ -98,10 +93,10 @@ class OfElastic(Centred):
         self.pull, self.replicas = pull, replicas
         self.begun(tensors)
 
-    def stands(self, means: Tensors) -> tuple[Tensors, Tensors]:
-        return [centre.lerp(mean, self.pull * self.replicas) for centre, mean in zip(self.centre, means, strict=True)], ()
+    def stands(self, means: Tensors) -> Tensors:
+        return [centre.lerp(mean, self.pull * self.replicas) for centre, mean in zip(self.centre, means, strict=True)]
 
     def met(self, own: Tensors, means: Tensors) -> None:
         for mine, centre in zip(own, self.centre, strict=True):
             mine.sub_((mine - centre).mul_(self.pull))
-        self.centre, _ = self.stands(means)
+        self.centre = self.stands(means)
