@@ -20,8 +20,9 @@ from paragrad.jobs.job import CPU
 from paragrad.record.record import lines_of
 from paragrad.strategies.table import strategy
 from paragrad.techniques.data_parallel.shared_memory import SharedMemory
+from paragrad.techniques.modes import set_mode
 from paragrad.techniques.slices import FOREACH, FUSED, slices
-from paragrad.techniques.updating import Alike, set_mode, updates_by
+from paragrad.techniques.updating import Alike, updates_by
 from paragrad.training.admission import admitted, backend_of
 from paragrad.training.saved import newest
 from paragrad.training.settings import Settings

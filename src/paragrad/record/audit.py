@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -33,3 +34,11 @@ def covered(parts: Iterable[list[int]]) -> tuple[int, int]:
         once, more = once + (place - before) * (depth > 0), more + (place - before) * (depth > 1)
         depth, before = depth + change, place
     return once, more
+
+
+def audit_of(ended: Iterable[int], used: Mapping[int, list[dict[str, Any]]], samples: int) -> Audit:
+    """Of epochs that ended, by the lines of their steps. One whose beginning is lost is left out."""
+    epochs = [epoch for epoch in ended if any(line["order"][0] == 0 < line["order"][1] for line in used.get(epoch, ()))]
+    counts = [covered(line["order"] for line in used[epoch]) for epoch in epochs]
+    return Audit(len(epochs), samples, min((once for once, _ in counts), default=0), sum(more for _, more in counts),
+                 sum(samples - once for once, _ in counts))

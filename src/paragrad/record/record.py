@@ -58,8 +58,8 @@ from types import TracebackType
 from typing import Any
 
 from paragrad.errors import Refused
-from paragrad.record.audit import Audit, covered
-from paragrad.record.rounds import audit_of, passed_in, sent_by
+from paragrad.record.audit import Audit, audit_of
+from paragrad.record.rounds import audit_of_rounds, passed_in, sent_by
 
 SCHEMA = 2          # 1 wrote every field of every step, and a line for every span; it is read as well
 Line = dict[str, Any]
@@ -308,18 +308,9 @@ class Record:
     @property
     def audit(self) -> Audit:
         """Count every sample of every finished epoch, by the positions in the order that the ranks recorded."""
-        samples = self.header["job"]["samples"]
         used: dict[int, list[Line]] = {}
         for line in self.used():
             used.setdefault(line["epoch"], []).append(line)
         if self.rounds:
-            return audit_of(self.of("epoch"), used, self.rounds["passes"])
-        begun = {epoch for epoch, lines in used.items() if any(line["order"][0] == 0 < line["order"][1] for line in lines)}
-        epochs = [line["epoch"] for line in self.of("epoch") if line["epoch"] in begun]     # not one whose beginning is lost
-        seen, twice, missed = samples, 0, 0
-        for epoch in epochs:
-            once, more = covered(line["order"] for line in used[epoch])
-            seen = min(seen, once)
-            twice += more
-            missed += samples - once
-        return Audit(len(epochs), samples, seen if epochs else 0, twice, missed)
+            return audit_of_rounds(self.of("epoch"), used, self.rounds["passes"])
+        return audit_of((line["epoch"] for line in self.of("epoch")), used, self.header["job"]["samples"])

@@ -28,7 +28,7 @@ def passed_in(epochs: Iterable[Line], passes: int) -> int:
     return passes * sum(sum(line.get("samples", ())) for line in epochs)
 
 
-def audit_of(epochs: Iterable[Line], used: Mapping[int, list[Line]], passes: int) -> Audit:
+def audit_of_rounds(epochs: Iterable[Line], used: Mapping[int, list[Line]], passes: int) -> Audit:
     """Of all rounds that were ended. used: the lines of their steps."""
     rounds, wanted, seen, twice = [line for line in epochs if line.get("clients")], 0, 0, 0
     for line in rounds:

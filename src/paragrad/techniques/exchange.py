@@ -20,7 +20,7 @@ from paragrad.jobs.loss import Summed
 from paragrad.players.machine import Machine
 from paragrad.strategies.strategy import Strategy
 from paragrad.techniques.layout import Layout, State
-from paragrad.techniques.updating import in_eval_mode, set_mode
+from paragrad.techniques.modes import in_eval_mode, set_mode
 
 TESTS, CHECKPOINTS = "tests", "checkpoints"         # by which names bytes count that are sent for a test, and to save
 SHARED = ("the forward changes a parameter, which every rank would do, and here they share it; train with state=replicated, or "

@@ -1,5 +1,5 @@
 """How an optimizer updates, tried on a small copy: element by element, tensor by tensor, or neither, and whether from copies of
-the weights; its modes; its draws."""
+the weights; its draws."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as of_torch
 
 from paragrad.strategies.strategy import ALL, ELEMENT, TENSOR
+from paragrad.techniques.modes import has_modes, set_mode
 from paragrad.world.generators import generator_states, generators_kept, generators_seeded
 
 SIZE = 160              # a dimension of the copy at most; above 128, from which known optimizers factor a matrix
@@ -303,31 +304,3 @@ def taken(optimizer: torch.optim.Optimizer, parameter: Tensor, state: Mapping[st
 def clip_factor(norm: float, most: float | None) -> float:
     """What gradients of that norm are multiplied by, as torch.nn.utils.clip_grad_norm_ does (None: not at all)."""
     return 1.0 if most is None else min(1.0, most / (norm + 1e-6))
-
-
-# ---- optimizers with modes (schedule-free), whose parameters differ in training and evaluation ---------------------------
-def has_modes(optimizer: torch.optim.Optimizer) -> bool:
-    return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
-
-
-def set_mode(optimizer: torch.optim.Optimizer, mode: str) -> None:
-    """optimizer.train() or optimizer.eval(), where it has both."""
-    if has_modes(optimizer):
-        getattr(optimizer, mode)()
-
-
-@contextmanager
-def in_eval_mode(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> Iterator[None]:
-    """Parameters as they are to be evaluated; afterwards as they were, to the bit."""
-    if not has_modes(optimizer):
-        yield
-        return
-    set_mode(optimizer, "train")
-    before = [parameter.detach().clone() for parameter in parameters]
-    set_mode(optimizer, "eval")
-    try:
-        yield
-    finally:
-        set_mode(optimizer, "train")
-        for parameter, values in zip(parameters, before, strict=True):
-            parameter.detach().copy_(values)

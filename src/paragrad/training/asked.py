@@ -9,8 +9,9 @@ from pathlib import Path
 from torch.optim import Optimizer
 
 from paragrad.jobs.job import Job
+from paragrad.techniques.modes import has_modes
 from paragrad.techniques.slices import FOREACH
-from paragrad.techniques.updating import has_modes, keeps_copies, updates_by
+from paragrad.techniques.updating import keeps_copies, updates_by
 from paragrad.training.divisible import alone, uncut
 from paragrad.training.door import Findings
 from paragrad.training.first_step.causes import by_layout

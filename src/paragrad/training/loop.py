@@ -17,8 +17,8 @@ from paragrad.record.cpu import Cpu
 from paragrad.record.record import Recorder
 from paragrad.record.tensorboard import events
 from paragrad.techniques.exchange import CHECKPOINTS, TESTS
+from paragrad.techniques.modes import in_eval_mode
 from paragrad.techniques.served.meeting import Meeting
-from paragrad.techniques.updating import in_eval_mode
 from paragrad.training import checkpoint, saving
 from paragrad.training.admission import Admitted
 from paragrad.training.again import taken_up, wired_meanwhile

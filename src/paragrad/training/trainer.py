@@ -35,10 +35,11 @@ from paragrad.techniques.cut import Around, over
 from paragrad.techniques.draws import Calls, Draws, as_seen, keyed
 from paragrad.techniques.exchange import Exchange, How, counted, unmoved
 from paragrad.techniques.layout import Layout, State, filled
+from paragrad.techniques.modes import in_eval_mode
 from paragrad.techniques.passes import COUNTED, Passes, Sums, counting, sums_of
 from paragrad.techniques.probe import Probe, evaluating
 from paragrad.techniques.untouched import Before
-from paragrad.techniques.updating import Alike, in_eval_mode
+from paragrad.techniques.updating import Alike
 from paragrad.training import saving
 from paragrad.training.apart import Given
 from paragrad.training.batches import Batch, batch_of
@@ -246,9 +247,8 @@ class Trainer:
 
     def casting(self) -> contextlib.AbstractContextManager[Any]:
         self.cast = True
-        if self.autocast is None or self.rehearsing:
-            return contextlib.nullcontext()
-        return torch.autocast(self.world.device.type, self.autocast)
+        off = self.autocast is None or self.rehearsing
+        return contextlib.nullcontext() if off else torch.autocast(self.world.device.type, self.autocast)
 
     # ---- what others look at -------------------------------------------------------------------------------------------
     def evaluate(self, dataset: Dataset, metric: Metric | None = None, loaders: int = 0) -> float:

@@ -21,8 +21,8 @@ from paragrad.strategies.federated import Federated
 from paragrad.techniques.data_parallel.means import ONE_SHAPE, Said, nearest, values_of
 from paragrad.techniques.data_parallel.own_buckets import Sending
 from paragrad.techniques.exchange import Exchange, How, Replica
+from paragrad.techniques.modes import set_mode
 from paragrad.techniques.untouched import Before
-from paragrad.techniques.updating import set_mode
 from paragrad.techniques.values import same, wide
 from paragrad.world.world import World
 

@@ -37,8 +37,9 @@ from paragrad.strategies.strategy import ELEMENT, KINDS
 from paragrad.techniques.data_parallel.groups import common, groups, shardable
 from paragrad.techniques.exchange import SHARED, Exchange, Replica
 from paragrad.techniques.layout import Held, Layout, State, hand_over, hollow
+from paragrad.techniques.modes import in_eval_mode
 from paragrad.techniques.slices import FOREACH
-from paragrad.techniques.updating import in_eval_mode, updates_by
+from paragrad.techniques.updating import updates_by
 from paragrad.world.world import World
 
 REST = "the rest"       # the group of all that is in no other

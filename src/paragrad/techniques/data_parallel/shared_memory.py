@@ -27,8 +27,9 @@ from paragrad.strategies.strategy import ALL, ELEMENT, KINDS
 from paragrad.techniques.data_parallel.host_memory import HostMemory
 from paragrad.techniques.exchange import Exchange, Replica
 from paragrad.techniques.layout import Held, State, hand_over, state_together
+from paragrad.techniques.modes import has_modes, in_eval_mode, set_mode
 from paragrad.techniques.slices import FOREACH, Stretch, slices, updated
-from paragrad.techniques.updating import clip_factor, has_modes, in_eval_mode, set_mode, updates_by
+from paragrad.techniques.updating import clip_factor, updates_by
 from paragrad.world.backends.shm.region import aligned
 from paragrad.world.world import World
 

@@ -22,6 +22,7 @@ from paragrad.record.log import Log
 from paragrad.strategies.server import Server
 from paragrad.techniques.exchange import Exchange, Replica
 from paragrad.techniques.layout import State, state_together
+from paragrad.techniques.modes import has_modes
 from paragrad.techniques.served.beside import loaded, put, room_for, saved, values_of
 from paragrad.techniques.served.calling import Calling
 from paragrad.techniques.served.header import Header, Kind, Unfit
@@ -30,7 +31,7 @@ from paragrad.techniques.served.meeting import Meeting, met, workers_of
 from paragrad.techniques.served.reception import APPLIED
 from paragrad.techniques.served.shelf import Reader, Shelf
 from paragrad.techniques.served.slicing import Slot, cut_of, fill, held, marks, places, spread, state_of
-from paragrad.techniques.updating import clip_factor, has_modes
+from paragrad.techniques.updating import clip_factor
 from paragrad.techniques.values import same
 from paragrad.world.world import World
 

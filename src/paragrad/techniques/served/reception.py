@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from paragrad.errors import StepFailed
+from paragrad.techniques.modes import in_eval_mode
 from paragrad.techniques.served.beside import loaded, saved
 from paragrad.techniques.served.bounded import Bounded
 from paragrad.techniques.served.header import Header, Kind, Unfit, bytes_of
@@ -27,7 +28,7 @@ from paragrad.techniques.served.shard import Shard
 from paragrad.techniques.served.shelf import Reader, Shelf
 from paragrad.techniques.served.snapshot import EVERY
 from paragrad.techniques.served.sockets import Listening, heard
-from paragrad.techniques.updating import clip_factor, in_eval_mode
+from paragrad.techniques.updating import clip_factor
 
 APPLIED, AGAIN = 0, 1    # what became of a push, or LATE
 LOOK = 0.5              # seconds after which a server looks whether somebody is there
