@@ -253,9 +253,13 @@ def test_what_is_averaged_and_what_is_not_is_said_once(tmp_path: Path, text: str
         assert kept["picked"].startswith("each worker's own" if "local" in text else "as at the beginning")
 
 
-def test_of_batch_norms_and_nothing_else_nothing_is_said(tmp_path: Path) -> None:
-    run = pg.train(job("normed", normed_cnn, IMAGES, epochs=2), "local(2, every=2)", runs=tmp_path)
-    assert not [line for line in run.of("choice") if line["what"] in ("averaged too", "kept in Python")]
+@pytest.mark.parametrize("text", ["local(2, every=2)", "local(2, every=2) * tensor(2)", "local(2, every=2) * place(2)"])
+def test_of_batch_norms_and_nothing_else_nothing_is_said(tmp_path: Path, text: str) -> None:
+    """Where the model is cut buffers stand in attributes, too."""
+    run = pg.train(job("normed", normed_cnn, IMAGES, epochs=2), text, runs=tmp_path)
+    for rank in range(resolved(text).size):
+        said = [line for line in Record(run.folder).of("choice", rank) if line["what"] in ("averaged too", "kept in Python")]
+        assert [line["because"] for line in said] == []
 
 
 # ---- optimizers' states --------------------------------------------------------------------------------------------------

@@ -186,7 +186,7 @@ class Averaging(OwnBuckets):
         changed = [name for name, any_ in zip(others, there, strict=True) if any_]
         self.said.means(changed)
         if self.samples and self.begun is not None:
-            self.said.python(self.begun.state, "each worker's own")
+            self.said.python(self.begun.state, "each worker's own", self.layout.serial)
             self.begun = None
         return [each[PLACE] for each in told], changed
 

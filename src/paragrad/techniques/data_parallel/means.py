@@ -7,7 +7,7 @@ has what modules keep in Python. Optimizers' states: of numbers the mean, of cod
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -61,13 +61,13 @@ class Said:
             self.log.choice("averaged too", _some(new), "forwards change it, and state_dict holds it; where a mean of it is "
                             "good for nothing, register it with persistent=False")
 
-    def python(self, before: State, whose: str) -> None:
-        """A forward has been."""
+    def python(self, before: State, whose: str, tensors: Sequence[str] = ()) -> None:
+        """A forward has been. tensors: of a model that is cut, which may stand in attributes."""
         changed = before.changed() if "python" not in self.once else ()
         self.once.add("python")
-        if changed:
-            self.log.choice("kept in Python", whose, "forwards change it, and it has no mean: "
-                            + _some([f"{owner}.{what}".lstrip(".") for owner, what in changed]))
+        every = (f"{owner}.{what}".lstrip(".") for owner, what in changed)
+        if names := [name for name in every if name not in tensors]:
+            self.log.choice("kept in Python", whose, f"forwards change it, and it has no mean: {_some(names)}")
 
     def groups(self, told: list[Numbers]) -> None:
         """What optimizers have in their groups, of which the first one's are saved."""
