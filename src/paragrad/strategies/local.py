@@ -113,6 +113,6 @@ class Local(Strategy):
     def picked(self, resolved: Self, here: Here) -> Iterator[tuple[str, str, str]]:
         after = f", after {self.after} synchronous steps" if self.after else ""
         yield "weights", "averaged " + ("at the end" if self.every == "end" else f"every {self.every} steps") + after, (
-            "tests, checkpoints and the model are of what workers would go on from if they met then")
+            "tests, checkpoints and the model are of what the run stands for, between meetings too")
         if self.outer != resolved.outer:
             yield "outer", str(resolved.outer), "a pull of 0.9 over the number of workers, as published"
