@@ -122,9 +122,9 @@ def side(world: World, transport: str) -> serving.Serving | asking.Asking:
         return serves
 
 
-def bare(longest: int, host: str, keys: Keys) -> Listening:
+def bare(longest: int, host: str, keys: Keys, **more: Any) -> Listening:
     """A server's socket over TCP that encrypts nothing, as paragrad makes none."""
-    found = Listening(longest, None, keys, Address(f"tcp://{host}:*"))
+    found = Listening(longest, None, keys, Address(f"tcp://{host}:*"), **more)
     found.address = Address(found.socket.get_string(zmq.LAST_ENDPOINT))
     return found
 

@@ -13,6 +13,7 @@ import pytest
 from hosts import Cluster
 
 from paragrad.record.record import Record
+from paragrad.techniques.served.keys import make_keys
 
 Clusters = Callable[..., AbstractContextManager[Cluster]]
 
@@ -57,3 +58,48 @@ def test_a_worker_joins_from_another_host(clusters: Clusters, tmp_path: Path) ->
     assert record.of("step", 4)
     opened = next(line["message"] for line in record.own if line["kind"] == "event")
     assert "paragrad join tcp://host0:4000 JOB" in opened
+
+
+WIDE = """
+    import torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+    import paragrad as pg
+    from paragrad.verbs import elastic
+
+    inputs = torch.randn(24, 64, generator=torch.Generator().manual_seed(1))
+    job = pg.Job(name="wide", model=lambda: nn.Linear(64, 20_000), loss=nn.functional.mse_loss, batch=4, epochs=2,
+                 optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+                 train=TensorDataset(inputs, torch.zeros(24, 20_000)))
+
+    class Held(elastic.Run):
+        def epochs(self):
+            while len(self.office.members) < 2:
+                self.look(None)
+            return super().epochs()
+
+    elastic.Run = Held
+    if __name__ == "__main__":
+        print(pg.train(job, "server(1, sync=ssp(1))", listen="host0:4000", allow="allow", timeout=30).folder)
+"""
+
+
+@pytest.mark.table
+def test_a_vector_that_takes_its_time_travels_once(clusters: Clusters, tmp_path: Path) -> None:
+    """Each takes four seconds over this link. Both sides sent them again every second, behind themselves: who had joined ended,
+    for no answer came within half a minute."""
+    (tmp_path / "trains.py").write_text(textwrap.dedent(WIDE))
+    (tmp_path / "allow").mkdir()
+    make_keys(tmp_path / "me.key_secret").rename(tmp_path / "allow" / "host1.key")
+    with clusters(2, megabits=10) as cluster:
+        trains = cluster.start(0, [sys.executable, "trains.py"], folder=tmp_path)
+        opens = "until ls runs/*/office.key >/dev/null 2>&1; do :; done"
+        join = JOIN.replace(" digits ", " trains.py ")
+        joins = cluster.start(1, ["sh", "-c", f"{opens}; {join} --timeout 30"], folder=tmp_path)
+        said, joined = cluster.finished([trains, joins], 110)
+    assert re.fullmatch(r"worker 2: train \d+\n", joined)
+    record = Record(tmp_path / said.split()[0])
+    steps, (server,) = [len(record.of("step", number)) for number in (0, 2)], record.of("server", 1)
+    assert min(steps) > 2
+    assert server["received"] == sum(steps) * 4 * (64 * 20_000 + 20_000)
+    assert sum(steps) == 2 * 6
