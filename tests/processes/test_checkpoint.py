@@ -140,6 +140,7 @@ MOVES += [pytest.param(name, *pair, id=f"{name}: {' to '.join(pair)}", marks=[py
           if "place" not in "".join(pair) or name in CUT]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "before", "after"), MOVES)
 def test_saved_here_loaded_there(pool: Ranks, tmp_path: Path, name: str, before: str, after: str) -> None:
     """Mid-epoch; the next five steps equal uninterrupted serial. (Adam after 4 steps is not Adam from the start.)"""

@@ -143,6 +143,7 @@ def covered(place: int, cell: tuple[str, str]) -> bool:
     return (place + place // len(JOBS)) % (24 if cell in WIDTH else 8) == 0
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("text", "column"), [
     pytest.param(*cell, marks=[] if covered(place, cell) else pytest.mark.table) for place, cell in enumerate(IN_FLOAT32)])
 def test_float32_errs_no_more_than_serial_does(pool: Ranks, text: str, column: str) -> None:

@@ -148,8 +148,8 @@ def whole(run: pg.Run) -> bool:
 
 
 # ---- who takes part --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("text", ["server(2, servers=2, sync=asp)", "server(2, sync=ssp(1))",
-                                  pytest.param("server(3, sync=bsp(backup=1))", marks=pytest.mark.table)])
+@pytest.mark.parametrize("text", ["server(2, servers=2, sync=asp)", *(pytest.param(each, marks=pytest.mark.table) for each in (
+    "server(2, sync=ssp(1))", "server(3, sync=bsp(backup=1))"))])
 def test_who_joins_does_its_part_and_ends_with_the_training(text: str, place: Ground, opened: Callable[..., Any]) -> None:
     here = opened(joining=((), ()), wanted=2)
     run = place.train(text, save=1)
@@ -170,6 +170,7 @@ def test_who_joins_does_its_part_and_ends_with_the_training(text: str, place: Gr
     assert not any(path.name.startswith("entrance") for path in run.folder.rglob("*"))
 
 
+@pytest.mark.story
 def test_who_is_started_by_a_launcher_joins_as_any(place: Ground, opened: Callable[..., Any]) -> None:
     """By srun with two tasks it was let in, and then refused: the training wanted three ranks, and the launcher started two."""
     def say_where(self: Any, address: Any) -> None:
@@ -184,6 +185,7 @@ def test_who_is_started_by_a_launcher_joins_as_any(place: Ground, opened: Callab
     assert events(run) == ["open", "joined"]
 
 
+@pytest.mark.story
 def test_who_leaves_says_so(place: Ground, opened: Callable[..., Any]) -> None:
     """Ctrl-C: what it was at is somebody else's at once."""
     here = opened(seen=lambda run, number: run.joiners[0].send_signal(signal.SIGINT))
@@ -194,6 +196,7 @@ def test_who_leaves_says_so(place: Ground, opened: Callable[..., Any]) -> None:
     assert events(run) == ["open", "joined", "left"]
 
 
+@pytest.mark.story
 def test_one_that_is_killed_is_missed_by_nobody(place: Ground, opened: Callable[..., Any]) -> None:
     here = opened(seen=lambda run, number: run.joiners[0].kill())
     run = place.train("server(2, servers=2, sync=ssp(1))")
@@ -202,6 +205,7 @@ def test_one_that_is_killed_is_missed_by_nobody(place: Ground, opened: Callable[
     assert events(run) == ["open", "joined", "gone"]
 
 
+@pytest.mark.story
 def test_one_that_is_stopped_is_late_and_comes_back(place: Ground, opened: Callable[..., Any]) -> None:
     def run(self: Any) -> str:
         self.office.limit, self.was_late = 0.5, False
@@ -282,6 +286,7 @@ LAUNCHES = """
 """
 
 
+@pytest.mark.story
 def test_where_the_launching_process_is_killed_who_joined_ends_with_a_sentence(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     launcher = subprocess.Popen([sys.executable, "-c", textwrap.dedent(LAUNCHES), str(tmp_path)], stdin=subprocess.PIPE,
@@ -297,6 +302,7 @@ def test_where_the_launching_process_is_killed_who_joined_ends_with_a_sentence(t
 
 
 # ---- who is let in ---------------------------------------------------------------------------------------------------------
+@pytest.mark.story
 def test_a_stranger_gets_no_answer_and_changes_nothing(place: Ground, opened: Callable[..., Any], tmp_path: Path) -> None:
     """Noise over raw TCP, ZeroMQ without a key, an unknown key, another server's key: of the training, which one worker makes
     as serial does, nothing is different."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 COMMAND = "`make zoo`"
-SAMPLE = "`pytest tests/zoo -m 'not table'`, every fifth row under one strategy in turn (`make zoo` runs all under all)"
+SAMPLE = "`pytest tests/zoo -m 'not table'`, every seventh row under one strategy in turn (`make zoo` runs all under all)"
 HEAD = """# Models from elsewhere
 
 Written by {command} (torch {torch}{libraries}).
