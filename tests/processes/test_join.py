@@ -406,10 +406,10 @@ class Hall(Desk):
         elif header.kind == Kind.GIVEN:
             super().answer(whose.removeprefix(FROM_ELSEWHERE)[-1:], header, text)
 
-    def says(self, key: bytes, *text: Any, kind: Kind = Kind.NEXT, call: int = 0) -> str:
+    def says(self, key: bytes, *text: Any, kind: Kind = Kind.NEXT, call: int = 0, job: int = 77) -> str:
         """What is refused of a question from elsewhere, or nothing."""
         before = len(self.refusals)
-        header = Header(kind, 77, call=call or next(self.calls))
+        header = Header(kind, job, call=call or next(self.calls))
         self.office.taken(self, frames(header, json.dumps(text).encode(), whose=FROM_ELSEWHERE + key + b"7"))  # type: ignore[arg-type]
         self.office.hand_out(self)          # type: ignore[arg-type]
         return "".join(self.refusals[before:])
@@ -486,6 +486,7 @@ def test_who_comes_when_it_is_over_is_told_so() -> None:
     """It was let in, and waited for servers that were gone."""
     hall = Hall()
     assert hall.says(b"k" * 40, kind=Kind.REMIND) == ""
+    assert hall.says(b"k" * 40, kind=Kind.REMIND, job=0) == ""          # of its JOIN: it was "of another training"
     hall.office.ended = True
     assert hall.says(b"k" * 40, kind=Kind.JOIN) == "the training is over"
     hall.says(b"k" * 40, 7, None, {})

@@ -312,6 +312,12 @@ def test_where_every_worker_has_its_share_of_every_batch_servers_keep_the_bound(
     assert pulls(1, 5) == [(1, 5)]
     assert pulls(1, 6) == []
     assert sorted(pulls(2, 5)) == [(0, 6), (1, 6), (2, 5)]
+    served.taken(frames(Header(Kind.APART, JOB, 2, shares=3), whose=b"w2"))
+    assert [pulls(0, 7), pulls(1, 7)] == [[(0, 7)], [(1, 7)]]          # 2 waits for them where they meet, to save
+    assert pulls(0, 9) == []
+    told.answers.clear()
+    served.taken(frames(Header(Kind.PULL, JOB, 0, step=10, shares=3, numbers=(0.0, 1.0)), whose=b"w0"))
+    assert [header.step for _, header, _ in told.answers] == [10]       # as they are, for no step
     free = server("server(3, sync=asp)")
     free.listening = told           # type: ignore[assignment]
     free.taken(frames(Header(Kind.PULL, JOB, 0, step=9, shares=3)))

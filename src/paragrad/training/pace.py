@@ -109,14 +109,14 @@ class Pace:
 
     def followed(self, world: World, full: int, before: Division, log: Log, epoch: int) -> Division:
         """A division of full batches in proportion to what all ranks measured, a sample at least for each; that of before where
-        another is hardly worth it, nothing was measured, or they were looked at in this epoch before. Collective."""
+        another is hardly worth it, nothing was measured, or they followed in this epoch before. Collective."""
         if epoch == self.epoch:
             return before
-        self.epoch = epoch
         told = [each.tolist() for each in world.gathered(torch.tensor([self.samples, self.seconds], dtype=torch.float64))]
         self.samples, self.seconds = 0, 0.0
         if not all(samples and seconds for samples, seconds in told):
             return before
+        self.epoch = epoch
         speeds = [samples / seconds for samples, seconds in told]
         rest = divide(full - len(speeds), [round(FINE * full * speed / sum(speeds)) for speed in speeds])
         found = tuple(1 + more for more in rest)            # who has none would never be measured again

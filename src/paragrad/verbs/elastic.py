@@ -45,8 +45,11 @@ ANEW = 5                # times as many processes as there are may be started an
 def run_handed_out(ranks: Ranks, checked: Admitted, folder: Path, record: Recorder, asked: Request,
                    progress: Progress | None) -> str:
     """Train; how it ended: "finished" or "stopped". Raises RankFailed."""
-    with Crew(ranks, checked.threads, checked.settings.device, checked.settings.timeout) as crew:
-        return Run(checked, folder, record, crew, asked, progress).run()
+    with contextlib.ExitStack() as at_last, Crew(ranks, checked.threads, checked.settings.device,
+                                                 checked.settings.timeout) as crew:
+        run = Run(checked, folder, record, crew, asked, progress)
+        at_last.callback(run.write_unrecorded)          # when nobody writes any more
+        return run.run()
 
 
 class Run:
@@ -96,7 +99,6 @@ class Run:
             self.close()
         finally:
             self.listening.close()
-        self.write_unrecorded()
         self.record.write("handed_out", refused=self.office.refused, anew=self.anew)
         return status
 
@@ -209,8 +211,8 @@ class Run:
             self.tested = {name: self.tested[name] + said.get(name, 0.0) for name in self.tested}
         elif ticket.what == TRAIN:
             self.done, self.loss = self.done + 1, said.get("loss", self.loss)
-            if self.done % self.shares == 0:            # as many as make a batch; of the last one
-                self.show(self.done // self.shares, **{name: said[name] for name in ("loss", "lr") if name in said})
+            if ticket.share == 0:                       # one of those that make a batch
+                self.show(ticket.step + 1, **{name: said[name] for name in ("loss", "lr") if name in said})
             if said.get("became") == APPLIED_BEFORE:
                 self.doubtful.append((ticket, said, [*self.office.begun_again.get(ticket.number, ()), number]))
 
@@ -277,8 +279,8 @@ class Run:
             del self.overdue[number]
 
     def write_unrecorded(self) -> None:
-        """Once nobody writes any more, the lines of shares that servers had when who came with them asked: whoever had brought
-        them first may have died, or left, before it wrote one."""
+        """The lines of shares that servers had when who came with them asked: whoever had brought them first may have died, or
+        left, before it wrote one."""
         @functools.cache
         def written(number: int) -> set[tuple[int, ...]]:
             lines = lines_of(self.folder / f"rank-{number}.jsonl", spans=False)

@@ -142,12 +142,12 @@ class Run:
     def stand(self, trouble: RankFailed) -> tuple[int, tuple[tuple[float, float], ...]]:
         """As `halted`; everything goes back where a server is gone, again where one that was started for it is. Raises
         RankFailed."""
-        because = ""
+        because, until = "", time.monotonic() + max(self.checked.settings.timeout, ANSWER)
         for _ in range(1 + AGAIN):
             try:
                 if because:
                     self.go_back(trouble, because)
-                    self.there()
+                    self.there(until)
                 step, last = self.halted()
             except StepFailed as error:
                 because = str(error)
@@ -159,10 +159,9 @@ class Run:
             return step, last
         raise trouble.saying(f"{trouble.message}; and {because}")
 
-    def there(self) -> None:
+    def there(self, until: float) -> None:
         """Wait for servers that were started: they read a snapshot, and write one, for as long as it takes. Raises StepFailed
         where one is gone by then, or does not come; RankFailed: what one raises."""
-        until = time.monotonic() + max(self.checked.settings.timeout, ANSWER)
         while True:
             self.refuse_gone()
             with contextlib.closing(Calling(self.meeting.addresses, LONGEST, Keys.made(), 5 * LOOK)) as calling:

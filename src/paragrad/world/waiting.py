@@ -39,7 +39,7 @@ class Watch:
         self.world, self.after = world, after if in_step else inf
         self.step, self.since = 0, 0.0                  # since when it is in that step; 0: in none
         self.ended = threading.Event()
-        if world.size > 1:
+        if world.size > 1 and in_step:
             threading.Thread(target=self._look, name="paragrad-watch", daemon=True).start()
 
     @contextmanager

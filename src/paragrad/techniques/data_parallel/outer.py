@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from paragrad.strategies.local import Elastic, Local, Nesterov
+from paragrad.techniques.values import wide
 
 Tensors = Sequence[Tensor]
 
@@ -62,7 +63,7 @@ class Centred(Outer, ABC):
     """With a centre, in float32 where tensors are coarser: in these the steps of many meetings would be lost."""
 
     def begun(self, own: Tensors) -> None:
-        self.centre = [each.detach().to(torch.promote_types(each.dtype, torch.float32), copy=True) for each in own]
+        self.centre = [each.detach().to(wide(each.dtype), copy=True) for each in own]
 
 
 class OfNesterov(Centred):

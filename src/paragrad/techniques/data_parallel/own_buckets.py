@@ -20,6 +20,7 @@ from paragrad.record.log import Log
 from paragrad.techniques.data_parallel.all_reduce import DividedTwice, Queued
 from paragrad.techniques.data_parallel.bucket_queue import Bucket, waiting_bucket
 from paragrad.techniques.exchange import How, Replica
+from paragrad.techniques.values import wide
 from paragrad.world.world import World
 
 BYTES = 25 * 2**20      # of a bucket, as DDP's
@@ -44,8 +45,8 @@ class Sending(Queued):
         Collective."""
         cut, self.sending = buckets_of(tensors.values()), []
         for bucket in cut:
-            wide = torch.promote_types(bucket[0].dtype, torch.float32)          # in less, a mean would be a coarser number
-            self._send(torch.cat([each.reshape(-1).to(wide) for each in bucket]).mul_(share))
+            wider = wide(bucket[0].dtype)               # in less, a mean would be a coarser number
+            self._send(torch.cat([each.reshape(-1).to(wider) for each in bucket]).mul_(share))
         self.largest = max(self.largest, self.beside + max((bucket.vector.nbytes for bucket in self.sending), default=0))
         vectors = [bucket.future.wait().div_(total) for bucket in self.sending]
         places = [place.view_as(each) for bucket, vector in zip(cut, vectors, strict=True)

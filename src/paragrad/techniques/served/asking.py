@@ -35,7 +35,7 @@ from paragrad.techniques.updating import clip_factor
 from paragrad.techniques.values import same
 from paragrad.world.world import World
 
-AGAIN = 1.0             # seconds after which a worker asks again, where a server may have died
+AGAIN = 1.0             # seconds after which a worker reminds of a question, where a server may have died
 SHARE = 4               # times its slice that a server's state is at most, as it travels: Adam keeps two of it
 
 
@@ -67,7 +67,8 @@ class Asking(Exchange):
             world.barrier()                             # who comes before it is allowed to is sent away for good
         longest = max(SHARE * self.cut.longest, room_for(replica.module.model) if meeting else 0)
         self.calling = Calling(servers, longest, keys, world.timeout,
-                               AGAIN if strategy.hands_out and meeting else math.inf)
+                               AGAIN if strategy.hands_out and meeting else math.inf,
+                               office=meeting.office if meeting and meeting.told else None)
         against = "the servers are on several hosts" if not all(each.on_host for each in servers) else (
             "who is late may be at the next ones when they are read" if strategy.backup else "")
         self.shelf = Shelf([(slot.dtype, slot.elements) for _, _, slot in self.cut.every()], against)
@@ -205,8 +206,8 @@ class Asking(Exchange):
     def _header(self, kind: Kind, **more: Any) -> Header:
         return Header(kind, self.job, self.sender, **{"step": self.step, "shares": self.strategy.shares, **more})
 
-    def _pull(self, for_tests: bool = False) -> None:
-        self._values(Kind.PULL, numbers=(float(for_tests),))
+    def _pull(self, for_tests: bool = False, for_step: bool = True) -> None:
+        self._values(Kind.PULL, numbers=(float(for_tests), float(not for_step)))
 
     def take_over(self) -> None:
         """What servers have of a training becomes the model's, where others trained before."""
@@ -270,8 +271,10 @@ class Asking(Exchange):
             yield
             return
         before = [each.detach().clone() for each in self.cut.tensors(self.summed.model)]
+        if self.workers is not None and self.strategy.bound is not None:        # who is ahead waits for this one, and must come
+            list(self.calling.asked((server, self._header(Kind.APART), ()) for server in self._servers()))
         self._meet()
-        self._pull(for_tests)
+        self._pull(for_tests, for_step=False)
         self._meet()
         try:
             yield

@@ -5,6 +5,7 @@ keeps it."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
 from paragrad.techniques.served.header import Header
 
@@ -18,16 +19,27 @@ class Bounded:
     workers: int
     first: int | None = None                            # step, with which all begin
     at: dict[int, int] = field(default_factory=dict)    # by sender: the step that it asked for last
+    apart: set[int] = field(default_factory=set)        # who asks for no step until all have met
     waiting: list[Asked] = field(default_factory=list)
 
-    def ready(self, whose: bytes, header: Header) -> list[Asked]:
-        """Somebody asks for the parameters of a step: who may have theirs now."""
-        if self.bound is None:
-            return [(whose, header)]
+    def asks(self, whose: bytes, header: Header, for_step: bool = True) -> list[Asked]:
+        """Somebody asks for the parameters of a step, or as they are: who may have theirs now."""
         self.first = header.step if self.first is None else self.first
         self.at[header.sender] = header.step
+        self.apart.discard(header.sender)
+        if self.bound is None or not for_step:
+            return [*self._ready(), (whose, header)]
         self.waiting.append((whose, header))
-        slowest = min(self.at.values()) if len(self.at) == self.workers else self.first
-        ready = [each for each in self.waiting if each[1].step - slowest <= self.bound]
+        return self._ready()
+
+    def is_apart(self, sender: int) -> list[Asked]:
+        """It waits for the others, who may have to come to where it waits: so nobody waits for it."""
+        self.apart.add(sender)
+        return self._ready()
+
+    def _ready(self) -> list[Asked]:
+        every = {**dict.fromkeys(range(len(self.at) - self.workers, 0), self.first or 0), **self.at}    # who did not come yet
+        slowest = min((step for sender, step in every.items() if sender not in self.apart), default=inf)
+        ready = [each for each in self.waiting if each[1].step - slowest <= (self.bound or 0)]
         self.waiting = [each for each in self.waiting if each not in ready]
         return ready

@@ -26,7 +26,7 @@ from paragrad.techniques.served.sockets import LEAVING, ROOM, Frames, in_one, in
 
 STOPPED = 1.0           # seconds that a process wakes up late, at least, where it was stopped
 SELDOM = 10.0           # seconds between reminders at most
-DESERTED = 10.0         # seconds in which nobody listens, after which nobody is waited for: one that died is there before
+DESERTED = 10.0         # seconds in which nobody listens, after which nobody is waited for
 
 
 class Declined(StepFailed):
@@ -40,10 +40,12 @@ class Declined(StepFailed):
 class Calling:
     """Of a worker: questions to every server, each of which has one answer. seconds: to wait for one at most;  again: remind of
     it after so many, where a server may have been started anew, and then more seldom, while nothing comes;  name: of
-    what is asked, where it is one that is no server."""
+    what is asked, where it is one that is no server;  office: of their training, where a server may be away for long as it is
+    started again."""
 
     def __init__(self, servers: Sequence[Address], longest: int, keys: Keys, seconds: float, again: float = math.inf,
-                 name: str | None = None) -> None:
+                 name: str | None = None, office: Address | None = None) -> None:
+        self.office = office
         self.names = [name or f"server {number}" for number in range(len(servers))]
         self.context, self.seconds, self.again, self.calls = zmq.Context(), seconds, again, itertools.count(1)
         self.keys, self.at, self.sockets = keys, list(servers), [self.context.socket(zmq.DEALER) for _ in servers]
@@ -110,14 +112,15 @@ class Calling:
                     self.apart.pop(server, None)
                 else:
                     self.apart.setdefault(server, time.monotonic())
-            if time.monotonic() - self.apart.get(server, math.inf) > DESERTED and refuses(read_place("", self.at[server].at)):
-                raise StepFailed(f"nobody listens any more at {self.at[server].at}, where {self.names[server]} was: the "
-                                 "training was ended, or is over")
+            last = self.office or self.at[server]
+            if time.monotonic() - self.apart.get(server, math.inf) > DESERTED and refuses(read_place("", last.at)):
+                who = "the training's office" if self.office else self.names[server]
+                raise StepFailed(f"nobody listens any more at {last.at}, where {who} was: the training was ended, or is over")
         for server, header, _ in open_calls:
             self._send(server, (header.answer(Kind.REMIND, step=turn).packed(),))
 
     def _send(self, server: int, frames: Frames) -> None:
-        with suppress(zmq.Again):                                       # it is not there: it is asked again
+        with suppress(zmq.Again):                                       # it is not there: it is missed, and asked again
             socket = self.sockets[server]
             socket.send_multipart(in_pieces(socket, *frames), flags=zmq.NOBLOCK, copy=False)
 

@@ -27,7 +27,7 @@ class Kind(enum.IntEnum):
     PUSH = 1            # of a step: gradients of a slice, summed over a share;  numbers: weight, loss, stop, doubt, samples;
                         # where samples are handed out, weight, 0, 0, samples
     UPDATE = 2          # by the mean gradient, and a vector of parameters;  numbers: its divisor, what it is multiplied by then
-    PULL = 3            # a vector of parameters;  numbers: 1 where they are wanted as for a test
+    PULL = 3            # a vector of parameters;  numbers: 1 where they are wanted as for a test, 1 where it is for no step
     GRADIENTS = 4       # the same of gradients: as the last update used them, or will
     STATE = 5           # the optimizer's
     END = 6             # who asks leaves
@@ -40,7 +40,7 @@ class Kind(enum.IntEnum):
     REFUSED = 13        # answer: why, as text
     GIVEN = 14          # answer: a ticket, or where a server stands, as text
     JOINED = 15         # answer: as whom, in what training, and where its servers are (JSON)
-    WAIT = 16           # answer to who asks again: it is there, and not yet answered
+    WAIT = 16           # answer to a reminder: it is there, and not yet answered
     BESIDE = 19         # under bsp, what forwards changed beside the parameters in a step, tensors by name as torch saves them;
                         # without it, what they did until now
     HALT = 17           # of the launching process, where workers are gone: nothing of theirs counts any more;  version: the
@@ -49,6 +49,7 @@ class Kind(enum.IntEnum):
                         # and where one of the server's lies, or (marks) why none does
     REMIND = 21         # whether a question that has no answer yet (call) is there;  step: how often that was asked
     MISSED = 22         # answer to that: it is not, and is to be asked again, whole, if it was not since
+    APART = 23          # nobody is to wait for the asker until it pulls again: it is to meet the others
     RESUME = 18         # workers begin again;  numbers: 1 where a step that is there is to be made, and as UPDATE has them
 
 

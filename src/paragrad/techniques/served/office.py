@@ -62,8 +62,9 @@ class Member:
 
 class Guests(Protocol):
     """Those who join from elsewhere. keys: whose each number is;  admit: what one is told that asks to take part, of what it
-    would train as text, or None while nothing can be said (it asks again); raises Unfit;  check: may this be said of a ticket?
-    Raises Unfit;  did: it has done a ticket that it was given, and says this of it;  left: it has said so."""
+    would train as text, or None while nothing can be said (it is reminded of it, and asked again); raises Unfit;  check: may
+    this be said of a ticket? Raises Unfit;  did: it has done a ticket that it was given, and says this of it;  left: it has
+    said so."""
     keys: dict[int, bytes]
 
     def admit(self, key: bytes, sender: int, text: bytes) -> bytes | None: ...

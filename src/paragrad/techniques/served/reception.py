@@ -72,7 +72,7 @@ class Reception:
         handlers: dict[Kind, Callable[[bytes, Header, Sequence[Any]], None]] = {
             Kind.PUSH: self._push, Kind.UPDATE: self._update, Kind.PULL: self._pull, Kind.GRADIENTS: self._tell_gradients,
             Kind.STATE: self._state, Kind.FORGET: self._forget, Kind.LOOK: self._look, Kind.END: self._end,
-            Kind.REMIND: self._remind}
+            Kind.REMIND: self._remind, Kind.APART: self._apart}
         if self.shard.snapshots is not None:            # workers may be replaced
             handlers |= {Kind.BESIDE: self._beside, Kind.HALT: self._halt, Kind.RESUME: self._resume}
         if header.kind not in handlers:
@@ -281,9 +281,17 @@ class Reception:
         self.listening.answer(whose, header.answer(Kind.DONE, numbers=(float(reads),)), shelf.against.encode(), shelf.place(0))
 
     def _pull(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
-        for asking, asked in self.bounded.ready(whose, header) if self.shard.snapshots is None else [(whose, header)]:
-            with in_eval_mode(self.shard.optimizer, self.shard.own) if asked.numbers[0] else nullcontext():
-                self._tell(asking, asked, self.shard.values)
+        own = self.shard.snapshots is None              # otherwise the office keeps the bound
+        self._tell_values(self.bounded.asks(whose, header, not header.numbers[1]) if own else [(whose, header)])
+
+    def _tell_values(self, ready: Iterable[Question]) -> None:
+        for whose, header in ready:
+            with in_eval_mode(self.shard.optimizer, self.shard.own) if header.numbers[0] else nullcontext():
+                self._tell(whose, header, self.shard.values)
+
+    def _apart(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
+        self._tell_values(self.bounded.is_apart(header.sender))
+        self.listening.answer(whose, header.answer(Kind.DONE))
 
     def _tell_gradients(self, whose: bytes, header: Header, rest: Sequence[Any]) -> None:
         marked = iter(self.shard.anyone)

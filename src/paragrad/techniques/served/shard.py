@@ -23,6 +23,7 @@ from paragrad.techniques.served.shelf import Shelf
 from paragrad.techniques.served.slicing import Slot, fill, held
 from paragrad.techniques.served.snapshot import Snapshots
 from paragrad.techniques.slices import updated
+from paragrad.techniques.updating import beside_parameters
 
 Vectors = Mapping[int, tuple[bytes, Tensor]]    # of a share, by slot: which stretches have a gradient, and all of them
 
@@ -116,7 +117,8 @@ class Shard:
                 square += float(torch.linalg.vector_norm(total, dtype=wide)) ** 2
             anyone += [any(found) for found in zip(*(marked for marked, _ in (first, *others)), strict=True)]
         for number in range(len(self.trained), len(self.slots)):         # what forwards changed: the mean over the shares
-            change: Any = sum(each[number][1] for each in shares)
+            vectors = [each[number][1] for each in shares]
+            change: Any = sum(each if each.is_floating_point() else each.to(torch.int64) for each in vectors)
             if self.slots[number].flags:
                 self.values[number].add_(change).clamp_(0, 1)
             else:
@@ -174,7 +176,9 @@ class Shard:
 
     def state(self) -> tuple[str, Tensor]:
         """The optimizer's: as JSON [stretch, what, number] or [stretch, what, type, shape], and the bytes in their order.
-        Raises TypeError for what is neither."""
+        Raises TypeError for what is neither, or is no parameter's."""
+        if own := beside_parameters(self.optimizer):
+            raise TypeError(f"{type(self.optimizer).__name__} keeps {', '.join(map(str, own))} beside that of its parameters")
         said: list[list[Any]] = []
         parts: list[Tensor] = []
         for number, place in enumerate(self.own):

@@ -249,7 +249,7 @@ def heard(listening: Listening, frames: Sequence[Any], job: int, does: Callable[
         if not 2 <= len(frames) <= 4:
             raise Unfit(f"a message of {len(frames) - 1} parts")
         header = unpacked(frames[1].bytes)
-        if header.job != job and header.kind != Kind.JOIN:              # who joins does not know it yet
+        if header.job != job and header.kind not in (Kind.JOIN, Kind.REMIND):           # who joins does not know it yet
             raise Unfit("it is of another training")
         if key_of(whose) is not None and header.kind not in ELSEWHERE:
             raise Unfit(f"{header.kind.name} is not for those who joined from elsewhere")
