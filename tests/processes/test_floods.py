@@ -78,9 +78,9 @@ def beside(world: World, *arguments: Any, place: str, **more: Any) -> Any:
     def insight(self: asking.Asking) -> Insight:
         return Insight(self.job, self.sender, self.calling.address, self.calling.keys)      # type: ignore[attr-defined]
 
-    def made(self: Calling, servers: Sequence[Address], longest: int, keys: Keys, *rest: Any) -> None:
+    def made(self: Calling, servers: Sequence[Address], longest: int, keys: Keys, *rest: Any, **more: Any) -> None:
         self.address, self.keys = servers[0], keys      # type: ignore[attr-defined]
-        called(self, servers, longest, keys, *rest)
+        called(self, servers, longest, keys, *rest, **more)
 
     def send(self: Calling, number: int, message: Any) -> None:
         sent.append([bytes(each) for each in message])
