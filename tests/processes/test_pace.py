@@ -42,7 +42,7 @@ def test_slow_is_read() -> None:
     ("random:0=3x", None, "give a number above 0, at most 1"), ("random:0.1=0x", None, "give at least 1"),
     (3, None, "slow must be a text"), (None, 0, "pace must be seconds above 0"), (None, "fast", "pace must be seconds above 0"),
     ("1=3x,1=4x", None, "rank 1 is there twice"), ("random:0.2=3x,random:0.5=5x", None, "random is there twice"),
-    ("2=3x", None, "there are 2 rank(s); give one from 0 to 1")])
+    ("2=3x", None, "there are 2 worker(s); give one from 0 to 1")])
 def test_what_cannot_be_is_refused(slow: Any, pace: Any, says: str) -> None:
     with pytest.raises(pg.Refused) as caught:
         pg.train(vectors(), "data(2)", slow=slow, pace=pace)

@@ -203,6 +203,40 @@ def test_servers_that_die_as_they_are_started_again_end_no_run(tmp_path: Path, m
     assert run.losses == pytest.approx(serial.losses, rel=1e-9)
 
 
+class Counting(torch.optim.SGD):
+    """With a count as an attribute, and another in its state, which are no parameter's."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr)
+        self.count = 0
+
+    def step(self, closure: Any = None) -> None:                        # type: ignore[override]
+        self.count += 1
+        self.state["count"] = self.state.get("count", 0) + 1            # type: ignore[index, call-overload]
+        for group in self.param_groups:
+            group["lr"] = 0.1 / (self.count + self.state["count"])      # type: ignore[index]
+        super().step(closure)
+
+
+def counting(parameters: Any) -> torch.optim.Optimizer:
+    return Counting(parameters, lr=0.1)
+
+
+def test_what_an_optimizer_keeps_beside_its_parameters_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that was started again began to count anew: it was another training, and nobody said so."""
+    made = MADE["batch norm"].replace(dtype=torch.float64, epochs=40, optimizer=counting)
+    monkeypatch.setattr(recovering, "Run", type("Here", (Disturbed,), {"at": (105,), "happens": signalled(1, signal.SIGKILL)}))
+    run, serial = pg.train(made, "server(1)", runs=tmp_path), pg.train(made, runs=tmp_path)
+    assert [line["name"] for line in Record(run.folder).own if line["kind"] == "event"] == ["back"]
+    assert run.losses == pytest.approx(serial.losses, rel=1e-9)
+
+
+@pytest.mark.parametrize("text", ["serial", "data(2)", "server(2)", "server(2, sync=asp)"])
+def test_a_checkpoint_without_what_an_optimizer_keeps_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(pg.RankFailed, match="Counting keeps count, count beside the states of its parameters"):
+        pg.train(MADE["batch norm"].replace(epochs=1, optimizer=counting), text, runs=tmp_path, save=2)
+
+
 def test_a_worker_that_stands_still_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = MADE["batch norm"].replace(dtype=torch.float64, epochs=10)
     monkeypatch.setattr(recovering, "Run", type("Here", (Disturbed,), {

@@ -245,7 +245,8 @@ def log_memory(trainer: Trainer, held: int = 0) -> None:
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Of what it keeps."""
-    return _bytes(value for group in optimizer.state.values() for value in group.values() if isinstance(value, Tensor))
+    every = (each.values() if isinstance(each, dict) else (each,) for each in optimizer.state.values())     # or no parameter's
+    return _bytes(value for values in every for value in values if isinstance(value, Tensor))
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

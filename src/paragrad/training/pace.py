@@ -78,10 +78,10 @@ def read_slowed(slow: str | None, pace: float | None) -> Slowed:
     return Slowed(tuple(ranks.items()), some, float(pace or 0.0))
 
 
-def refuse_strange(slowed: Slowed, ranks: int) -> None:
-    """Refuse to slow a rank that is not there."""
-    if strange := [rank for rank, _ in slowed.ranks if rank >= ranks]:
-        raise Refused(f"--slow {strange[0]}=...: there are {ranks} rank(s); give one from 0 to {ranks - 1}")
+def refuse_strange(slowed: Slowed, workers: int) -> None:
+    """Refuse to slow a worker that is not there."""
+    if strange := [rank for rank, _ in slowed.ranks if rank >= workers]:
+        raise Refused(f"--slow {strange[0]}=...: there are {workers} worker(s); give one from 0 to {workers - 1}")
 
 
 class Pace:

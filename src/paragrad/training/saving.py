@@ -14,7 +14,7 @@ from paragrad.strategies.strategy import Strategy
 from paragrad.techniques import one_copy
 from paragrad.techniques.exchange import Exchange
 from paragrad.techniques.layout import Layout, State
-from paragrad.techniques.updating import beside_parameters
+from paragrad.techniques.updating import without_place
 from paragrad.training import checkpoint
 from paragrad.training.checkpoint import Snapshot
 from paragrad.training.saved import Saved
@@ -28,6 +28,7 @@ class Trained(Protocol):
     model: nn.Module
     hollow: nn.Module
     optimizer: torch.optim.Optimizer
+    began: dict[str, Any]
     scheduler: Any
     exchange: Exchange | None
     held: Layout
@@ -56,8 +57,8 @@ def snapshot(trainer: Trained, identity: dict[str, Any] | None = None, beside: d
 def save(trainer: Trained, folder: Path, identity: dict[str, Any] | None = None, beside: dict[str, Any] | None = None) -> None:
     """Write a checkpoint of this step below a folder, of what the run stands for, and keep the one before it. Collective.
     Raises StepFailed where there is no place for all that the optimizer keeps."""
-    if own := beside_parameters(trainer.optimizer):
-        raise StepFailed(f"{type(trainer.optimizer).__name__} keeps {', '.join(map(str, own))} beside the states of its "
+    if own := without_place(trainer.optimizer, trainer.began):
+        raise StepFailed(f"{type(trainer.optimizer).__name__} keeps {', '.join(own)} beside the states of its "
                          "parameters, and a checkpoint has no place for it; keep it in a parameter's state or in a group, or "
                          "train without --save")
     with trainer.standing():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from dataclasses import dataclass, fields
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from paragrad.world.world import TIMEOUT
 
 DEVICES = ("cpu", "cuda")
 BACKENDS = ("auto", "shm", "gloo", "nccl")
+LONGEST = 2_000_000        # seconds: of more milliseconds sockets know nothing
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,8 @@ class Settings:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 raise Refused(f"{name} must be a whole number from {least}, got {value!r}")
-        if isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float) or not 0 < self.timeout < inf:
-            raise Refused(f"timeout must be seconds above 0, got {self.timeout!r}")
+        if isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float) or not 0 < self.timeout <= LONGEST:
+            raise Refused(f"timeout must be seconds above 0, and at most {LONGEST:,} (some weeks), got {self.timeout!r}")
         if self.folder is not None and not os.path.isdir(self.folder):
             warnings.warn(f"there is no data folder {self.folder} (--data, PARAGRAD_DATA)", stacklevel=2)    # a job may make it
         if self.device == "cuda" and not torch.cuda.is_available():

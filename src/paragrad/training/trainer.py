@@ -39,7 +39,7 @@ from paragrad.techniques.modes import in_eval_mode
 from paragrad.techniques.passes import COUNTED, Passes, Sums, counting, sums_of
 from paragrad.techniques.probe import Probe, evaluating
 from paragrad.techniques.untouched import Before
-from paragrad.techniques.updating import Alike
+from paragrad.techniques.updating import Alike, attributes
 from paragrad.training import saving
 from paragrad.training.apart import Given
 from paragrad.training.batches import Batch, batch_of
@@ -85,7 +85,7 @@ class Trainer:
                  unchecked: bool = False, seen: Probe | None = None, begun: one_copy.Start | None = None,
                  tests: bool = True, pace: Pace | None = None) -> None:
         self.everyone, self.world, self.serves = world, placed(strategy, world), strategy.serves(world.rank)    # without steps
-        self.model, self.optimizer, self.strategy = model, optimizer, strategy
+        self.model, self.optimizer, self.strategy, self.began = model, optimizer, strategy, attributes(optimizer)
         self.seed, self.scheduler, self.clip_norm, self.autocast, self.collate = seed, scheduler, clip_norm, autocast, collate
         self.log, self.how, self.reverse = Log(record), how or How(), reverse
         self.examined, self.unchecked, self.seen, self.tests = examined, unchecked, seen, tests

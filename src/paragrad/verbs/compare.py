@@ -66,7 +66,7 @@ def compare(job: Job, chosen: str | Iterable[str | Strategy], *, runs: str | Pat
         raise Refused("compare needs at least one strategy")
     facts = examined(job, how.folder)
     rows, baselines = rows_of(job, listed, how, twin, facts)
-    refuse_strange(how.slowed, max(each.size for each in rows))         # it is in some rows alone
+    refuse_strange(how.slowed, max(each.size - each.resolved.servers for each in rows))         # it is in some rows alone
     names = [[f"{place:02}-{folder_name(row.asked)}" + ("-twin" if row.settings.reverse else "")
               + (f"-seed-{job.seed + more}" if seeds > 1 else "") for more in range(seeds)]
              for place, row in enumerate(rows, start=1)]

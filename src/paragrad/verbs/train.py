@@ -56,7 +56,7 @@ def train(job: Job, strategy: str | Strategy = "serial", *, runs: str | Path = "
     """
     job, how, fits = fitted(job, strategy, settings_of(settings))
     checked = replace(admitted(job, strategy, how), fitted=fits)
-    refuse_strange(how.slowed, checked.size)
+    refuse_strange(how.slowed, checked.size - checked.resolved.servers)
     if check and checked.rounds:
         raise Refused(f"a check compares steps with serial's, and {checked.asked} has none: clients train apart for a round; "
                       "leave out --check, and judge it by its tests")

@@ -23,7 +23,7 @@ from paragrad.techniques.served.shelf import Shelf
 from paragrad.techniques.served.slicing import Slot, fill, held
 from paragrad.techniques.served.snapshot import Snapshots
 from paragrad.techniques.slices import updated
-from paragrad.techniques.updating import beside_parameters
+from paragrad.techniques.updating import attributes, without_place
 
 Vectors = Mapping[int, tuple[bytes, Tensor]]    # of a share, by slot: which stretches have a gradient, and all of them
 
@@ -52,6 +52,7 @@ class Shard:
                  full: int, against: str = "") -> None:
         self.strategy, self.slots, self.full = strategy, slots, full
         self.optimizer, self.scheduler, self.alike = replica.optimizer, replica.scheduler, replica.alike
+        self.began = attributes(self.optimizer)
         self.clip_norm = replica.clip_norm
         self.trained = [slot for slot in slots if not slot.added]       # they come first
         self.stretches = [each for slot in self.trained for each in slot.stretches]
@@ -177,8 +178,8 @@ class Shard:
     def state(self) -> tuple[str, Tensor]:
         """The optimizer's: as JSON [stretch, what, number] or [stretch, what, type, shape], and the bytes in their order.
         Raises TypeError for what is neither, or is no parameter's."""
-        if own := beside_parameters(self.optimizer):
-            raise TypeError(f"{type(self.optimizer).__name__} keeps {', '.join(map(str, own))} beside that of its parameters")
+        if own := without_place(self.optimizer, self.began):
+            raise TypeError(f"{type(self.optimizer).__name__} keeps {', '.join(own)} beside the states of its parameters")
         said: list[list[Any]] = []
         parts: list[Tensor] = []
         for number, place in enumerate(self.own):

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from paragrad.techniques.updating import attributes, beside_parameters
+
 EVERY = 100             # updates
 KEPT = 2                # snapshots: another server may not have the newest yet
 ENTRY = struct.Struct("<qq")
@@ -72,7 +74,8 @@ class Snapshots:
         partial = path.with_suffix(".partial")
         groups = [{name: value for name, value in group.items() if name != "params"} for group in shard.optimizer.param_groups]
         kept = {"values": shard.values, "state": [dict(shard.optimizer.state.get(place, {})) for place in shard.own],
-                "groups": groups, "scheduler": shard.scheduler and shard.scheduler.state_dict(), "counts": shard.counts()}
+                "groups": groups, "scheduler": shard.scheduler and shard.scheduler.state_dict(), "counts": shard.counts(),
+                "beside": (beside_parameters(shard.optimizer), attributes(shard.optimizer))}
         try:
             torch.save(kept, partial)
         except BaseException:                           # a full disk, say
@@ -107,6 +110,9 @@ class Snapshots:
                     shard.optimizer.state[place] = state
             for group, values in zip(shard.optimizer.param_groups, found["groups"], strict=True):
                 group.update(values)
+            beside, own = found["beside"]
+            shard.optimizer.state.update(beside)
+            vars(shard.optimizer).update(own)
             if shard.scheduler is not None:
                 shard.scheduler.load_state_dict(found["scheduler"])
             shard.recount(found["counts"])
