@@ -18,7 +18,7 @@ import paragrad as pg
 from paragrad.datasets.loading import parted
 from paragrad.record.record import Record
 from paragrad.techniques.data_parallel.means import mean_state, nearest
-from paragrad.techniques.updating import taken
+from paragrad.techniques.keeping import taken
 from paragrad.training.trainer import Trainer
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from paragrad.errors import StepFailed
 from paragrad.planner.price import computed_bytes
-from paragrad.techniques.updating import beside_parameters
+from paragrad.techniques.keeping import beside_parameters
 from paragrad.techniques.vacant import Vacant
 from paragrad.world.world import World
 

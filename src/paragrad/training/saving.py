@@ -13,8 +13,8 @@ from paragrad.errors import Refused, StepFailed
 from paragrad.strategies.strategy import Strategy
 from paragrad.techniques import one_copy
 from paragrad.techniques.exchange import Exchange
+from paragrad.techniques.keeping import without_place
 from paragrad.techniques.layout import Layout, State
-from paragrad.techniques.updating import without_place
 from paragrad.training import checkpoint
 from paragrad.training.checkpoint import Snapshot
 from paragrad.training.saved import Saved

@@ -34,12 +34,13 @@ from paragrad.techniques.batch_norm import BatchNorm
 from paragrad.techniques.cut import Around, over
 from paragrad.techniques.draws import Calls, Draws, as_seen, keyed
 from paragrad.techniques.exchange import Exchange, How, counted, unmoved
+from paragrad.techniques.keeping import attributes
 from paragrad.techniques.layout import Layout, State, filled
 from paragrad.techniques.modes import in_eval_mode
 from paragrad.techniques.passes import COUNTED, Passes, Sums, counting, sums_of
 from paragrad.techniques.probe import Probe, evaluating
 from paragrad.techniques.untouched import Before
-from paragrad.techniques.updating import Alike, attributes
+from paragrad.techniques.updating import Alike
 from paragrad.training import saving
 from paragrad.training.apart import Given
 from paragrad.training.batches import Batch, batch_of
@@ -90,8 +91,7 @@ class Trainer:
         self.log, self.how, self.reverse = Log(record), how or How(), reverse
         self.examined, self.unchecked, self.seen, self.tests = examined, unchecked, seen, tests
         self.hosts = begun.told(self.log, world) if begun else None     # where the ranks of one have the model in one place
-        self.division = (like or strategy).division
-        self.replicated = self.world.dividing("samples")
+        self.division, self.replicated = (like or strategy).division, self.world.dividing("samples")
         self.replicas = list(range(len(self.division.shares))) if like else [self.replicated.rank % len(self.division.shares)]
         self.leads = self.world.leads("samples")        # of the ranks with one share, the one that records it
         self.splits = strategy.exact and not like and not unchecked and (world.size > 1 or self.division.micro > 1)

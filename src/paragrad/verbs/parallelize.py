@@ -16,8 +16,8 @@ from paragrad.strategies.strategy import Strategy
 from paragrad.strategies.table import refuse_unbuilt
 from paragrad.strategies.table import strategy as read_strategy
 from paragrad.techniques import one_copy
+from paragrad.techniques.keeping import beside_parameters, taken
 from paragrad.techniques.layout import fill
-from paragrad.techniques.updating import beside_parameters, taken
 from paragrad.training.admission import asking, check_plans, here_for, ready, threads_of
 from paragrad.training.asked import Updates
 from paragrad.training.door import unfit

@@ -35,10 +35,10 @@ from paragrad.techniques.data_parallel.means import (
 from paragrad.techniques.data_parallel.outer import Outer, outer_of
 from paragrad.techniques.data_parallel.own_buckets import OwnBuckets
 from paragrad.techniques.exchange import CHECKPOINTS, TESTS, Exchange, How, Replica
+from paragrad.techniques.keeping import taken
 from paragrad.techniques.layout import State, on_host
 from paragrad.techniques.modes import has_modes
 from paragrad.techniques.untouched import Before
-from paragrad.techniques.updating import taken
 from paragrad.techniques.values import same, wide
 from paragrad.world.waiting import out_of_step
 from paragrad.world.world import World

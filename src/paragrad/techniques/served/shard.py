@@ -17,13 +17,13 @@ from torch import Tensor
 
 from paragrad.strategies.server import Server
 from paragrad.techniques.exchange import Replica
+from paragrad.techniques.keeping import attributes, without_place
 from paragrad.techniques.layout import hand_over
 from paragrad.techniques.modes import set_mode
 from paragrad.techniques.served.shelf import Shelf
 from paragrad.techniques.served.slicing import Slot, fill, held
 from paragrad.techniques.served.snapshot import Snapshots
 from paragrad.techniques.slices import updated
-from paragrad.techniques.updating import attributes, without_place
 
 Vectors = Mapping[int, tuple[bytes, Tensor]]    # of a share, by slot: which stretches have a gradient, and all of them
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paragrad.techniques.updating import attributes, beside_parameters
+from paragrad.techniques.keeping import attributes, beside_parameters
 
 EVERY = 100             # updates
 KEPT = 2                # snapshots: another server may not have the newest yet
