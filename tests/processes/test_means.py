@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from equality import IMAGES, VECTORS, job, mlp, normed_cnn, resolved
+from test_local import seen
 from torch import Tensor, nn
 from torch.nn import functional
 
 import paragrad as pg
-from paragrad.datasets.loading import parted
 from paragrad.record.record import Record
 from paragrad.techniques.data_parallel.means import mean_state, nearest
 from paragrad.techniques.keeping import taken
@@ -33,23 +33,8 @@ def vectors(**changes: Any) -> pg.Job:
     return job("vectors", mlp, VECTORS).replace(**{"epochs": 3, "dtype": torch.float64, "optimizer": plain, **changes})
 
 
-def seen(world: World, made: pg.Job, text: str, steps: int, look: Callable[[Trainer], Any]) -> list[Any]:
-    """What is seen of a trainer after each of so many steps."""
-    trainer, found = Trainer.of_job(world, made, resolved(text)), []
-    try:
-        for epoch in range(made.epochs):
-            for fetched in trainer.batches(made.train, made.batch, epoch):
-                trainer.step(*parted(fetched))
-                found.append(look(trainer))
-                if len(found) == steps:
-                    return found
-    finally:
-        trainer.close()
-    raise AssertionError
-
-
 def ranks_of(pool: Ranks, made: pg.Job, text: str, steps: int, look: Callable[[Trainer], Any]) -> list[list[Any]]:
-    return pool.run(seen, made, text, steps, look, size=resolved(text).size)
+    return pool.run(seen, made, resolved(text), steps, look, size=resolved(text).size)
 
 
 def copied(tensors: Any) -> State:
@@ -212,7 +197,7 @@ def on_the_way(world: World, made: pg.Job) -> State:
         in_a_test(trainer)
         found.append(everything(trainer))
 
-    seen(world, made, "local(3, every=3)", 3, look)
+    seen(world, made, resolved("local(3, every=3)"), 3, look)
     return found[-1]
 
 
@@ -306,7 +291,7 @@ def states_sent(world: World) -> tuple[int, int]:
         with heard():
             trainer.exchange.state()
 
-    seen(world, vectors(optimizer=functools.partial(Viewing, lr=0.1)), "local(2, every=2)", 1, look)
+    seen(world, vectors(optimizer=functools.partial(Viewing, lr=0.1)), resolved("local(2, every=2)"), 1, look)
     assert all(each.device.type == "cpu" for each in sent)
     return sum(each.untyped_storage().nbytes() for each in sent), sum(each.nbytes for each in sent)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
@@ -143,6 +143,12 @@ def set_values(buffer: Tensor, values: Tensor) -> None:
         buffer.data = values.clone()
     elif not torch.equal(buffer, values):
         buffer.data.copy_(values)
+
+
+def saved_buffers(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
+    """Buffers that its state_dict holds, each once, as they are now: a forward may make them anew."""
+    kept = {id(each) for each in module.state_dict(keep_vars=True).values()}
+    return {name: each for name, each in module.named_buffers(prefix) if id(each) in kept}
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

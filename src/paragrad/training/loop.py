@@ -145,8 +145,7 @@ class Training:
     @property
     def enough(self) -> bool:
         """Are as many steps made as were asked for?"""
-        limit = self.checked.settings.limit
-        return limit is not None and self.passed >= limit
+        return self.checked.settings.enough(self.passed)
 
     def begin(self, saved: Saved | None) -> tuple[int, int]:
         """(epoch, step of it) with which the training goes on."""
@@ -172,7 +171,7 @@ class Training:
 
     def end_epoch(self, epoch: int, begun: float) -> bool:
         """The test after an epoch; True where the goal is reached."""
-        job, goal = self.checked.job, self.checked.settings.goal
+        job = self.checked.job
         test = self.trainer.evaluation(self.test, job.metric, self.checked.settings.loaders) if self.test is not None else None
         sent = self.sent(TESTS)
         self.record.write("epoch", epoch=epoch, test=test, start=round(begun, 6), seconds=round(self.record.now() - begun, 6),
@@ -183,7 +182,7 @@ class Training:
             return True
         if test is not None:
             self.show(self.trainer.steps, **{f"test {job.metric_name}": test["value"]})
-        return bool(goal and test and goal.reached(test["value"]))
+        return self.checked.settings.reached(test)
 
     def sent(self, what: str) -> dict[str, Any]:
         """What was sent beside the steps, for tests or checkpoints."""
@@ -203,8 +202,7 @@ class Training:
         line = self.trainer.world.agreed(tested(self.folder, epoch) or (saved and saved.tested(epoch, in_rounds)))
         if line is None:
             return self.end_epoch(epoch, self.record.now())
-        goal, test = self.checked.settings.goal, line["test"]
-        return bool(goal and test and goal.reached(test["value"]))
+        return self.checked.settings.reached(line["test"])
 
     def tell(self, epoch: int, loss: float) -> None:
         self.last = epoch, loss

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,14 @@ class Settings:
     def known_machine(self) -> Machine | None:
         """The machine of the file. Raises Refused."""
         return read_machine(Path(self.machine), cores())[0] if self.machine else None
+
+    def enough(self, steps: int) -> bool:
+        """Are as many steps made as were asked for?"""
+        return self.limit is not None and steps >= self.limit
+
+    def reached(self, test: Mapping[str, float] | None) -> bool:
+        """Has a test ({"value", ...}; None: none was made) come to the goal, where there is one?"""
+        return bool(self.goal and test and self.goal.reached(test["value"]))
 
     @property
     def slowed(self) -> Slowed:

@@ -142,8 +142,7 @@ class Run:
     @property
     def enough(self) -> bool:
         """Are as many steps made as were asked for?"""
-        limit = self.checked.settings.limit
-        return limit is not None and self.step >= limit
+        return self.checked.settings.enough(self.step)
 
     def train(self, epoch: int, start: int) -> bool:
         """The epoch's batches from there on, share by share. False where the run ends before the epoch's test, with a whole
@@ -170,8 +169,7 @@ class Run:
         self.record.write("epoch", epoch=epoch, test=test, start=round(begun, 6), seconds=round(self.record.now() - begun, 6))
         if test is not None:
             self.show(self.step, **{f"test {self.checked.job.metric_name}": test["value"]})
-        goal = self.checked.settings.goal
-        return bool(goal and test and goal.reached(test["value"]))
+        return self.checked.settings.reached(test)
 
     def ended(self, epoch: int) -> bool:
         """Going on from the last step of an epoch: its test, unless the run that was saved made it; True where the goal is
@@ -179,8 +177,7 @@ class Run:
         line = self.checked.saved and self.checked.saved.tested(epoch)
         if not line:
             return self.end_epoch(epoch, self.record.now())
-        goal, test = self.checked.settings.goal, line["test"]
-        return bool(goal and test and goal.reached(test["value"]))
+        return self.checked.settings.reached(line["test"])
 
     def keep(self, what: str) -> None:
         """Once of a step."""

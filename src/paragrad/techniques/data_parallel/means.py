@@ -17,7 +17,7 @@ from paragrad.jobs.loss import Summed
 from paragrad.record.log import Log
 from paragrad.techniques import layout
 from paragrad.techniques.untouched import State
-from paragrad.techniques.values import differentiable, wide
+from paragrad.techniques.values import differentiable, saved_buffers, wide
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")         # of norms, which docs say become means
 Numbers = list[dict[str, float]]                            # of an optimizer, by group
@@ -29,15 +29,8 @@ ONE_SHAPE = ("give it one shape, whatever the batch; or register it with persist
 def values_of(summed: Summed) -> dict[str, Tensor]:
     """What has a mean, by name."""
     loss = summed.keeper
-    beside = _buffers(loss, LOSS) if isinstance(loss, nn.Module) else {}
-    return {**dict(summed.model.named_parameters()), **_buffers(summed.model), **beside}
-
-
-def _buffers(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
-    """Those that are in its state_dict, each once."""
-    kept = {id(buffer) for inner in module.modules() for name, buffer in inner._buffers.items()
-            if buffer is not None and name not in inner._non_persistent_buffers_set}
-    return {name: buffer for name, buffer in module.named_buffers(prefix) if id(buffer) in kept}
+    beside = saved_buffers(loss, LOSS) if isinstance(loss, nn.Module) else {}
+    return {**dict(summed.model.named_parameters()), **saved_buffers(summed.model), **beside}
 
 
 def nearest(mean: Tensor, dtype: torch.dtype) -> Tensor:

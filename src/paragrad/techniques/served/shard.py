@@ -24,6 +24,7 @@ from paragrad.techniques.served.shelf import Shelf
 from paragrad.techniques.served.slicing import Slot, fill, held
 from paragrad.techniques.served.snapshot import Snapshots
 from paragrad.techniques.slices import updated
+from paragrad.techniques.values import wide
 
 Vectors = Mapping[int, tuple[bytes, Tensor]]    # of a share, by slot: which stretches have a gradient, and all of them
 
@@ -113,9 +114,8 @@ class Shard:
                 so_far = torch.add(so_far, vector, out=total)
             if not others:
                 total.copy_(so_far)
-            wide = torch.promote_types(total.dtype, torch.float32)
             if self.clip_norm is not None and total.numel():
-                square += float(torch.linalg.vector_norm(total, dtype=wide)) ** 2
+                square += float(torch.linalg.vector_norm(total, dtype=wide(total.dtype))) ** 2
             anyone += [any(found) for found in zip(*(marked for marked, _ in (first, *others)), strict=True)]
         for number in range(len(self.trained), len(self.slots)):         # what forwards changed: the mean over the shares
             vectors = [each[number][1] for each in shares]

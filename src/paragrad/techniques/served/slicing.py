@@ -16,6 +16,7 @@ from paragrad.strategies.strategy import ELEMENT
 from paragrad.techniques.layout import Held
 from paragrad.techniques.served.header import DTYPES
 from paragrad.techniques.slices import Stretch, slices
+from paragrad.techniques.values import saved_buffers
 
 
 @dataclass(frozen=True)
@@ -130,9 +131,8 @@ def cut_of(strategy: Server, optimizer: torch.optim.Optimizer, model: nn.Module,
 
 def changing(model: nn.Module, follows: Sequence[str] = ()) -> list[Tensor]:
     """Buffers that are saved with a model, as they are now: a forward may make them anew. And these of its parameters."""
-    saved = model.state_dict(keep_vars=True)
-    buffers = [each for name, each in model.named_buffers() if name in saved and each.dtype in (*DTYPES, torch.bool)]
-    return [*(each for each in buffers if each.numel()), *map(model.get_parameter, follows)]
+    buffers = [each for each in saved_buffers(model).values() if each.dtype in (*DTYPES, torch.bool) and each.numel()]
+    return [*buffers, *map(model.get_parameter, follows)]
 
 
 def state_of(text: bytes, vector: Tensor, stretches: int) -> list[dict[str, Any]]:
