@@ -199,8 +199,9 @@ def settled(world: World, job: pg.Job) -> list[float]:
         trainer.exchange.settle()
         for parameter, state in trainer.optimizer.state.items():
             assert {each.device for each in state.values()} == {parameter.device}
-        trainer.optimizer.step()
-        return [float(state["exp_avg"].abs().sum()) for state in trainer.optimizer.state.values()]
+        means = [float(state["exp_avg"].abs().sum()) for state in trainer.optimizer.state.values()]
+        trainer.optimizer.step()            # its gradients are those of its own samples: what comes of it is its own too
+        return means
     finally:
         trainer.close()
 
