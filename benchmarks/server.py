@@ -260,9 +260,9 @@ def steps_told(bench: Bench) -> str:
         own = median(bench.measured[f"hosts, {workers} to {servers} [s]"])
         form = closed_form(workers, servers)
         return f"{own:.2f} ({form:.2f}: {form / own:.2f})"
-    many = table(["workers, a link each", *(f"{servers} server(s)" for servers in SERVERS)],
+    many = table(["workers, a link each", *(f"servers: {servers}" for servers in SERVERS)],
                  [[str(workers), *(shown(workers, servers) for servers in SERVERS)] for workers in WORKERS])
-    one = table(["workers, one host [ms]", *(f"{servers} server(s)" for servers in SERVERS)],
+    one = table(["workers, one host [ms]", *(f"servers: {servers}" for servers in SERVERS)],
                 [[str(workers), *(f"{median(bench.measured[f'one host, {workers} to {servers} [ms]']):.1f}"
                                   for servers in SERVERS)] for workers in WORKERS])
     return f"{many}\n\n{one}"

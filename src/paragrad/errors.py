@@ -72,11 +72,12 @@ class StepFailed(RuntimeError):
 
     @classmethod
     def of(cls, error: BaseException, step: int | None = None) -> StepFailed:
-        """Any error, with what it knows; one that is no StepFailed is told with its kind. step: the one under way, if known."""
+        """Any error, with what it knows; one that is no StepFailed is told with its kind. step: the one under way, where the
+        error names none."""
         message = error.message if isinstance(error, cls) else told(error)
-        return cls(message, step=getattr(error, "step", None) if step is None else step,
-                   tensor=getattr(error, "tensor", None), differs=getattr(error, "differs", False),
-                   when=getattr(error, "when", None))
+        own = getattr(error, "step", None)
+        return cls(message, step=step if own is None else own, tensor=getattr(error, "tensor", None),
+                   differs=getattr(error, "differs", False), when=getattr(error, "when", None))
 
     def __str__(self) -> str:
         return where(None, self.step, self.tensor) + self.message

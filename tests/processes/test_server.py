@@ -814,6 +814,18 @@ def test_what_a_worker_raises_ends_the_run(tmp_path: Path, monkeypatch: pytest.M
         pg.train(made, "server(2, sync=asp)", runs=tmp_path)
 
 
+def ending(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4)
+
+
+@pytest.mark.parametrize("text", ["server(2)", "data(2)"])
+def test_a_server_that_fails_names_the_step(text: str, tmp_path: Path) -> None:
+    """A scheduler that ends before its training: every server said step 0, as its rank makes none."""
+    with pytest.raises(pg.RankFailed, match="total steps is 4") as failed:
+        pg.train(vectors(scheduler=ending), text, runs=tmp_path)
+    assert failed.value.step == 4
+
+
 def test_a_server_that_is_gone_when_all_is_saved_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A training that was finished ended in a traceback, as an interrupted one."""
     class Late(elastic.Run):

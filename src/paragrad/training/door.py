@@ -106,8 +106,8 @@ def _check_fields(job: Job) -> None:
         value = getattr(job, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise Refused(f"job {job.name}: {name} must be a whole number from {least}, got {value!r}")
-    if not isinstance(job.seed, int):
-        raise Refused(f"job {job.name}: seed must be a whole number, got {job.seed!r}")
+    if not isinstance(job.seed, int) or not -2**63 <= job.seed < 2**64:
+        raise Refused(f"job {job.name}: seed must be a whole number of 64 bits, from {-2**63} to {2**64 - 1}, got {job.seed!r}")
     if not isinstance(job.name, str) or not job.name.isprintable() or not job.name or "/" in job.name or len(job.name) > 100:
         raise Refused(f"job name {job.name!r}: give a text of at most 100 characters without /, of which folders can be named")
     for name in ("model", "loss", "optimizer"):

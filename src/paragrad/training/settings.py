@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,12 @@ class Settings:
             return self.until
         metric, sign, value = self.until.partition("=")
         try:
-            return Until(metric.strip(), float(value if sign else ""))
+            wanted = float(value if sign else "")
         except ValueError:
-            raise Refused(f"--until {self.until}: write metric=value, for example accuracy=97.5") from None
+            wanted = nan
+        if not isfinite(wanted):
+            raise Refused(f"--until {self.until}: write metric=value, for example accuracy=97.5")
+        return Until(metric.strip(), wanted)
 
     @property
     def budget(self) -> int | None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paragrad.errors import StepFailed
 from paragrad.strategies.server import Server
 from paragrad.techniques.exchange import Replica
 from paragrad.techniques.keeping import attributes, without_place
@@ -146,7 +147,14 @@ class Shard:
                 gradient.mul_(factor)
 
     def make(self, rate: float, samples: int) -> None:
-        """An update. rate: what the learning rate is multiplied by;  samples: that are in it."""
+        """An update. rate: what the learning rate is multiplied by;  samples: that are in it. Raises StepFailed."""
+        under_way = self.updates
+        try:
+            self._make(rate, samples)
+        except Exception as error:
+            raise StepFailed.of(error, under_way) from error        # a server's rank makes no steps of its own
+
+    def _make(self, rate: float, samples: int) -> None:
         for place, gradient, there in zip(self.own, self.grads, self.anyone, strict=True):
             place.grad = gradient if there else None
         with self._slower(rate):
