@@ -648,6 +648,19 @@ def test_what_forwards_change_is_that_of_all_workers(text: str, tmp_path: Path) 
     assert found["follows"].tolist() == pytest.approx(3 * [4 * 29 / 12 if "asp" in text else 24.0])       # of a full batch
 
 
+def test_changes_of_a_count_in_8_bits_have_a_mean_though_their_sum_has_no_room() -> None:
+    """Of 100 and 100 it was -28."""
+    weight, count = nn.Parameter(torch.zeros(2, dtype=torch.float64)), torch.ones(1, dtype=torch.int8)
+    slots = [Slot(torch.float64, (Stretch(0, 0, 2),)), Slot(torch.int8, (Stretch(1, 0, 1),), added=True)]
+    replica = Replica(Summed(nn.ParameterList([weight]), functional.mse_loss), torch.optim.SGD([weight], lr=1.0))
+    chosen: Any = pg.strategy("server(2, sync=asp)")
+    shard = Shard(chosen, replica, slots, ["0", "count"], [weight, count], 12)
+    share = {0: (b"\1", torch.zeros(2, dtype=torch.float64)), 1: (b"\1", torch.tensor([100], dtype=torch.int8))}
+    shard.add_up([share, share])
+    assert shard.values[1].tolist() == [101]
+    shard.shelf.close()
+
+
 def drawing(output: Tensor, target: Tensor) -> Tensor:
     """A loss that notes what numpy draws next in a process, once."""
     if torch.is_grad_enabled() and os.getpid() != int(os.environ["PARAGRAD_TEST_LAUNCHER"]):
