@@ -43,7 +43,7 @@ PURE = ("paragrad.errors", "paragrad.notation", "paragrad.strategies", "paragrad
         "paragrad.players.walk", "paragrad.players.proof", "paragrad.players.draw", "paragrad.players.clock",
         "paragrad.players.work", "paragrad.players.machine", "paragrad.planner.price", "paragrad.planner.layers",
         "paragrad.planner.sequences", "paragrad.record.record", "paragrad.record.audit", "paragrad.record.rounds",
-        "paragrad.world.launched", "paragrad.world.axes")
+        "paragrad.record.seconds", "paragrad.world.launched", "paragrad.world.axes")
 # each imports only from itself and those above it; docs/architecture.md says what each holds
 ROOMS = ("notation", "world", "datasets", "schedules", "jobs", "record", "strategies", "players", "planner", "techniques",
          "training", "report", "verbs")

@@ -62,7 +62,7 @@ def without(rounds: Rounds, *lost: int) -> Rounds:
     class Left(Rounds):
         def parts(self, number: int) -> list[Part]:
             return [part for part in super().parts(number) if part.client not in lost]
-    return Left(rounds.clients, rounds.order, 1, rounds.fraction, rounds.passes, rounds.epochs, rounds.asked)
+    return Left(rounds.clients, rounds.order, 1, rounds.taking, rounds.passes, rounds.epochs, rounds.asked)
 
 
 # ---- it is federated averaging -----------------------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ def test_a_round_without_anybody_leaves_the_weights_and_a_run_without_anybody_fa
         @property
         def count(self) -> int:
             return 6
-    begun = averaged_but(vectors(), Left(rounds.clients, rounds.order, 1, 0.1, 1, 3, 6))
+    begun = averaged_but(vectors(), Left(rounds.clients, rounds.order, 1, 1, 1, 3, 6))
     assert close(found, begun, 1e-12)
     assert [line["numbers"]["round"] for line in record.of("event") if line["name"] == "nobody"] == [
         number for number, turn in enumerate(turns) if turn == poor]
@@ -363,7 +363,7 @@ def averaged_but(made: pg.Job, rounds: Rounds) -> State:
         def pieces(self, part: Part, number: int) -> Any:
             return rounds.pieces(part, there[number])
     there = [number for number in range(rounds.count) if rounds.parts(number)]
-    return averaged(made, Some(rounds.clients, rounds.order, 1, rounds.fraction, rounds.passes, rounds.epochs, rounds.asked))
+    return averaged(made, Some(rounds.clients, rounds.order, 1, rounds.taking, rounds.passes, rounds.epochs, rounds.asked))
 
 
 # ---- what else a model has ---------------------------------------------------------------------------------------------------

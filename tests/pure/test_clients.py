@@ -12,12 +12,13 @@ from torch.utils.data import Subset, TensorDataset
 from paragrad.datasets.clients import Rounds, divided, draws, labels_of, mixed
 from paragrad.datasets.order import Order, permutation
 from paragrad.errors import Refused
+from paragrad.strategies.federated import Federated
 
 LABELS = numpy.arange(600) % 10
 
 
 def rounds(samples: int = 29, clients: int = 5, **changes: object) -> Rounds:
-    given = {"workers": 2, "fraction": 0.4, "passes": 2, "epochs": 3}
+    given = {"workers": 2, "taking": 2, "passes": 2, "epochs": 3}
     return Rounds(divided(samples, clients, 7), Order(samples, 4, 7), **{**given, **changes})           # type: ignore[arg-type]
 
 
@@ -57,12 +58,12 @@ def test_a_mix_is_drawn_where_its_numbers_would_all_be_nothing() -> None:
 
 def test_some_clients_take_part_at_least_one() -> None:
     found = rounds()
-    assert found.taking == 2
+    assert Federated(2, clients=5, fraction=0.4).taking == found.taking == 2
     assert all(len(set(found.chosen(number))) == 2 for number in range(20))
     assert {client for number in range(20) for client in found.chosen(number)} == set(range(5))
     assert [found.chosen(number) for number in range(5)] == [rounds(workers=1).chosen(number) for number in range(5)]
-    assert rounds(fraction=1e-9).taking == 1
-    assert rounds(fraction=1.0).chosen(3) == [0, 1, 2, 3, 4]
+    assert Federated(2, clients=5, fraction=1e-9).taking == 1
+    assert rounds(taking=Federated(2, clients=5, fraction=1.0).taking).chosen(3) == [0, 1, 2, 3, 4]
 
 
 def test_as_many_rounds_as_pass_over_the_epochs() -> None:
@@ -94,7 +95,7 @@ def test_the_places_and_steps_of_a_round_are_its_clients_one_after_the_other() -
 
 
 def test_one_client_has_the_dataset_in_its_own_order() -> None:
-    found = rounds(clients=1, workers=1, fraction=1.0, passes=1)
+    found = rounds(clients=1, workers=1, taking=1, passes=1)
     for number in range(3):
         part, = found.parts(number)
         assert [sample for piece in found.pieces(part, number) for sample in piece.samples] == permutation(
@@ -102,7 +103,7 @@ def test_one_client_has_the_dataset_in_its_own_order() -> None:
 
 
 def test_clients_are_dealt_evenly_and_stay_where_they_are() -> None:
-    found = rounds(samples=103, clients=10, workers=3)
+    found = rounds(samples=103, clients=10, workers=3, taking=4)
     loads = [sum(len(samples) for samples, own in zip(found.clients, found.worker, strict=True) if own == worker)
              for worker in range(3)]
     assert max(loads) - min(loads) <= 11

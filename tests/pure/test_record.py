@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from paragrad.errors import Refused
 from paragrad.record import cpu
 from paragrad.record.log import Log
 from paragrad.record.record import SCHEMA, Record, Recorder, lines_of, new_folder
+from paragrad.record.seconds import seconds_together
 
 
 def written(folder: Path, shares: list[list[range]], samples: int = 10) -> Record:
@@ -175,3 +177,20 @@ def test_parts_that_overlap_are_counted_without_their_samples(tmp_path: Path) ->
     """An epoch of 10^8 samples was counted sample by sample."""
     audit = written(tmp_path, [[range(3), range(2, 6)], [range(2, 4), range(0)]]).audit
     assert (audit.seen, audit.twice, audit.missed) == (6, 2, 4)
+
+
+def test_a_step_of_workers_that_step_by_themselves_is_over_when_all_of_its_shares_are() -> None:
+    """Of asp under a straggler it was the slow worker's share, which nobody waits for; of clients, one's own step, as if all
+    were made one after the other: a comparison and its charts said that nothing was gained."""
+    def share(step: int, first: int, start: float, seconds: float, epoch: int = 0) -> dict[str, Any]:
+        return {"epoch": epoch, "step": step, "order": [first, first + 4], "start": start, "seconds": seconds}
+    fast = [share(step, 0, step * 1.0, 1.0) for step in range(4)]               # one ends every second
+    slow = [share(0, 4, 0.0, 3.0), share(1, 4, 3.0, 3.0)]                       # and one every three
+    rest = [share(2, 4, 4.0, 1.0), share(3, 4, 5.0, 1.0)]                       # which the fast one takes over
+    steps = [list(each) for each in zip(fast, [*slow, *rest], strict=True)]
+    assert seconds_together(steps, 2) == [(5.0 - 0.0) / 2, (6.0 - 5.0) / 2]
+    late = [share(0, 4, 7.0, 1.0)]                                              # a share that is made again was over before
+    assert seconds_together([steps[0] + late, *steps[1:]], 2) == [2.5, 0.5]
+    apart = [[share(step, 4 * step, start, 1.0, epoch)] for step, start, epoch in
+             ((0, 0.0, 0), (1, 0.0, 0), (2, 1.0, 0), (3, 9.0, 1))]              # two rounds of clients on two workers
+    assert seconds_together(apart, None) == [2.0 / 3, 1.0]

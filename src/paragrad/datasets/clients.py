@@ -9,7 +9,6 @@ import heapq
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import floor
 from typing import Any
 
 import numpy
@@ -46,23 +45,17 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Rounds:
-    """The rounds of a training. clients: of each the numbers of its samples, ascending;  fraction: of them that take part in a
-    round;  passes: a client's over its samples in a round;  asked: so many rounds, or None: as many as `epochs` of all samples
-    are."""
+    """The rounds of a training. clients: of each the numbers of its samples, ascending;  taking: how many take part in a round;
+    passes: a client's over its samples in a round;  asked: so many rounds, or None: as many as `epochs` of all samples are."""
     clients: tuple[Any, ...]
     order: Order
     workers: int
-    fraction: float
+    taking: int
     passes: int
     epochs: int
     asked: int | None = None
 
     # ---- how many ------------------------------------------------------------------------------------------------------
-    @property
-    def taking(self) -> int:
-        """Clients that take part in a round."""
-        return max(1, floor(self.fraction * len(self.clients) + 0.5))
-
     @property
     def auto(self) -> int:
         """So many rounds pass over as many samples as the epochs do, of clients of average size."""
@@ -103,6 +96,10 @@ class Rounds:
         """As a record and a dry run tell it."""
         return {"count": self.count, "clients": len(self.clients), "taking": self.taking, "passes": self.passes,
                 "steps": self.begins[-1]}
+
+    def __str__(self) -> str:
+        """As people read it."""
+        return f"{self.count}, with {self.taking} of {len(self.clients)} clients in each"
 
     # ---- who -----------------------------------------------------------------------------------------------------------
     def chosen(self, number: int) -> list[int]:

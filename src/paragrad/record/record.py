@@ -3,8 +3,8 @@
 | kind       | fields                                                                                                   |
 |------------|----------------------------------------------------------------------------------------------------------|
 | run        | schema, id, date, job {name, arguments, batch, epochs, metric, unit, samples, parameters, dtype},         |
-|            | strategy, resolved, exact, seed, workers, servers, backend, device, threads, prediction, reverse,         |
-|            | machine {cpu, cores, load, torch, python, paragrad}, resumed {run, step} or null,                         |
+|            | strategy, resolved, exact, hands_out, seed, workers, servers, backend, device, threads, prediction,       |
+|            | reverse, machine {cpu, cores, load, torch, python, paragrad}, resumed {run, step} or null,                |
 |            | settings (those that are not the default), rounds {count, clients, taking, passes, steps} or null         |
 | step       | epoch, step, start, seconds, loss [sum, weight], order [first, stop], sent {kind: {bytes, computed}}, lr  |
 | epoch      | epoch, test {value, weight} or null, start, seconds; sent, where ranks exchange something for a test; of  |
@@ -60,6 +60,7 @@ from typing import Any
 from paragrad.errors import Refused
 from paragrad.record.audit import Audit, audit_of
 from paragrad.record.rounds import audit_of_rounds, passed_in, sent_by
+from paragrad.record.seconds import seconds_of_slowest, seconds_together
 
 SCHEMA = 2          # 1 wrote every field of every step, and a line for every span; it is read as well
 Line = dict[str, Any]
@@ -202,6 +203,11 @@ class Record:
         return [line for line in self.ranks[rank] if line["kind"] == kind] if rank < len(self.ranks) else []
 
     @property
+    def apart(self) -> bool:
+        """Workers step by themselves."""
+        return bool(self.rounds or self.header.get("hands_out"))
+
+    @property
     def rounds(self) -> Line | None:
         """What the header says of them, where clients train in rounds."""
         return self.header.get("rounds")
@@ -237,22 +243,18 @@ class Record:
         values = [line["test"]["value"] for line in self.of("epoch") if line["test"]]
         return values[-1] if values else None
 
-    @property
-    def step_seconds(self) -> list[float]:
-        """Of every step of the rank whose median is the slowest (without the first, which warms up, where there are more)."""
-        return self.seconds_from(1)
-
     def seconds_from(self, first: int) -> list[float]:
-        """Of the steps from that one on, counted in this run, of the rank whose median is the slowest; of all where there are
-        no more than that."""
-        ranks = [seconds[first:] or seconds for rank in range(len(self.ranks))
-                 if (seconds := [line["seconds"] for line in self.of("step", rank)])]
-        return max(ranks, key=median, default=[])
+        """Of the steps from that one on, counted in this run, of the rank whose median is the slowest, or where workers step
+        apart of all together; of all steps where there are no more than that."""
+        if self.apart:
+            return seconds_together((steps := self.steps())[first:] or steps, None if self.rounds else len(self.ranks))
+        return seconds_of_slowest([lines[first:] or lines for rank in range(len(self.ranks))
+                                   if (lines := self.of("step", rank))])
 
     @property
     def seconds_per_step(self) -> float | None:
-        """The median step of the slowest rank."""
-        return median(self.step_seconds) if self.step_seconds else None
+        """The median step of the slowest rank, or of all together."""
+        return median(seconds) if (seconds := self.seconds_from(1)) else None           # the first one warms up
 
     @property
     def sent_per_step(self) -> dict[str, Line]:

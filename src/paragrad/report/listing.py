@@ -44,7 +44,7 @@ def _told(finished: Run, found: Mapping[str, Any]) -> dict[str, Any]:
         **{each["what"]: f"{each['picked']}: {each['because']}" for each in finished.choices},
         f"test {found['metric']}": None if found["test"] is None else f"{found['test']:.2f} {unit}".strip(),
         "loss of the last step (mean over its samples)": None if found["loss"] is None else f"{found['loss']:.4f}",
-        "time per step (median of the slowest rank)": None if seconds is None else f"{1e3 * seconds:.2f} ms",
+        f"time per step ({_whose(finished)})": None if seconds is None else f"{1e3 * seconds:.2f} ms",
         "meanwhile": f"others kept {taken.load.others:.1f} of {taken.load.cores} cores busy, so that time says little"
                      if taken and taken.load and taken.crowded else None,
         "bytes sent per rank and step": moved + (f" (*: {COMPUTED})" if "*" in moved else ""),
@@ -54,6 +54,12 @@ def _told(finished: Run, found: Mapping[str, Any]) -> dict[str, Any]:
         "where largest": found["tensor"], "stopped": found["stopped_at"] and f"at step {found['stopped_at']}",
         "go on with": found["go_on_with"], "record": found["folder"],
         "trace": found["trace"] and f"{found['trace']}, which https://ui.perfetto.dev opens"}
+
+
+def _whose(run: Record) -> str:
+    if run.rounds:
+        return "a batch of a client: median, of all workers together"
+    return "a batch of shares: median, of all workers together" if run.apart else "median of the slowest rank"
 
 
 def some_of(events: Sequence[str]) -> str | None:
@@ -129,7 +135,8 @@ def dry_run(checked: Admitted, as_json: bool) -> None:
     division = checked.resolved.division
     first, last = order.at(0), order.at(order.steps - 1)
     found: dict[str, Any] = {
-        "job": job.name, "strategy": str(checked.asked), "resolved": str(checked.resolved), "workers": checked.size,
+        "job": job.name, "strategy": str(checked.asked), "resolved": str(checked.resolved),
+        "workers": checked.size - checked.resolved.servers, "servers": checked.resolved.servers,
         "threads": checked.threads, "samples": order.samples, "batch": job.batch, "steps_per_epoch": order.steps,
         "epochs": job.epochs, "steps": rounds.begins[-1] if rounds else order.steps * job.epochs,
         "rounds": rounds and rounds.told, "shares": _shares(first, division),
@@ -138,11 +145,16 @@ def dry_run(checked: Admitted, as_json: bool) -> None:
         print(json.dumps(found))
         return
     named = {"threads": "threads per rank", "last_shares": "shares of the short last batch"}
-    if found["shares"] == found["last_shares"]:
+    if rounds or found["shares"] == found["last_shares"]:
         del found["last_shares"]
     del found["strategy"]
-    if not rounds:
+    if rounds:
+        found["rounds"] = str(rounds)
+        del found["shares"]                                 # a batch is one client's
+    else:
         del found["rounds"]
+    if not found["servers"]:
+        del found["servers"]
     print_facts((named.get(name, name.replace("_", " ")), value) for name, value in found.items())
 
 

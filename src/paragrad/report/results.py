@@ -204,7 +204,7 @@ def _reached(results: Results, record: Record, taken: StepTime | None) -> Reache
         if goal and taken and line["test"] and goal.reached(line["test"]["value"]):
             steps = sum(each["epoch"] <= line["epoch"] for each in record.of("step"))
             seconds = steps * taken.seconds
-            if record.rounds:                           # by the clock: workers have steps of their own
+            if record.apart:                            # by the clock: workers have steps of their own
                 seconds = line["start"] + line["seconds"] - record.of("epoch")[0]["start"]
             return Reached(seconds, line["epoch"] + 1, record.passed(line["epoch"]))
     return None

@@ -64,7 +64,7 @@ class Run(Record):
     def happened(self) -> list[str]:
         """To its processes: who died, was late, or came; and round by round to clients: who was lost, as its worker tells, and
         that nobody came back, or trained for nothing, as the first worker does."""
-        own = [line for line in self.own if line["kind"] == "event"]
+        own = [line for line in self.own if line["kind"] == "event" and line["name"] != "open"]         # an invitation
         told = [line for rank in range(len(self.ranks)) for line in self.of("event", rank)
                 if line["name"] == LOST or (line["name"] in (NOBODY, IDLE) and rank == 0)]
         told.sort(key=lambda line: (line["numbers"]["round"], line["numbers"].get("client", inf)))

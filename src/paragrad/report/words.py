@@ -60,7 +60,8 @@ def definitions(table: Results) -> list[tuple[str, str]]:
     told = {
         f"test {table.metric}": "the metric on the test set after the last epoch" + (
             f"; mean ± standard deviation over {table.asked['seeds']} seeds" if several else ""),
-        "ms/step": "median milliseconds per step of the slowest rank, without the first step, which warms up" + (
+        "ms/step": "median milliseconds per step of the slowest rank, or where workers step by themselves (asp, ssp, backup "
+                   "workers, clients) of all together; without the first step, which warms up" + (
             "; median over seeds" if several else "") + "; the charts over seconds take it for every step",
         "speed-up": f"milliseconds per step of serial with all {table.machine['cores']} threads, divided by the strategy's",
         "over 1 thread": "the same, against serial with one thread",
@@ -73,8 +74,8 @@ def definitions(table: Results) -> list[tuple[str, str]]:
         "parameters": "the first digits of a digest of the trained parameters: equal digests, equal bits"}
     if table.until:
         told = {f"seconds, epochs, samples to {table.until}":
-                "to the end of the first epoch whose test reached the goal; seconds: its steps, each taking the ms/step; of "
-                "rounds, which are epochs here, by the clock" + (
+                "to the end of the first epoch whose test reached the goal; seconds: its steps, each taking the ms/step; where "
+                "workers step by themselves, by the clock (an epoch of clients is a round)" + (
                     "; means over seeds" if several else ""), **told}
     return list(told.items())
 

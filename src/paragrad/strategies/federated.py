@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import floor
 from typing import Self
 
 from paragrad.errors import Refused
@@ -60,6 +61,11 @@ class Federated(Strategy):
         """How much clients differ in their mix of classes; None: by chance alone."""
         return self.split.alpha if isinstance(self.split, Dirichlet) else None
 
+    @property
+    def taking(self) -> int:
+        """Clients that take part in a round."""
+        return max(1, floor(self.fraction * self.clients + 0.5))
+
     def plans(self) -> tuple[Plan, ...]:
         return (Plan("all-reduce", self.reduce, self.workers),) if isinstance(self.reduce, AllReduce) else ()
 
@@ -79,6 +85,13 @@ class Federated(Strategy):
         if facts.samples < self.clients:
             raise Refused(f"{asked} has {self.clients} clients, and job {facts.job} {facts.samples} sample(s); give at most "
                           f"clients={facts.samples}")
+
+    def noticed(self, facts: Facts, asked: Strategy) -> Iterator[str]:
+        if (taking := self.taking) < self.workers:
+            yield (f"{asked}: {taking} of {self.clients} clients take{'s' if taking == 1 else ''} part in a round, so "
+                   f"{self.workers - taking} of {self.workers} workers have nothing to do"
+                   + (", and nothing is averaged" if taking == 1 else "")
+                   + f"; give fewer workers, or a larger fraction, such as fraction={self.workers / self.clients:.3g}")
 
     def refuse_beside(self, factors: tuple[Strategy, ...]) -> None:
         if len(factors) > 1:

@@ -118,3 +118,6 @@ class Server(Strategy):
             yield "scheduler", "by samples", "it steps with every full batch of samples that was applied"
         if not self.waits:
             yield "clipping", "by each worker", "of its own gradient: the others' are not known"
+            yield "optimizer", "an update for every share", (
+                f"of gradients divided by {self.workers}: plain SGD moves as far as in one step of all; Adam, which divides by "
+                f"their size, {self.workers} times as far, and momentum and decay act {self.workers} times as often")

@@ -28,7 +28,7 @@ def rounds_of(resolved: Strategy, order: Order, epochs: int, labels: Any) -> Rou
     if not resolved.in_rounds:
         return None
     clients = divided(order.samples, resolved.clients, order.seed, labels, resolved.alpha)
-    return Rounds(clients, order, int(resolved.workers), resolved.fraction, resolved.local_epochs, epochs,
+    return Rounds(clients, order, int(resolved.workers), resolved.taking, resolved.local_epochs, epochs,
                   None if resolved.rounds == "auto" else int(resolved.rounds))
 
 

@@ -12,7 +12,7 @@ from typing import TextIO
 
 import typer
 
-from paragrad.errors import RankFailed, Refused, no_room
+from paragrad.errors import Interrupted, RankFailed, Refused, no_room
 from paragrad.world.launched import launched
 from paragrad.world.signals import ending_as_interrupted
 
@@ -32,8 +32,8 @@ def answering() -> Iterator[None]:
     except RankFailed as error:
         print(f"{error.traceback}\nparagrad: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        print("paragrad: stopped", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(f"paragrad: stopped{f'; {error}' if isinstance(error, Interrupted) else ''}", file=sys.stderr)
         raise typer.Exit(130) from None
     except BrokenPipeError:                     # the reader of a pipe has left, as `| head` does
         _to_nobody(sys.stdout)

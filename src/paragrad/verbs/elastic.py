@@ -79,7 +79,7 @@ class Run:
         self.tickets = (checked.saved.step if checked.saved else 0) * self.shares
         self.tested = {"sum": 0.0, "weight": 0.0}
         self.seconds = min(checked.settings.timeout, FAREWELL)
-        self.loss, self.done, self.told = 0.0, 0, -1.0
+        self.loss, self.done, self.told, self.shown = 0.0, 0, -1.0, 0
         self.doubtful: list[tuple[Ticket, dict[str, Any], list[int]]] = []      # of which servers had the share; who had it
         self.step = self.office.made                    # of the training: steps that were given out, in all
         self.kept = {("checkpoint", self.step)} if checked.saved else set[tuple[str, int]]()
@@ -292,10 +292,12 @@ class Run:
 
     def tell(self, epoch: int | None) -> None:
         now = self.record.now()
-        if self.progress is not None and epoch is not None and self.done and now - self.told > 0.1:
-            self.told = now
-            self.progress({"epoch": epoch, "step": self.done // self.shares,
-                           "steps": self.checked.job.epochs * self.order.steps, "loss": self.loss})
+        step, steps = self.done // self.shares, self.checked.job.epochs * self.order.steps
+        if self.progress is None or epoch is None or step in (0, self.shown):
+            return
+        if now - self.told > 0.1 or step == steps:
+            self.told, self.shown = now, step
+            self.progress({"epoch": epoch, "step": step, "steps": steps, "loss": self.loss})
 
     # ---- its end -------------------------------------------------------------------------------------------------------------
     def close(self) -> None:

@@ -189,7 +189,8 @@ def _write_header(record: Recorder, checked: Admitted, folder: Path) -> None:
     job, facts, settings = checked.job, checked.facts, checked.settings
     record.write(
         "run", schema=SCHEMA, id=folder.name, date=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        strategy=str(checked.asked), resolved=str(checked.resolved), exact=checked.resolved.exact, seed=job.seed,
+        strategy=str(checked.asked), resolved=str(checked.resolved), exact=checked.resolved.exact,
+        hands_out=checked.resolved.hands_out, seed=job.seed,
         job={"name": job.name, "arguments": {name: _as_json(value) for name, value in job.arguments},
              "batch": job.batch, "epochs": job.epochs,
              "metric": job.metric_name, "unit": "%" if job.metric is accuracy else "",
@@ -220,6 +221,9 @@ def _choices(checked: Admitted) -> Iterator[tuple[str, str, str]]:
     if not checked.resolved.exact:
         yield "training", "another than serial's", ("by its design: judge it by its tests, and see how far it is by `paragrad "
                                                     "compare`")
+    if checked.rounds:
+        yield "rounds", str(checked.rounds), ("as many as pass over as many samples as the job's epochs do"
+                                              if checked.rounds.asked is None else "asked for")
     if checked.fitted:
         yield "batch", str(checked.job.batch), checked.fitted
     if settings.sabotage:
@@ -231,8 +235,9 @@ def _choices(checked: Admitted) -> Iterator[tuple[str, str, str]]:
     if checked.tried:
         yield "strategy", str(checked.resolved), checked.tried
     else:
+        lacks = {"scheduler": checked.job.scheduler is None, "clipping": checked.job.clip_norm is None}
         with asking(checked.asked):
-            yield from list(checked.asked.picked(checked.resolved, checked.here))
+            yield from [each for each in checked.asked.picked(checked.resolved, checked.here) if not lacks.get(each[0])]
 
 
 def _write_end(record: Recorder, status: str, error: RankFailed | None = None) -> None:
