@@ -29,7 +29,7 @@ from paragrad.training.settings import Settings
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
 
-pytestmark = pytest.mark.usefixtures("warm")
+pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.filterwarnings("ignore:.* clients takes part in a round")]
 
 State = dict[str, Tensor]
 plain = functools.partial(torch.optim.SGD, lr=0.1)

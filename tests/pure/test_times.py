@@ -16,6 +16,7 @@ class Written(Record):
     """A record of one rank with these steps."""
 
     def __init__(self, seconds: list[float]) -> None:
+        self.header = {}
         self.ranks = [[{"kind": "step", "seconds": each} for each in [9.0, *seconds]]]      # the first warms up
 
 

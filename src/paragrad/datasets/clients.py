@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy
@@ -83,13 +84,20 @@ class Rounds:
         return self.passes * -(-len(self.clients[client]) // self.order.batch)
 
     @cached_property
-    def begins(self) -> list[int]:
+    def begins(self) -> Sequence[int]:
         """The number of every round's first step, and behind them the number of all steps: those of its clients, one after the
         other."""
-        found = [0]
-        for number in range(self.count):
-            found.append(found[-1] + sum(map(self.length, self.chosen(number))))
-        return found
+        lengths = list(map(self.length, range(len(self.clients))))
+        if not self.drawn:
+            each = sum(lengths[:self.taking])
+            return range(0, each * self.count + 1, each)
+        return list(accumulate((sum(lengths[client] for client in self.chosen(number)) for number in range(self.count)),
+                               initial=0))
+
+    @property
+    def drawn(self) -> bool:
+        """Does it depend on who takes part how many steps a round has?"""
+        return self.taking < len(self.clients) and len(set(map(self.length, range(len(self.clients))))) > 1
 
     @property
     def told(self) -> dict[str, int]:
@@ -222,5 +230,7 @@ def _class_of(sample: Any) -> int:
     target = sample[1] if not isinstance(sample, Mapping) else next((sample[name] for name in NAMES if name in sample), None)
     found = _array(target)
     if found.size != 1 or found.dtype.kind not in WHOLE:
+        if isinstance(sample, Mapping) and target is None:
+            raise ValueError(f"a sample is a dict without {' or '.join(map(repr, NAMES))}, where its class is looked for")
         raise ValueError(f"a target is {found.size} value(s) of type {found.dtype}, and no whole number")
     return int(found.reshape(-1)[0])

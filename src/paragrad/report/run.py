@@ -92,7 +92,11 @@ class Run(Record):
         return step_of(found[0]) if found else None
 
     def model(self) -> nn.Module:
-        """The trained model, a plain module with its serial names."""
-        model = self.job.built_model()
-        load_weights(model, self.folder / "model.safetensors")
+        """The trained model, a plain module with its serial names. Raises Refused where it is not as the job builds it."""
+        model, path = self.job.built_model(), self.folder / "model.safetensors"
+        try:
+            load_weights(model, path)
+        except RuntimeError as error:
+            raise Refused(f"{path} does not fit the model as job {self.job.name} builds it: a forward made, tied or reshaped "
+                          f"what it holds; load it by safetensors into one that has made a forward ({error})") from error
         return model

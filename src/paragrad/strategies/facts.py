@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from paragrad.errors import Refused
+
 
 class Updating(Protocol):
     """What a strategy may ask about an optimizer, a job's or that of a loop of the user's own."""
@@ -46,6 +48,15 @@ class Facts(Updating, Protocol):
     def by_layout(self) -> str | None: ...      # what is drawn otherwise where a batch is divided
 
     @property
+    def unsteady(self) -> str | None: ...       # why the same samples, or their loss, are not the same twice
+
+    @property
+    def made_once(self) -> str | None: ...      # why the optimizer cannot be made anew over the same parameters
+
+    @property
+    def replaced(self) -> tuple[str, ...]: ...  # parameters in whose place a forward puts others, or that it makes
+
+    @property
     def sizes(self) -> tuple[int, ...]: ...     # samples of a full batch, and of a short last one
 
     @property
@@ -59,3 +70,10 @@ class Facts(Updating, Protocol):
 
     @property
     def elements(self) -> int: ...              # of all parameters that are trained
+
+
+def refuse_replaced(facts: Facts, asked: object) -> None:
+    """Of those who average weights, which are known by their names."""
+    if facts.replaced:
+        raise Refused(f"{asked} averages what is known by its name, and a forward of job {facts.job} puts another parameter in "
+                      f"the place of {facts.replaced[0]}, ties it or makes it; do that in __init__, and change values in place")

@@ -13,7 +13,7 @@ from paragrad.notation.choices import Choice, Decimal, Integer, One, Word, optio
 from paragrad.schedules.all_reduce import AllReduce
 from paragrad.schedules.star import Star
 from paragrad.strategies.data import Native
-from paragrad.strategies.facts import Facts
+from paragrad.strategies.facts import Facts, refuse_replaced
 from paragrad.strategies.shares import Division
 from paragrad.strategies.strategy import Here, Plan, Promise, Strategy
 
@@ -85,6 +85,12 @@ class Federated(Strategy):
         if facts.samples < self.clients:
             raise Refused(f"{asked} has {self.clients} clients, and job {facts.job} {facts.samples} sample(s); give at most "
                           f"clients={facts.samples}")
+        refuse_replaced(facts, asked)
+        if facts.made_once:
+            raise Refused(f"{asked} makes an optimizer for every client and round, and that of job {facts.job} is not made "
+                          f"anew: {facts.made_once}")
+        if facts.unsteady and not unchecked:
+            raise Refused(f"job {facts.job}: {facts.unsteady}")
 
     def noticed(self, facts: Facts, asked: Strategy) -> Iterator[str]:
         if (taking := self.taking) < self.workers:

@@ -10,7 +10,7 @@ from paragrad.errors import Refused
 from paragrad.notation.choices import Choice, Decimal, Integer, One, Word, option
 from paragrad.schedules.all_reduce import AllReduce
 from paragrad.strategies.data import Native
-from paragrad.strategies.facts import Facts, Updating
+from paragrad.strategies.facts import Facts, Updating, refuse_replaced
 from paragrad.strategies.strategy import Here, Plan, Promise, Strategy
 
 
@@ -82,6 +82,7 @@ class Local(Strategy):
 
     def refuse(self, facts: Facts, asked: Strategy, unchecked: bool = False) -> None:
         super().refuse(facts, asked, unchecked)
+        refuse_replaced(facts, asked)
         if self._never_meet(facts) and not isinstance(self.outer, Mean):
             raise Refused(f"{asked}: {self._first(facts)}, and {self.outer.name} steps where they meet; give every of at most "
                           f"{facts.steps - self.after}, or leave out outer")

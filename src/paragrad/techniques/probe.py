@@ -31,13 +31,14 @@ class Probe:
     linear: bool                    # gradients grow as the loss does
     draws: Draws
     follows: tuple[str, ...] = ()   # parameters that are not trained, and that forwards change
+    replaced: tuple[str, ...] = ()  # parameters in whose place a forward puts others, or that it makes
 
     def __or__(self, other: Probe) -> Probe:
         """What two ranks' looks show together."""
         return Probe(self.some_unused or other.some_unused, max(self.activations, other.activations),
                      self.known and other.known, self.normed or other.normed,
                      max(self.coarsest, other.coarsest), self.linear and other.linear, self.draws | other.draws,
-                     tuple(sorted({*self.follows, *other.follows})))
+                     tuple(sorted({*self.follows, *other.follows})), tuple(sorted({*self.replaced, *other.replaced})))
 
 
 class Kept:

@@ -81,8 +81,8 @@ class Before:
     """A model and its loss as they are; later, what changed.
 
     values: names of parameters whose values and gradients are kept too, to put them back; whether others changed is told by
-    their versions, which `parameter.data` does not move.  buffers: they are kept too, and hooks: a model that registers them in
-    its first forward, and notes in an attribute that it did, would do so again.
+    their versions, which `parameter.data` does not move.  buffers: they are kept too, which parameters there are, and hooks: a
+    model that registers them in its first forward, and notes in an attribute that it did, would do so again.
     """
 
     def __init__(self, module: Summed, values: Iterable[str] = (), buffers: bool = False) -> None:
@@ -94,7 +94,7 @@ class Before:
         self.values = {name: (self.parameters[name].data, self.parameters[name].detach().clone(), self.parameters[name].grad)
                        for name in values if name in self.parameters}
         modules = [owner for owner in self.state.owners.values() if isinstance(owner, nn.Module)] if buffers else []
-        self.buffers = [_buffers_kept(each) for each in modules]
+        self.buffers = [kept_as(each) for kept_as in (_buffers_kept, _parameters_kept) for each in modules]
         self.hooks = [_hooks_kept(each) for each in modules]
 
     def changed(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -155,6 +155,23 @@ def _buffers_kept(module: nn.Module) -> Callable[[], None]:
             module._buffers.clear()
             module._buffers.update(held)
     return put_back
+
+
+def _parameters_kept(module: nn.Module) -> Callable[[], None]:
+    """Puts back which there are: a forward may have put another one in the place of one, or made it."""
+    held = dict(module._parameters)
+
+    def put_back() -> None:
+        if len(module._parameters) != len(held) or any(module._parameters.get(name) is not each for name, each in held.items()):
+            module._parameters.clear()
+            module._parameters.update(held)
+    return put_back
+
+
+def replaced(model: nn.Module, parameters: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Names of parameters that a forward took away, made, or put others in the place of."""
+    now: dict[str, Any] = dict(model.named_parameters())
+    return tuple(name for name in {**parameters, **now} if now.get(name) is not parameters.get(name))
 
 
 def hooks_of(module: nn.Module) -> list[dict[int, Any]]:

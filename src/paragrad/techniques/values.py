@@ -118,7 +118,7 @@ def same(a: Any, b: Any) -> bool:
         return type(a) is type(b) and a.shape == b.shape
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype and (
-            torch.equal(a, b) or (a.is_floating_point() and a.shape == b.shape and bool(
+            _equal(a, b) or (a.is_floating_point() and a.shape == b.shape and bool(
                 torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True))))
     if isinstance(a, numpy.ndarray) or isinstance(b, numpy.ndarray):
         return bool(numpy.array_equal(a, b))
@@ -141,8 +141,14 @@ def set_values(buffer: Tensor, values: Tensor) -> None:
         return
     if buffer.shape != values.shape:
         buffer.data = values.clone()
-    elif not torch.equal(buffer, values):
+    elif not _equal(buffer, values):
         buffer.data.copy_(values)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if a.layout == b.layout == torch.strided:
+        return torch.equal(a, b)
+    return a.layout == b.layout and a.shape == b.shape and torch.equal(a.to_dense(), b.to_dense())
 
 
 def saved_buffers(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:

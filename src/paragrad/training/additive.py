@@ -174,10 +174,23 @@ def _unsteady(module: Summed, part: Excerpt, draws: Draws, mean: float, near: fl
     if own:
         return (f"the random generator {own[0]}, of the model's or the loss's own, draws for a batch and not for its samples; "
                 "draw by torch's functions without generator=")
-    again = _asked(module, part, draws)
-    if _close(again.total / (again.weight or 1.0), mean, near):
+    return _another(mean, _mean(_asked(module, part, draws)), near)
+
+
+def another_number(module: Summed, part: Excerpt, draws: Draws) -> str | None:
+    """Why the same samples have another loss when it is asked again, or None."""
+    once, anew = (_mean(_asked(module, part, draws)) for _ in range(2))
+    return _another(once, anew, 1e-6) if torch.isfinite(torch.tensor([once, anew])).all() else None
+
+
+def _mean(answer: Answer) -> float:
+    return answer.total / (answer.weight or 1.0)
+
+
+def _another(mean: float, again: float, near: float) -> str | None:
+    if _close(again, mean, near):
         return None
-    once, anew = _told(mean, again.total / (again.weight or 1.0))
+    once, anew = _told(mean, again)
     return (f"the loss of the same samples is another number each time it is asked: {once}, then {anew}; model or loss keep a "
             "state or a random generator outside of themselves: draw by torch's functions without generator=, and count in "
             "attributes or buffers of the model")

@@ -37,7 +37,7 @@ from paragrad.training.door import Findings, examined
 from paragrad.training.evaluation import refuse_gradients
 from paragrad.training.holding import refuse_optimizer
 from paragrad.training.room import refuse_crowded
-from paragrad.training.rounds import labels_wanted, refuse_lone, refuse_schedule, refuse_wrapped, rounds_of
+from paragrad.training.rounds import labels_wanted, refuse_lone, refuse_many, refuse_schedule, refuse_wrapped, rounds_of
 from paragrad.training.saved import Saved
 from paragrad.training.settings import Settings
 from paragrad.world.axes import grid
@@ -127,6 +127,7 @@ def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, 
     backend = backend_of(settings, resolved.size)
     checked = Admitted(job, asked, resolved, settings, facts, here, backend,
                        labels=labels_wanted(job, asked, resolved, settings.folder))
+    refuse_many(checked.rounds, asked)
     refuse_lone(checked.rounds, about, asked)
     refuse_schedule(checked.rounds, facts, asked, job.name)
     refuse_wrapped(checked.rounds, job, asked)

@@ -15,6 +15,7 @@ from paragrad.techniques.updating import keeps_copies, updates_by
 from paragrad.training.divisible import alone, uncut
 from paragrad.training.door import Findings
 from paragrad.training.first_step.causes import by_layout
+from paragrad.training.steady import made_once, unsteady
 
 
 class Updates:
@@ -77,6 +78,18 @@ class Asked:
     def by_layout(self) -> str | None:
         drawn = self.facts.probe.draws.by_layout
         return by_layout(drawn) if drawn else None
+
+    @functools.cached_property
+    def unsteady(self) -> str | None:
+        return unsteady(self.named, self.data, self.facts.probe.draws)
+
+    @functools.cached_property
+    def made_once(self) -> str | None:
+        return made_once(self.named)
+
+    @property
+    def replaced(self) -> tuple[str, ...]:
+        return self.facts.probe.replaced
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -16,15 +16,12 @@ from torch import Tensor, nn
 
 from paragrad.datasets.loading import (
     Dataset,
-    Samples,
     WholeBatch,
-    alike,
     brought,
     called,
     copied,
     parted,
     refuse_loader,
-    tensors_of,
     why_whole,
 )
 from paragrad.datasets.order import Order, refuse_endless
@@ -35,12 +32,13 @@ from paragrad.jobs.precision import in_precision
 from paragrad.techniques import batch_norm
 from paragrad.techniques.draws import Draws
 from paragrad.techniques.probe import Probe, probed
-from paragrad.techniques.untouched import restored
+from paragrad.techniques.untouched import replaced, restored
 from paragrad.training.additive import ASKED, Excerpt, parts_of, wrong_with
 from paragrad.training.evaluation import without_gradients
 from paragrad.training.identity import beginning, loss_before
 from paragrad.training.lazy import Initialised, lazy_names
 from paragrad.training.rates import warn_of_epochs
+from paragrad.training.steady import unlike
 from paragrad.world.generators import generator_states, generators_kept
 from paragrad.world.world import World
 
@@ -82,6 +80,7 @@ def examined(job: Job, data: Path | None = None) -> Findings:
         raise Refused(f"job {job.name}: the loss holds parameters with requires_grad, which no optimizer gets; put them into "
                       "the model and let it return what its loss needs of them, such as (output, penalty), or freeze them "
                       "(requires_grad_(False))")
+    _check_values(job, model)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, scheduler = _check_optimizer(job, model)
     probe, whole_batch, whole_loss = _check_loss(job, model, train)
@@ -96,6 +95,15 @@ def examined(job: Job, data: Path | None = None) -> Findings:
     if scheduler is not None:
         warn_of_epochs(job, scheduler, len(train))
     return facts
+
+
+def _check_values(job: Job, model: nn.Module) -> None:
+    """What files and other ranks take are dense numbers."""
+    for name, each in model.state_dict().items():
+        if isinstance(each, Tensor) and (each.layout != torch.strided or each.is_quantized):
+            kind = "quantized" if each.is_quantized else "sparse"
+            raise Refused(f"job {job.name}: {name} is {kind}, and no file of a trained model holds that; make it dense, or "
+                          "keep it in an attribute that is no buffer")
 
 
 def _check_fields(job: Job) -> None:
@@ -260,9 +268,11 @@ def _check_loss(job: Job, model: nn.Module, train: Dataset) -> tuple[Probe, str 
 
     with generators_kept():
         norm = batch_norm.BatchNorm(World(), model, lambda *_: None, samples=len(indices))
+        there = dict(model.named_parameters())
         with _casting(job), restored(module) as before, norm:
             try:
-                probe = replace(probed(module, part.inputs, part.target, len(indices), norm, repeated), follows=before.frozen())
+                probe = replace(probed(module, part.inputs, part.target, len(indices), norm, repeated), follows=before.frozen(),
+                                replaced=replaced(module.model, there))
             except Exception as error:
                 raise _refusal(job, module, part, error) from error
         if probe.draws.by_layout:   # by which parts would differ; a strategy that splits the batch is refused for that
@@ -274,16 +284,7 @@ def _check_loss(job: Job, model: nn.Module, train: Dataset) -> tuple[Probe, str 
             with contextlib.suppress(ValueError):       # what it makes cannot be cut
                 still = _asked(job, module, parts_of(whole, indices), probe.draws)
                 because, wrong = because or (None if still else "what it makes of a share counts otherwise"), still
-    return probe, because, wrong and (_unsteady(samples, indices, parts[0]) or wrong)
-
-
-def _unsteady(samples: Samples, indices: list[int], loaded: Excerpt) -> str | None:
-    """Loaded again, are the samples others?"""
-    both = [[tensor.to_dense() for tensor in tensors_of(list(pair))]
-            for pair in ((loaded.inputs, loaded.target), parted(samples[0, indices]))]
-    return None if alike(*both) else (
-        "train gives other values each time it is asked for the same samples: dataset or collate keeps a state or a random "
-        "generator of its own; draw by torch, numpy.random or random themselves, which are seeded for every sample")
+    return probe, because, wrong and (unlike(samples, indices, parts[0]) or wrong)
 
 
 def _refusal(job: Job, module: Summed, part: Excerpt, error: Exception) -> Refused:

@@ -16,6 +16,8 @@ from paragrad.strategies.strategy import Strategy
 from paragrad.training.asked import Asked
 from paragrad.training.door import Findings
 
+MOST = 20_000           # rounds of which each is drawn before the first begins
+
 
 def labels_wanted(job: Job, asked: Strategy, resolved: Strategy, data: Path | None) -> Any:
     """Of every sample its class, where clients are divided by it; otherwise None. Raises Refused."""
@@ -30,6 +32,13 @@ def rounds_of(resolved: Strategy, order: Order, epochs: int, labels: Any) -> Rou
     clients = divided(order.samples, resolved.clients, order.seed, labels, resolved.alpha)
     return Rounds(clients, order, int(resolved.workers), resolved.taking, resolved.local_epochs, epochs,
                   None if resolved.rounds == "auto" else int(resolved.rounds))
+
+
+def refuse_many(rounds: Rounds | None, asked: Strategy) -> None:
+    """Refuse so many rounds that to draw who takes part in each takes longer than anybody waits for."""
+    if rounds and rounds.drawn and rounds.count > MOST:
+        raise Refused(f"{asked} comes to {rounds.count:,} rounds, of which each has to be drawn first, as clients make unequal "
+                      f"numbers of steps; give at most rounds={MOST}")
 
 
 def refuse_schedule(rounds: Rounds | None, facts: Findings, asked: Strategy, job: str) -> None:

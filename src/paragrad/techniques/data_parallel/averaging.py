@@ -26,6 +26,7 @@ from paragrad.strategies.local import Local
 from paragrad.techniques.copies import Copies
 from paragrad.techniques.data_parallel.means import (
     ONE_SHAPE,
+    REPLACED,
     Said,
     mean_state,
     nearest,
@@ -38,7 +39,7 @@ from paragrad.techniques.exchange import CHECKPOINTS, TESTS, Exchange, How, Repl
 from paragrad.techniques.keeping import taken
 from paragrad.techniques.layout import State, on_host
 from paragrad.techniques.modes import has_modes
-from paragrad.techniques.untouched import Before
+from paragrad.techniques.untouched import Before, replaced
 from paragrad.techniques.values import same, wide
 from paragrad.world.waiting import out_of_step
 from paragrad.world.world import World
@@ -66,6 +67,7 @@ class Averaging(OwnBuckets):
         self.strategy, self.world, self.step = strategy, world, replica.steps
         self.copies = Copies(self.layout, self.summed.model)
         self.twice = world.size if how.sabotage == "mean_twice" else 1          # planted
+        self.there = dict(self.summed.model.named_parameters())
         self.names = [name for name, each in self.summed.model.named_parameters() if each.requires_grad]
         self.outer: Outer = outer_of(strategy, self._weights(), self._restored(replica.restored))
         self.keeps = (MOMENTUM,) if self.outer.momentum else ()
@@ -118,6 +120,8 @@ class Averaging(OwnBuckets):
             super().ready(parameter)
 
     def finish(self, weight: float, loss: float) -> None:
+        if names := replaced(self.summed.model, self.there):
+            raise StepFailed(REPLACED, tensor=", ".join(names))
         if self.synchronous:
             super().finish(weight, loss)
         else:

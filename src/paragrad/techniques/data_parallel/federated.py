@@ -18,11 +18,11 @@ from torch import Tensor
 from paragrad.errors import StepFailed
 from paragrad.record.log import Log
 from paragrad.strategies.federated import Federated
-from paragrad.techniques.data_parallel.means import ONE_SHAPE, Said, nearest, values_of
+from paragrad.techniques.data_parallel.means import ONE_SHAPE, REPLACED, Said, nearest, values_of
 from paragrad.techniques.data_parallel.own_buckets import Sending
 from paragrad.techniques.exchange import Exchange, How, Replica
 from paragrad.techniques.modes import set_mode
-from paragrad.techniques.untouched import Before
+from paragrad.techniques.untouched import Before, replaced
 from paragrad.techniques.values import same, wide
 from paragrad.world.world import World
 
@@ -66,6 +66,7 @@ class Federating(Sending):
         """All workers have the same model; so many clients take part."""
         values = self._values()
         self.before = Before(self.summed, list(dict(self.summed.model.named_parameters())), buffers=True)
+        self.there = dict(self.summed.model.named_parameters())
         self.others = {name: each.detach().clone() for name, each in values.items() if name not in self.trained}
         self.moved = set[str]()                     # which of these some client of this worker changed
         self.counts = [0.0] * clients               # of the samples of this worker's clients that came back, by place among all
@@ -80,6 +81,8 @@ class Federating(Sending):
         """A client has trained over so many samples. Raises StepFailed, and then nothing of it is added, where its weights are
         not finite, or not those that others have."""
         set_mode(self.optimizer, "eval")            # which has the weights that it stands for
+        if names := replaced(self.summed.model, self.there):
+            raise StepFailed(REPLACED, tensor=", ".join(names))
         values = self._values()
         self._refuse_unlike(values)
         self.said.python(self.before.state, "as at the beginning, for every client of every round")

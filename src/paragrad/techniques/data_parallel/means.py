@@ -22,6 +22,8 @@ from paragrad.techniques.values import differentiable, saved_buffers, wide
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")         # of norms, which docs say become means
 Numbers = list[dict[str, float]]                            # of an optimizer, by group
 LOSS = "the loss"                   # before the names of its buffers
+REPLACED = ("a forward put another parameter in its place, tied it or made it, and what is averaged is known by its name; do "
+            "that in __init__, and change values in place")
 ONE_SHAPE = ("give it one shape, whatever the batch; or register it with persistent=False, or keep it in an attribute that is "
              "no buffer: then it has no mean")
 

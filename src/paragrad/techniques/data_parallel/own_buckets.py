@@ -111,10 +111,11 @@ def buckets_of(tensors: Iterable[Tensor]) -> list[list[Any]]:
     """Neighbours of one type, up to so many bytes."""
     found: list[list[Any]] = []
     for _, alike in itertools.groupby(tensors, key=lambda each: (each.dtype, each.device)):
-        bytes_ = BYTES
+        bytes_ = 0
+        found.append([])
         for each in alike:
             bytes_ += each.nbytes
-            if bytes_ > BYTES:
+            if found[-1] and bytes_ > BYTES:
                 found.append([])
                 bytes_ = each.nbytes
             found[-1].append(each)
