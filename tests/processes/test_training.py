@@ -79,8 +79,8 @@ def test_the_model_comes_back_under_its_serial_names(pool: Ranks, tmp_path: Path
 def test_every_kind_of_line_has_its_fields(pool: Ranks, tmp_path: Path) -> None:
     trained(pool, tmp_path, DIGITS, "data(2, reduce=ring)")
     fields = {
-        "run": {"schema", "id", "date", "job", "strategy", "resolved", "exact", "seed", "workers", "servers", "backend",
-                "device", "threads", "machine", "prediction", "reverse", "resumed", "settings", "rounds"},
+        "run": {"schema", "id", "date", "job", "strategy", "resolved", "exact", "hands_out", "seed", "workers", "servers",
+                "backend", "device", "threads", "machine", "prediction", "reverse", "resumed", "settings", "rounds"},
         "step": {"epoch", "step", "start", "seconds", "loss", "order", "sent", "lr"},
         "epoch": {"epoch", "test", "start", "seconds"},
         "span": {"step", "name", "lane", "start", "seconds", "bytes", "peer"},
