@@ -90,8 +90,8 @@ def _rows(axes: Any, timeline: Timeline, top: float, end: float, title: str) -> 
 
 # ---- of a run ----------------------------------------------------------------------------------------------------------------
 def pictured(name: str, record: Record) -> tuple[str, str] | None:
-    """(what there is to say, the chart) of a run's step; None where the run has too few, too many ranks to draw, or workers that
-    step by themselves."""
+    """(what there is to say, the chart) of a run's step; None where the run has too few, or too many ranks to draw, or workers
+    that step by themselves."""
     if record.apart:
         return None
     steps_told = measured(record)
