@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -249,6 +250,14 @@ class Interrupted:
 
 
 PLAIN_POLL = select.poll
+
+
+def test_another_process_of_a_server_that_has_ended_is_refused() -> None:
+    """As after a kill of the server, which others had replaced: it was a file that was not found."""
+    with Ranks(1) as ranks:
+        shutil.rmtree(ranks.meeting())
+        with pytest.raises(RankFailed, match="the server of the ranks ended, and its ranks with it"):
+            ranks.another()
 
 
 def test_a_signal_amid_the_look_for_another() -> None:

@@ -234,7 +234,7 @@ def test_so_many_rounds_are_counted_and_not_drawn() -> None:
 
 
 def test_a_fraction_that_keeps_workers_idle_is_told(tmp_path: Path) -> None:
-    says = "1 of 6 clients takes part in a round, so 1 of 2 workers have nothing to do, and nothing is averaged; give fewer"
+    says = "1 of 6 clients takes part in a round, which keeps at most 1 of 2 workers busy, and nothing is averaged; give fewer"
     with pytest.warns(UserWarning, match=f"{says} workers, or a larger fraction, such as fraction=0.333"):
         run = pg.train(of(linear), "federated(2, clients=6, rounds=2)", runs=tmp_path)
     told = [line["picked"] for line in Record(run.folder).of("choice", 0) + run.choices if line["what"] == "rounds"]

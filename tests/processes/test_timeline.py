@@ -223,4 +223,4 @@ def test_the_page_has_a_row_for_each_rank_and_what_was_foretold_above(tmp_path: 
 def test_without_enough_steps_there_is_no_picture_of_one(tmp_path: Path) -> None:
     table = pg.compare(JOB.replace(epochs=1), "pipeline(2, micro=2)", runs=tmp_path)
     section = (table.folder / "page.html").read_text(encoding="utf-8").split('<section id="step"')[1]
-    assert f"Nothing to draw: no run made {FORETOLD.start + 1} steps." in section.split("</section>")[0]
+    assert f"Nothing to draw: no run made {FORETOLD.start + 1} steps of all workers together." in section.split("</section>")[0]

@@ -186,7 +186,8 @@ class Sections:
                  for place, row in enumerate(self.table.rows) if row.strategy != TWIN and row.seconds_per_step is not None]
         pictures = [Picture(strategy, seen[0], Markup(seen[1])) for strategy, seen in found if seen]
         if not pictures:
-            return Section("step", "One step", [Picture("", f"Nothing to draw: no run made {FORETOLD.start + 1} steps.")], [])
+            return Section("step", "One step", [Picture("", f"Nothing to draw: no run made {FORETOLD.start + 1} steps of "
+                                                         "all workers together.")], [])
         return Section("step", "One step", pictures, [(themed(colour), False, kind) for kind, colour in COLOURS.items()])
 
 

@@ -90,7 +90,10 @@ def _rows(axes: Any, timeline: Timeline, top: float, end: float, title: str) -> 
 
 # ---- of a run ----------------------------------------------------------------------------------------------------------------
 def pictured(name: str, record: Record) -> tuple[str, str] | None:
-    """(what there is to say, the chart) of a run's step; None where the run has too few, or too many ranks to draw."""
+    """(what there is to say, the chart) of a run's step; None where the run has too few, or too many ranks to draw, or workers
+    that step by themselves."""
+    if record.apart:
+        return None
     steps_told = measured(record)
     shown = middle(steps_told)
     if shown is None or not shown[1].spans or len(shown[1].ends) > RANKS:

@@ -94,8 +94,8 @@ class Federated(Strategy):
 
     def noticed(self, facts: Facts, asked: Strategy) -> Iterator[str]:
         if (taking := self.taking) < self.workers:
-            yield (f"{asked}: {taking} of {self.clients} clients take{'s' if taking == 1 else ''} part in a round, so "
-                   f"{self.workers - taking} of {self.workers} workers have nothing to do"
+            yield (f"{asked}: {taking} of {self.clients} clients take{'s' if taking == 1 else ''} part in a round, which "
+                   f"keeps at most {taking} of {self.workers} workers busy"
                    + (", and nothing is averaged" if taking == 1 else "")
                    + f"; give fewer workers, or a larger fraction, such as fraction={self.workers / self.clients:.3g}")
 

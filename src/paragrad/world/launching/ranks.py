@@ -96,12 +96,12 @@ class Ranks:
         return folder
 
     def another(self) -> Process:
-        """One process more, that is nobody's rank."""
-        server = self.server or processes.server()
-        self.meeting()
+        """One process more, that is nobody's rank. Raises RankFailed."""
+        server, folder = self.server or processes.server(), self.meeting()
+        if not folder.is_dir():                         # which goes with the server that the others came from
+            raise RankFailed("the server of the ranks ended, and its ranks with it", rank=None)
         self.tasks += 1
-        assert self.folder is not None
-        return server.start([Path(self.folder.name) / f"stacks-apart-{self.tasks}"])[0]
+        return server.start([folder / f"stacks-apart-{self.tasks}"])[0]
 
     def meeting(self) -> Path:
         """The folder of what they share."""
