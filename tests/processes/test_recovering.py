@@ -45,10 +45,13 @@ MADE = {"dropout, AdamW, clipping, a scheduler": job("vectors", mlp, VECTORS, te
             optimizer=adam, clip_norm=0.5, scheduler=halving),
         "batch norm": job("normed", normed_cnn, IMAGES, test=IMAGES)}
 
+PACE = 0.03             # seconds of a step: what is to happen does so long before the training's end
+
 
 class Disturbed(recovering.Run):
     """Once so many steps are in the record of the first rank, something happens to one of its processes, every time it has
-    begun again too."""
+    begun again too. Whoever looks does so five times a second, at least: a training of steps that nothing holds may be over by
+    then, so it is given a pace."""
     at: tuple[int, ...] = ()
     happens: Callable[[recovering.Run, int], None]
 
@@ -82,7 +85,7 @@ def test_who_is_killed_leaves_no_trace_in_the_training(made: pg.Job, text: str, 
     serial = pg.train(made, runs=tmp_path)
     monkeypatch.setattr(recovering, "Run", type("Here", (Disturbed,), {
         "at": (3, 40, 110), "happens": signalled(number, signal.SIGKILL)}))
-    run = pg.train(made, text, runs=tmp_path, save=30)
+    run = pg.train(made, text, runs=tmp_path, save=30, pace=PACE)
     assert run.finished
     for name, tensor in serial.model().state_dict().items():
         assert torch.allclose(run.model().state_dict()[name], tensor, rtol=1e-10, atol=1e-10), name
@@ -136,7 +139,7 @@ def test_what_forwards_change_is_not_lost(tmp_path: Path, monkeypatch: pytest.Mo
     """A count that is no float, and weights that follow others, began anew. What stays as it is does not travel."""
     made = job("remembering", Remembering, VECTORS).replace(dtype=torch.float64, epochs=20)
     monkeypatch.setattr(recovering, "Run", type("Here", (Disturbed,), {"at": (5, 20), "happens": signalled(1, signal.SIGKILL)}))
-    run, serial = pg.train(made, "server(2)", runs=tmp_path), pg.train(made, runs=tmp_path)
+    run, serial = pg.train(made, "server(2)", runs=tmp_path, pace=PACE), pg.train(made, runs=tmp_path)
     assert run.happened
     assert run.losses == pytest.approx(serial.losses, rel=1e-9)
     for name, tensor in serial.model().state_dict().items():
@@ -181,7 +184,7 @@ def test_servers_that_die_again_and_again_end_no_run_that_goes_on(tmp_path: Path
     monkeypatch.setattr(recovering, "AGAIN", 1)
     monkeypatch.setattr(recovering, "Run", type("Here", (Disturbed,), {
         "at": (101, 203, 305), "happens": signalled(1, signal.SIGKILL)}))
-    run, serial = pg.train(made, "server(1)", runs=tmp_path), pg.train(made, runs=tmp_path)
+    run, serial = pg.train(made, "server(1)", runs=tmp_path, pace=PACE), pg.train(made, runs=tmp_path)
     assert [line["name"] for line in Record(run.folder).own if line["kind"] == "event"] == ["back"] * 3
     assert run.losses == pytest.approx(serial.losses, rel=1e-9)
 
@@ -196,9 +199,9 @@ def test_servers_that_die_as_they_are_started_again_end_no_run(tmp_path: Path, m
             self.left -= 1
             if self.left:
                 self.crew.members[1].signal(signal.SIGKILL)
-    made = MADE["batch norm"].replace(dtype=torch.float64, epochs=10)
+    made = MADE["batch norm"].replace(dtype=torch.float64, epochs=20)
     monkeypatch.setattr(recovering, "Run", Again)
-    run, serial = pg.train(made, "server(1)", runs=tmp_path), pg.train(made, runs=tmp_path)
+    run, serial = pg.train(made, "server(1)", runs=tmp_path, pace=PACE), pg.train(made, runs=tmp_path)
     assert [line["name"] for line in Record(run.folder).own if line["kind"] == "event"] == ["back"] * 2
     assert run.losses == pytest.approx(serial.losses, rel=1e-9)
 
@@ -224,9 +227,9 @@ def counting(parameters: Any) -> torch.optim.Optimizer:
 
 def test_what_an_optimizer_keeps_beside_its_parameters_goes_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that was started again began to count anew: it was another training, and nobody said so."""
-    made = MADE["batch norm"].replace(dtype=torch.float64, epochs=40, optimizer=counting)
+    made = MADE["batch norm"].replace(dtype=torch.float64, epochs=50, optimizer=counting)
     monkeypatch.setattr(recovering, "Run", type("Here", (Disturbed,), {"at": (105,), "happens": signalled(1, signal.SIGKILL)}))
-    run, serial = pg.train(made, "server(1)", runs=tmp_path), pg.train(made, runs=tmp_path)
+    run, serial = pg.train(made, "server(1)", runs=tmp_path, pace=PACE), pg.train(made, runs=tmp_path)
     assert [line["name"] for line in Record(run.folder).own if line["kind"] == "event"] == ["back"]
     assert run.losses == pytest.approx(serial.losses, rel=1e-9)
 
@@ -238,10 +241,10 @@ def test_a_checkpoint_without_what_an_optimizer_keeps_is_refused(text: str, tmp_
 
 
 def test_a_worker_that_stands_still_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = MADE["batch norm"].replace(dtype=torch.float64, epochs=10)
+    made = MADE["batch norm"].replace(dtype=torch.float64, epochs=20)
     monkeypatch.setattr(recovering, "Run", type("Here", (Disturbed,), {
         "at": (5,), "happens": signalled(1, signal.SIGSTOP)}))
-    run, serial = pg.train(made, "server(2)", runs=tmp_path, timeout=2), pg.train(made, runs=tmp_path)
+    run, serial = pg.train(made, "server(2)", runs=tmp_path, timeout=2, pace=PACE), pg.train(made, runs=tmp_path)
     assert run.losses == pytest.approx(serial.losses, rel=1e-9)
     assert [line["name"] for line in Record(run.folder).own if line["kind"] == "event"] == ["again"]
 
