@@ -170,7 +170,7 @@ def test_stopped_by_the_user(tmp_path: Path) -> None:
         running.send_signal(signal.SIGINT)
         _, rest = running.communicate(timeout=30)
     assert running.returncode == 130
-    assert rest.rstrip().endswith("paragrad: stopped")
+    assert rest.splitlines()[-1] == f"paragrad: stopped; what was done until then is in {next(tmp_path.iterdir())}"
     end = json.loads((next(tmp_path.iterdir()) / "run.jsonl").read_text().splitlines()[-1])
     assert (end["kind"], end["status"]) == ("end", "interrupted")
 

@@ -552,7 +552,7 @@ def test_products_that_cannot_be_are_refused(text: str, says: str) -> None:
 
 
 @pytest.mark.parametrize(("text", "says"), [
-    ("central(1)", r"central\(1\) wants 2 ranks, 1 of them for servers, and the launcher started 1; start 2"),
+    ("central(1)", r"central\(1\): its servers have no loop of your own; make it a Job"),
 ])
 def test_in_a_loop_of_ones_own_they_are_refused(text: str, says: str) -> None:
     model = deep()

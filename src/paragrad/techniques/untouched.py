@@ -159,10 +159,11 @@ def _buffers_kept(module: nn.Module) -> Callable[[], None]:
 
 def _parameters_kept(module: nn.Module) -> Callable[[], None]:
     """Puts back which there are: a forward may have put another one in the place of one, or made it."""
-    held = dict(module._parameters)
+    held = module._parameters.copy() if isinstance(module._parameters, dict) else None         # of a script nobody can
 
     def put_back() -> None:
-        if len(module._parameters) != len(held) or any(module._parameters.get(name) is not each for name, each in held.items()):
+        if held is not None and (len(module._parameters) != len(held) or any(
+                module._parameters.get(name) is not each for name, each in held.items())):
             module._parameters.clear()
             module._parameters.update(held)
     return put_back
