@@ -7,6 +7,8 @@ import os
 import sysconfig
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,6 +106,15 @@ def told(error: BaseException) -> str:
     said = (getattr(root, "strerror", None) or str(root)) in str(error)
     began = "" if said else f" (it began with {type(root).__name__}: {root})"
     return f"{type(error).__name__}: {error}{began}{where}"
+
+
+@contextmanager
+def naming(file: Any) -> Iterator[None]:
+    """Around writing: an OSError has the file's name, which Python's own leaves out where it is a write that fails."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file)) from error
 
 
 def no_room(error: OSError, where: str) -> str:

@@ -210,7 +210,7 @@ class Graph(nn.Linear):
 
 @pytest.mark.parametrize("text", ["serial", FEDERATED])
 def test_a_sparse_tensor(text: str, tmp_path: Path) -> None:
-    """A NotImplementedError of aten::equal."""
+    """Nothing said what it was: the door compared it by an operation that there is for dense ones alone."""
     with pytest.raises(pg.Refused, match="near is sparse, and no file of a trained model holds that"):
         admitted(of(lambda: Graph(True)), text)
     assert pg.train(of(lambda: Graph(False)), text, runs=tmp_path).finished

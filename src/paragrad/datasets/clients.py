@@ -84,20 +84,23 @@ class Rounds:
         return self.passes * -(-len(self.clients[client]) // self.order.batch)
 
     @cached_property
+    def lengths(self) -> list[int]:
+        return list(map(self.length, range(len(self.clients))))
+
+    @cached_property
     def begins(self) -> Sequence[int]:
         """The number of every round's first step, and behind them the number of all steps: those of its clients, one after the
         other."""
-        lengths = list(map(self.length, range(len(self.clients))))
         if not self.drawn:
-            each = sum(lengths[:self.taking])
+            each = sum(self.lengths[:self.taking])
             return range(0, each * self.count + 1, each)
-        return list(accumulate((sum(lengths[client] for client in self.chosen(number)) for number in range(self.count)),
+        return list(accumulate((sum(self.lengths[client] for client in self.chosen(number)) for number in range(self.count)),
                                initial=0))
 
     @property
     def drawn(self) -> bool:
         """Does it depend on who takes part how many steps a round has?"""
-        return self.taking < len(self.clients) and len(set(map(self.length, range(len(self.clients))))) > 1
+        return self.taking < len(self.clients) and len(set(self.lengths)) > 1
 
     @property
     def told(self) -> dict[str, int]:

@@ -57,7 +57,7 @@ from statistics import median
 from types import TracebackType
 from typing import Any
 
-from paragrad.errors import Refused
+from paragrad.errors import Refused, naming
 from paragrad.record.audit import Audit, audit_of
 from paragrad.record.rounds import audit_of_rounds, passed_in, sent_by
 from paragrad.record.seconds import seconds_of_slowest, seconds_together
@@ -104,11 +104,9 @@ class Recorder:
 
     def write_text(self, lines: list[str]) -> None:
         """Lines that are encoded already, in one go. Raises OSError with the file's name."""
-        try:
+        with naming(self.file.name):
             self.file.write("\n".join(lines) + "\n")
             self.file.flush()
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, self.file.name) from error
 
 
 def cut_torn(path: Path) -> None:

@@ -145,17 +145,12 @@ def dry_run(checked: Admitted, as_json: bool) -> None:
         print(json.dumps(found))
         return
     named = {"threads": "threads per rank", "last_shares": "shares of the short last batch"}
-    if rounds or found["shares"] == found["last_shares"]:
-        del found["last_shares"]
-    del found["strategy"]
-    if rounds:
-        found["rounds"] = str(rounds)
-        del found["shares"]                                 # a batch is one client's
-    else:
-        del found["rounds"]
-    if not found["servers"]:
-        del found["servers"]
-    print_facts((named.get(name, name.replace("_", " ")), value) for name, value in found.items())
+    people = found | {"strategy": None, "servers": found["servers"] or None, "rounds": rounds and str(rounds)}
+    if rounds:                                              # a batch is one client's
+        people |= {"shares": None, "last_shares": None}
+    elif found["shares"] == found["last_shares"]:
+        people["last_shares"] = None
+    print_facts((named.get(name, name.replace("_", " ")), value) for name, value in people.items() if value is not None)
 
 
 def _shares(batch: range, division: Division) -> list[list[int]]:

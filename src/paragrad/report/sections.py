@@ -200,8 +200,7 @@ def losses(record: Record) -> list[tuple[float, float, float]]:
 
 def tests(record: Record) -> list[tuple[float, float, float]]:
     """(global samples, steps, metric) at the end of every epoch with a test."""
-    epochs = [lines[0]["epoch"] for lines in record.steps()] if record.apart else [
-        line["epoch"] for line in record.of("step")]
+    epochs = [lines[0]["epoch"] for lines in record.steps()]
     return [(float(record.passed(line["epoch"])), float(bisect_right(epochs, line["epoch"])),
              line["test"]["value"]) for line in record.of("epoch") if line["test"]]
 

@@ -144,29 +144,19 @@ def kept_by(module: nn.Module) -> dict[tuple[nn.Module, str], Any]:
 
 
 def _buffers_kept(module: nn.Module) -> Callable[[], None]:
-    """Puts them back: their values, and where others have come in their place (`self.seen += 1`) or beside them."""
-    held = dict(module._buffers)
+    """Puts them back, and their values."""
+    entries, held = _entries_kept(module._buffers), dict(module._buffers)
     values = {name: buffer.detach().clone() for name, buffer in held.items() if buffer is not None}
 
     def put_back() -> None:
         for name, value in values.items():
             set_values(held[name], value)
-        if any(module._buffers.get(name) is not buffer for name, buffer in held.items()) or len(module._buffers) > len(held):
-            module._buffers.clear()
-            module._buffers.update(held)
+        entries()
     return put_back
 
 
 def _parameters_kept(module: nn.Module) -> Callable[[], None]:
-    """Puts back which there are: a forward may have put another one in the place of one, or made it."""
-    held = module._parameters.copy() if isinstance(module._parameters, dict) else None         # of a script nobody can
-
-    def put_back() -> None:
-        if held is not None and (len(module._parameters) != len(held) or any(
-                module._parameters.get(name) is not each for name, each in held.items())):
-            module._parameters.clear()
-            module._parameters.update(held)
-    return put_back
+    return _entries_kept(module._parameters)
 
 
 def replaced(model: nn.Module, parameters: Mapping[str, Tensor]) -> tuple[str, ...]:
@@ -180,13 +170,25 @@ def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
 
 
 def _hooks_kept(module: nn.Module) -> Callable[[], None]:
-    held = [(hooks, hooks.copy()) for hooks in hooks_of(module)]
+    every = [_entries_kept(hooks) for hooks in hooks_of(module)]
 
     def put_back() -> None:
-        for hooks, before in held:
-            if hooks.keys() != before.keys():
-                hooks.clear()
-                hooks.update(before)
+        for each in every:
+            each()
+    return put_back
+
+
+def _entries_kept(entries: Any) -> Callable[[], None]:
+    """Puts back which there are, where others have come in their place (`self.seen += 1`), or beside them. A script of
+    torch.jit has no dict of them, and lets nobody change it."""
+    if not isinstance(entries, dict):
+        return lambda: None
+    held = entries.copy()
+
+    def put_back() -> None:
+        if len(entries) != len(held) or any(entries.get(name) is not each for name, each in held.items()):
+            entries.clear()
+            entries.update(held)
     return put_back
 
 

@@ -24,6 +24,7 @@ from paragrad.techniques.values import Drawing
 
 ASKED = 5               # samples of the whole: 2 and 3, since some models take no single sample
 TIGHT = 1e-9            # relative, in float64
+SAME = 1e-6             # relative, in any type: of the same operations on the same numbers
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def _unsteady(module: Summed, part: Excerpt, draws: Draws, mean: float, near: fl
 def another_number(module: Summed, part: Excerpt, draws: Draws) -> str | None:
     """Why the same samples have another loss when it is asked again, or None."""
     once, anew = (_mean(_asked(module, part, draws)) for _ in range(2))
-    return _another(once, anew, 1e-6) if torch.isfinite(torch.tensor([once, anew])).all() else None
+    return _another(once, anew, SAME) if torch.isfinite(torch.tensor([once, anew])).all() else None
 
 
 def _mean(answer: Answer) -> float:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from paragrad.datasets.clients import Rounds
-from paragrad.errors import Refused, StepFailed
+from paragrad.errors import Refused, StepFailed, naming
 from paragrad.jobs.job import Job
 from paragrad.techniques.layout import State
 from paragrad.training.door import Findings
@@ -142,18 +142,12 @@ def _write(snapshot: Snapshot, folder: Path) -> None:
              "tensors": {name: contents(folder / name) for name in files},
              "optimizer": {"class": type(snapshot.optimizer).__name__, "groups": groups, "scalars": scalars},
              "scheduler": snapshot.scheduler.state_dict() if snapshot.scheduler is not None else None}
-    _write_text(folder / "state.json", json.dumps(plain(state), indent=1))
-    _write_text(folder / SUMS, "".join(f"{digest_of(folder / name)}  {name}\n" for name in (*files, "state.json")))
+    with naming(folder / "state.json"):
+        (folder / "state.json").write_text(json.dumps(plain(state), indent=1))
+    with naming(folder / SUMS):
+        (folder / SUMS).write_text("".join(f"{digest_of(folder / name)}  {name}\n" for name in (*files, "state.json")))
     for path in [*folder.iterdir(), folder]:
         _to_disk(path)
-
-
-def _write_text(path: Path, text: str) -> None:
-    """Raises OSError with the file's name, which Python's own leaves out where it is a write that fails."""
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def identity_of(job: Job, facts: Findings) -> dict[str, Any]:

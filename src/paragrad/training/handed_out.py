@@ -149,7 +149,7 @@ class Worker:
 
     def rate(self, step: int) -> None:
         """The learning rate of a step."""
-        self.trainer.optimizer._opt_called = True       # type: ignore[attr-defined]    # schedulers want to know; a server's is
+        self.trainer.optimizer._opt_called = True       # type: ignore[attr-defined]    # schedulers want to know, and servers step
         for number in range(self.rate_of, step if self.scheduler is not None else 0):
             self.trainer.alike("schedule", number, self.scheduler.step)
         self.rate_of = max(self.rate_of, step)

@@ -51,9 +51,9 @@ def parallelize(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, 
     _check(model, loss, optimizer, scheduler, clip_norm, autocast, settings)
     chosen, size = _chosen(strategy), launched_size()
     here = here_for(settings, own_loop=True)
-    _refuse_for_jobs(chosen, chosen)                # however many ranks were started
+    if because := chosen.promise.jobs_only or (chosen.servers and "its servers have no loop of your own; make it a Job"):
+        raise Refused(f"{chosen}: {because}")       # however many ranks were started
     resolved = ready(chosen, here)
-    _refuse_for_jobs(resolved, chosen)
     with asking(chosen):
         resolved.refuse_updates(Updates(optimizer), chosen)
     check_plans(chosen, resolved, settings)
@@ -98,11 +98,6 @@ def _chosen(asked: str | Strategy) -> Strategy:
     chosen = read_strategy(asked)
     refuse_unbuilt(chosen)
     return chosen
-
-
-def _refuse_for_jobs(strategy: Strategy, asked: Strategy) -> None:
-    if because := strategy.promise.jobs_only or (strategy.servers and "its servers have no loop of your own; make it a Job"):
-        raise Refused(f"{asked}: {because}")
 
 
 @contextmanager

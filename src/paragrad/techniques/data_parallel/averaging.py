@@ -68,7 +68,7 @@ class Averaging(OwnBuckets):
         self.copies = Copies(self.layout, self.summed.model)
         self.twice = world.size if how.sabotage == "mean_twice" else 1          # planted
         self.there = dict(self.summed.model.named_parameters())
-        self.names = [name for name, each in self.summed.model.named_parameters() if each.requires_grad]
+        self.names = [name for name, each in self.there.items() if each.requires_grad]
         self.outer: Outer = outer_of(strategy, self._weights(), self._restored(replica.restored))
         self.keeps = (MOMENTUM,) if self.outer.momentum else ()
         self.said = Said(log)

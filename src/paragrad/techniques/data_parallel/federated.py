@@ -66,7 +66,6 @@ class Federating(Sending):
         """All workers have the same model; so many clients take part."""
         values = self._values()
         self.before = Before(self.summed, list(dict(self.summed.model.named_parameters())), buffers=True)
-        self.there = dict(self.summed.model.named_parameters())
         self.others = {name: each.detach().clone() for name, each in values.items() if name not in self.trained}
         self.moved = set[str]()                     # which of these some client of this worker changed
         self.counts = [0.0] * clients               # of the samples of this worker's clients that came back, by place among all
@@ -81,7 +80,7 @@ class Federating(Sending):
         """A client has trained over so many samples. Raises StepFailed, and then nothing of it is added, where its weights are
         not finite, or not those that others have."""
         set_mode(self.optimizer, "eval")            # which has the weights that it stands for
-        if names := replaced(self.summed.model, self.there):
+        if names := replaced(self.summed.model, self.before.parameters):
             raise StepFailed(REPLACED, tensor=", ".join(names))
         values = self._values()
         self._refuse_unlike(values)
