@@ -55,7 +55,7 @@ class Replica:
     of model and loss on this rank's first micro-batch, which leaves nothing behind (rehearsed=True: without autocast);
     kept: the whole model is wanted as it is;  steps: that were made before;  restored: what exchanges of the strategy of a
     checkpoint keep (`kept`);  scheduler: the job's, or None;  alike: around calls that draw (an update);  full: samples of a
-    full batch;  follows: parameters that are not trained, and that forwards were seen to change.
+    full batch;  follows: parameters that are not trained, and that forwards were seen to change;  seed: the job's.
     """
     module: Summed
     optimizer: torch.optim.Optimizer
@@ -70,6 +70,7 @@ class Replica:
     alike: Callable[[str, int, Callable[[], Any]], None] = lambda name, step, function: function()
     full: int = 1
     follows: tuple[str, ...] = ()
+    seed: int = 0
 
 
 class Exchange(ABC):

@@ -11,6 +11,9 @@ from paragrad.world.world import World
 
 def exchange(strategy: Data | Serial, replica: Replica, world: World, log: Log, how: How) -> Exchange:
     """The exchange of `serial` and `data`. Collective."""
+    if isinstance(strategy, Data) and strategy.compress is not None:
+        from paragrad.techniques.data_parallel.compressed import Compressed, CompressedDividedTwice
+        return (CompressedDividedTwice if how.sabotage == "mean_twice" else Compressed)(strategy, replica, world, log, how)
     if world.size == 1:
         return Alone(replica)
     assert isinstance(strategy, Data)

@@ -1,0 +1,150 @@
+"""Compressors: what is sent in the place of a gradient. Known by their names, without torch; `techniques/compression/` makes
+what they say.
+
+A tensor is compressed by itself, so what is kept of it (what was not sent yet) does not depend on which tensors travel together.
+Small ones are not: they weigh nothing on a link, and indices would be most of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil, prod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from paragrad.errors import Refused
+from paragrad.notation.choices import Decimal, Family, Integer, Word, option
+
+SMALL = 2048                # elements: of fewer, tensors are sent as they are
+CHUNK = 1024                # elements that share a scale
+INDEX = 4                   # bytes
+
+
+class Compressor(Family, abstract=True):
+    """What is sent in the place of a gradient, as a value.
+
+    One of your own says how many bytes it `sends`, and brings a `codec`. sums: what stands for the gradients of several ranks is
+    added up by an all-reduce; otherwise every rank is given all of them;  feedback: what was not sent is added to the next
+    gradient;  lossless: nothing is lost.
+    """
+    __slots__ = ()
+    sums: ClassVar[bool] = False
+    feedback: ClassVar[bool] = True
+    lossless = False
+    if TYPE_CHECKING:                               # of one of a user's own
+        def codec(self, shape: Any, dtype: Any) -> Any: ...
+
+    def compresses(self, shape: Sequence[int]) -> bool:
+        """Is a tensor of that shape compressed, or sent as it is?"""
+        return prod(shape) >= SMALL
+
+    def sends(self, shape: Sequence[int], item: int) -> float:
+        """Bytes that stand for a tensor of elements of `item` bytes, which is compressed; by a threshold, nobody knows."""
+        return float(prod(shape) * item)
+
+
+def count_of(ratio: float, elements: int) -> int:
+    """So many entries of a tensor are a ratio of it: at least one."""
+    return min(elements, max(1, ceil(ratio * elements - 1e-9)))         # 0.07 * 100 is a little more than 7
+
+
+class Threshold(Compressor):
+    """The entries whose magnitude is above a threshold, with their values (Strom 2015, who sends the threshold itself)."""
+    at: float = option(Decimal(above=-1e-300))
+
+    @property
+    def lossless(self) -> bool:                                                     # type: ignore[override]
+        return self.at == 0
+
+
+class TopK(Compressor):
+    """The entries of largest magnitude (Aji & Heafield 2017)."""
+    ratio: float = option(Decimal(most=1.0))
+
+    @property
+    def lossless(self) -> bool:                                                     # type: ignore[override]
+        return self.ratio == 1
+
+    def sends(self, shape: Sequence[int], item: int) -> float:
+        return float(count_of(self.ratio, prod(shape)) * (item + INDEX))
+
+
+class OneBit(Compressor):
+    """Signs, and for each chunk two values that stand for them (Seide et al. 2014)."""
+
+    def sends(self, shape: Sequence[int], item: int) -> float:
+        elements = prod(shape)
+        return ceil(elements / 8) + 2 * 4 * ceil(elements / CHUNK)
+
+
+class Int8(Compressor):
+    """Whole numbers of eight bits, rounded by chance so that they are right on average, and a scale for each chunk (Alistarh
+    et al. 2017, QSGD). Nothing is fed back, as published."""
+    feedback = False
+
+    def sends(self, shape: Sequence[int], item: int) -> float:
+        elements = prod(shape)
+        return elements + 4 * ceil(elements / CHUNK)
+
+
+class PowerSgd(Compressor):
+    """A matrix as the product of two narrow ones (Vogels et al. 2019)."""
+    columns: int = option(Integer(), default=1)
+    sums = True
+
+    def compresses(self, shape: Sequence[int]) -> bool:
+        """Where it halves the bytes at least."""
+        rows, others = matrix_of(shape)
+        return super().compresses(shape) and 2 * (rows + others) * self.columns < rows * others
+
+    def sends(self, shape: Sequence[int], item: int) -> float:
+        return float(sum(matrix_of(shape)) * self.columns * item)
+
+
+def matrix_of(shape: Sequence[int]) -> tuple[int, int]:
+    """(rows, columns) of a tensor taken as a matrix: its first dimension by all others."""
+    return (shape[0], prod(shape[1:])) if len(shape) else (1, 1)
+
+
+class Half(Compressor, abstract=True):
+    """Every number in two bytes. Nothing is fed back, as is usual."""
+    sums, feedback = True, False
+
+    def compresses(self, shape: Sequence[int]) -> bool:
+        return True
+
+    def sends(self, shape: Sequence[int], item: int) -> float:
+        return float(2 * prod(shape))
+
+
+class Bf16(Half):
+    """bfloat16: 8 bits of precision, and the range of float32."""
+
+
+class Fp16(Half):
+    """float16: 11 bits of precision; all ranks agree on a power of two by which a tensor's sum fits its range."""
+
+
+class Dgc(Compressor):
+    """Deep gradient compression: the entries of largest magnitude of accumulated velocities (Lin et al. 2018).
+
+    momentum: `auto` is taken over from the job's SGD;  warmup: epochs in which the ratio comes down to its own;  clip: norm of
+    the gradient of all ranks, to which each clips its own.
+    """
+    ratio: float = option(Decimal(most=1.0))
+    momentum: float | str = option(Decimal(above=-1e-300, most=1.0), Word("auto"), default="auto")
+    warmup: int = option(Integer(0), default=4)
+    clip: float | None = option(Decimal(), Word("none"), default=None)
+
+    def check(self) -> None:
+        if self.momentum == 1:
+            raise Refused("dgc(momentum=1) never forgets a gradient; give it a momentum below 1")
+
+    def sends(self, shape: Sequence[int], item: int) -> float:
+        return TopK(self.ratio).sends(shape, item)
+
+    def ratio_in(self, epoch: int) -> float:
+        """The ratio of an epoch, from 0: in `warmup` equal factors from 1 (as the authors' repository has it)."""
+        return float(self.ratio ** (min(epoch + 1, self.warmup + 1) / (self.warmup + 1)))
+
+
+COMPRESSORS: tuple[type[Compressor], ...] = (Threshold, TopK, OneBit, Int8, PowerSgd, Bf16, Fp16, Dgc)         # ours
