@@ -8,11 +8,13 @@ Small ones are not: they weigh nothing on a link, and indices would be most of t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil, prod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from paragrad.errors import Refused
 from paragrad.notation.choices import Decimal, Family, Integer, Word, option
+from paragrad.strategies.facts import Updating
 
 SMALL = 2048                # elements: of fewer, tensors are sent as they are
 CHUNK = 1024                # elements that share a scale
@@ -40,6 +42,13 @@ class Compressor(Family, abstract=True):
     def sends(self, shape: Sequence[int], item: int) -> float:
         """Bytes that stand for a tensor of elements of `item` bytes, which is compressed; by a threshold, nobody knows."""
         return float(prod(shape) * item)
+
+    def in_epoch(self, epoch: int) -> Self:
+        """What it is in an epoch, counted from 0."""
+        return self
+
+    def refuse_updates(self, updating: Updating, asked: object) -> None:
+        """Refuse an optimizer, with the repair."""
 
 
 def count_of(ratio: float, elements: int) -> int:
@@ -142,9 +151,27 @@ class Dgc(Compressor):
     def sends(self, shape: Sequence[int], item: int) -> float:
         return TopK(self.ratio).sends(shape, item)
 
-    def ratio_in(self, epoch: int) -> float:
-        """The ratio of an epoch, from 0: in `warmup` equal factors from 1 (as the authors' repository has it)."""
-        return float(self.ratio ** (min(epoch + 1, self.warmup + 1) / (self.warmup + 1)))
+    def in_epoch(self, epoch: int) -> Self:
+        """Its ratio comes down from 1 in equal factors (as the authors' repository has it: 0.001 by way of 0.25, 0.063, 0.016
+        and 0.004)."""
+        return replace(self, ratio=self.ratio ** (min(epoch + 1, self.warmup + 1) / (self.warmup + 1)))
+
+    def refuse_updates(self, updating: Updating, asked: object) -> None:
+        """Momentum has one owner, and so has clipping."""
+        if updating.groups_of_sgd is None:
+            raise Refused(f"{asked}: dgc keeps the momentum of an SGD, and {updating.optimizer} has a memory of its own, which "
+                          f"sparse gradients would starve; use torch.optim.SGD, or compress=top_k({self.ratio:g})")
+        for number, group in enumerate(updating.groups_of_sgd):
+            for what in ("dampening", "maximize"):
+                if group.get(what):
+                    raise Refused(f"{asked}: group {number} of the optimizer has {what}={group[what]}, which dgc does not take "
+                                  f"over; leave it out, or compress=top_k({self.ratio:g})")
+            if self.momentum != "auto" and group["momentum"]:
+                raise Refused(f"{asked}: momentum is given twice, {self.momentum:g} here and {group['momentum']:g} by group "
+                              f"{number} of the optimizer; leave it out here, or build SGD with momentum=0")
+        if self.clip is not None and updating.clip_norm is not None:
+            raise Refused(f"{asked}: clipping is given twice, {self.clip:g} here and clip_norm={updating.clip_norm:g}; leave "
+                          "out one of them (dgc takes clip_norm over)")
 
 
 COMPRESSORS: tuple[type[Compressor], ...] = (Threshold, TopK, OneBit, Int8, PowerSgd, Bf16, Fp16, Dgc)         # ours

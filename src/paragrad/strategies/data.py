@@ -11,7 +11,7 @@ from paragrad.notation.choices import Choice, Integer, Integers, One, Word, opti
 from paragrad.schedules.all_reduce import AllReduce
 from paragrad.schedules.two_level import LEVELS, TwoLevel
 from paragrad.strategies.compressors import Compressor
-from paragrad.strategies.facts import Facts
+from paragrad.strategies.facts import Facts, Updating
 from paragrad.strategies.serial import Serial
 from paragrad.strategies.shares import Division
 from paragrad.strategies.strategy import ELEMENT, Here, Plan, Promise, Strategy
@@ -183,6 +183,10 @@ class Data(Strategy):
         if self.follows and facts.alone and (self.micro > 1 or self.batch_norm == "share"):
             raise Refused(f"{asked}: shares that change may come to micro-batches of one sample, of which batch norm takes no "
                           f"variance; leave out {'micro' if self.micro > 1 else 'batch_norm=share'}, or say the shares")
+
+    def refuse_updates(self, updating: Updating, asked: Strategy) -> None:
+        if self.compress is not None:
+            self.compress.refuse_updates(updating, asked)
 
     def noticed(self, facts: Facts, asked: Strategy) -> Iterator[str]:
         if self.follows and facts.steps <= -(-facts.samples // facts.full):

@@ -13,7 +13,6 @@ from paragrad.datasets.loading import Collate
 from paragrad.errors import Refused
 from paragrad.jobs.loss import Loss
 from paragrad.strategies.strategy import Strategy
-from paragrad.strategies.table import refuse_unbuilt
 from paragrad.strategies.table import strategy as read_strategy
 from paragrad.techniques import one_copy
 from paragrad.techniques.keeping import beside_parameters, taken
@@ -55,7 +54,7 @@ def parallelize(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, 
         raise Refused(f"{chosen}: {because}")       # however many ranks were started
     resolved = ready(chosen, here)
     with asking(chosen):
-        resolved.refuse_updates(Updates(optimizer), chosen)
+        resolved.refuse_updates(Updates(optimizer, clip_norm), chosen)
     check_plans(chosen, resolved, settings)
     if size is not None or isinstance(chosen.threads, int):
         torch.set_num_threads(threads_of(resolved))
@@ -96,7 +95,6 @@ def _whole_again(trainer: Trainer, model: nn.Module, optimizer: torch.optim.Opti
 
 def _chosen(asked: str | Strategy) -> Strategy:
     chosen = read_strategy(asked)
-    refuse_unbuilt(chosen)
     return chosen
 
 

@@ -64,6 +64,11 @@ class Compression:
         self.codecs: dict[str, Codec] = {}
         self.told: dict[str, bool] = {}             # of tensors that begin a message: was it dense?
 
+    def become(self, compressor: Compressor) -> None:
+        """Another one of its kind from here on."""
+        if compressor != self.compressor:
+            self.compressor, self.codecs = compressor, {}
+
     def begin(self, gradients: Mapping[str, Tensor], scale: float, step: int) -> Sending:
         """scale: of a rank's part of the mean, by its gradient. Raises StepFailed with the tensor's name."""
         with self.log.span("compress", "compute"):

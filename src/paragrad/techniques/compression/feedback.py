@@ -12,7 +12,7 @@ updates, what waited would have missed the momentum of the steps for which it wa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -61,17 +61,21 @@ class Feedback(Nothing):
 
 
 class Corrected(Feedback):
-    """Momentum correction and factor masking: u <- m u + g, v <- v + u; of v the largest are sent, and there v and u are 0."""
+    """Momentum correction and factor masking: u <- m u + g, v <- v + u (Nesterov's: v + m u + g); of v the largest are sent, and
+    there v and u are 0. momentum: (m, is it Nesterov's?) of a parameter."""
     names = (RESIDUAL, VELOCITY)
 
-    def __init__(self, momentum: float) -> None:
+    def __init__(self, momentum: Callable[[str], tuple[float, bool]]) -> None:
         super().__init__()
         self.momentum, self.velocity = momentum, dict[str, Tensor]()
 
     def compensated(self, name: str, gradient: Tensor, scale: float) -> Tensor:
-        flat = real(gradient)
-        velocity = there(self.velocity, name, flat).mul_(self.momentum).add_(flat, alpha=scale)
-        return there(self.residual, name, flat).add_(velocity)
+        momentum, nesterov = self.momentum(name)
+        flat, residual = real(gradient), self.residual
+        velocity = there(self.velocity, name, flat).mul_(momentum).add_(flat, alpha=scale)
+        if not nesterov:
+            return there(residual, name, flat).add_(velocity)
+        return there(residual, name, flat).add_(velocity, alpha=momentum).add_(flat, alpha=scale)
 
     def sent(self, name: str, codec: Codec, payload: Payload, agreed: Tensor | None) -> None:
         super().sent(name, codec, payload, agreed)

@@ -22,8 +22,7 @@ from paragrad.record.log import Log
 from paragrad.strategies.compressors import Compressor
 from paragrad.strategies.data import Data
 from paragrad.techniques.compression.compression import DENSE, Compression
-from paragrad.techniques.compression.feedback import key_of, real, shared_out
-from paragrad.techniques.data_parallel.all_reduce import DividedTwice
+from paragrad.techniques.compression.feedback import Nothing, key_of, real, shared_out
 from paragrad.techniques.data_parallel.bucket_queue import Bucket
 from paragrad.techniques.data_parallel.own_buckets import Sending, buckets_of
 from paragrad.techniques.exchange import CHECKPOINTS, How, Replica
@@ -37,17 +36,20 @@ TOLD = "told"                           # bytes of weight, loss, the wish to sto
 class Compressed(Sending):
     """Every rank has all mean gradients after `average`, as far as they were sent."""
 
-    def __init__(self, strategy: Data, replica: Replica, world: World, log: Log, how: How) -> None:
+    def __init__(self, strategy: Data, replica: Replica, world: World, log: Log, how: How,
+                 feedback: Nothing | None = None) -> None:
         super().__init__(replica, world, log, how, strategy.reduce)
         assert isinstance(strategy.compress, Compressor)
         log.choice("overlap", "off", "gradients are compressed after backward, when the weight of all samples is known")
         self.step = replica.steps
+        self.twice = world.size if how.sabotage == "mean_twice" else 1          # planted
         self.trained = {name: each for name, each in self.summed.model.named_parameters() if each.requires_grad}
         known = {name: str((held.name, held.where)) for name, held in self.layout.held.items()}
-        self.compression = Compression(strategy.compress, world, self._sum, seed=replica.seed, log=log, known=lambda name:
-                                       known.get(name, name), count=lambda kind, sent: self.count(kind, sent, computed=True))
+        self.compression = Compression(strategy.compress, world, self._sum, feedback=feedback, seed=replica.seed, log=log,
+                                       count=lambda kind, sent: self.count(kind, sent, computed=True),
+                                       known=lambda name: known.get(name, name))
         large = [name for name, each in self.trained.items() if strategy.compress.compresses(each.shape)][::-1]
-        self.small = [name for name in reversed(self.trained) if name not in large]
+        self.small = [name for name in reversed(self.trained) if name not in set(large)]
         names = {each: name for name, each in self.trained.items()}
         self.buckets = [[names[each] for each in bucket] for bucket in buckets_of(self.trained[name] for name in large)]
         self._restore(replica.restored)
@@ -64,7 +66,7 @@ class Compressed(Sending):
         told = torch.tensor([weight, loss, float(self.stop), self.doubt, *there], dtype=torch.float64, device=device)
         with self.log.detail("told", "wait"):
             sums = self._sum(told, TOLD)().tolist()
-        self.told = sums[:4]
+        self.told = [self.twice * sums[0], self.twice * sums[1], *sums[2:4]]
         self.used = {name for name, number in zip(self.trained, sums[4:], strict=True) if number}
 
     def counted(self) -> list[float]:
@@ -72,12 +74,16 @@ class Compressed(Sending):
 
     def average(self, weight: float) -> None:
         """By every rank's part of it, compressed."""
-        scale = 1.0 / weight
+        scale = self._scaled(1.0 / weight) / self.twice
         small = self._begun(scale)
         for bucket in [self.compression.begin(self._gradients(bucket), scale, self.step) for bucket in self.buckets]:
             self._take(self.compression.finish(bucket))
         self._take(small())
         self.step += 1
+
+    def _scaled(self, scale: float) -> float:
+        """By what this rank's sums count, in the mean."""
+        return scale
 
     def _gradients(self, names: list[str]) -> dict[str, Tensor]:
         """Of those of which some rank has one."""
@@ -98,9 +104,7 @@ class Compressed(Sending):
 
     def _take(self, means: dict[str, Tensor]) -> None:
         for name, mean in means.items():
-            parameter = self.trained[name]
-            mean = torch.view_as_complex(mean.view(*parameter.shape, 2)) if parameter.is_complex() else mean
-            parameter.grad = mean.view_as(parameter).to(parameter.dtype)
+            self.trained[name].grad = self._whole(name, mean)
 
     def _sum(self, vector: Tensor, kind: str) -> Callable[[], Tensor]:
         """Begin to sum a vector over ranks, in their order along the all-reduce; waits for it."""
@@ -136,11 +140,12 @@ class Compressed(Sending):
                     found.setdefault(name, {})[key_of(what, rank)] = each.view(self._shape(name))
         return found
 
+    def _whole(self, name: str, flat: Tensor) -> Tensor:
+        """As its parameter is."""
+        parameter, whole = self.trained[name], flat.view(self._shape(name))
+        return (torch.view_as_complex(whole) if parameter.is_complex() else whole).to(parameter.dtype)
+
     def _shape(self, name: str) -> tuple[int, ...]:
         """Of a parameter in real numbers."""
         parameter = self.trained[name]
         return (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)
-
-
-class CompressedDividedTwice(DividedTwice, Compressed):
-    """mean_twice, planted here."""
