@@ -1,8 +1,8 @@
 """Compressors: what is sent in the place of a gradient. Known by their names, without torch; `techniques/compression/` makes
 what they say.
 
-A tensor is compressed by itself, so what is kept of it (what was not sent yet) does not depend on which tensors travel together.
-Small ones are not: they weigh nothing on a link, and indices would be most of them.
+A tensor is compressed by itself, so what is kept of it (what was not sent yet) does not depend on which tensors travel
+together. Small ones are not: they weigh nothing on a link, and indices would be most of them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ INDEX = 4                   # bytes
 class Compressor(Family, abstract=True):
     """What is sent in the place of a gradient, as a value.
 
-    One of your own says how many bytes it `sends`, and brings a `codec`. sums: what stands for the gradients of several ranks is
-    added up by an all-reduce; otherwise every rank is given all of them;  feedback: what was not sent is added to the next
+    One of your own says how many bytes it `sends`, and brings a `codec`. sums: what stands for the gradients of several ranks
+    is added up by an all-reduce; otherwise every rank is given all of them;  feedback: what was not sent is added to the next
     gradient;  lossless: nothing is lost.
     """
     __slots__ = ()

@@ -24,7 +24,7 @@ class Updating(Protocol):
     def keeps_copies(self) -> bool: ...         # does it go on from copies of the weights that it keeps?
 
     @property
-    def groups_of_sgd(self) -> Sequence[Mapping[str, Any]] | None: ...      # of torch's own SGD, or of one that steps as it does
+    def groups_of_sgd(self) -> Sequence[Mapping[str, Any]] | None: ...      # of one that steps as torch's SGD
 
     @property
     def clip_norm(self) -> float | None: ...    # to which gradients are clipped

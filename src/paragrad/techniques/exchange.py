@@ -79,8 +79,8 @@ class Exchange(ABC):
 
     What differs is replaced, at least `finish` and `counted`. Collective: all ranks make it together. Set in every
     step: `stop`, this rank was asked to stop, or, from `average` on, some other that it has heard of;  `own_samples`: of its
-    share;  `epoch`;  before `finish`, `doubt`: of its weight, what may be that of nothing (`Summed.doubts`);  before `average`, `weight`:
-    of what gradients are of, as who has the loss told it. To be read: `sent`, bytes by kind in this step;  `largest`: bytes it
+    share;  `epoch`;  before `finish`, `doubt`: of its weight, what may be that of nothing (`Summed.doubts`);  before `average`,
+    `weight`: of what gradients are of, as who has the loss told it. To be read: `sent`, bytes by kind in this step;  `largest`: bytes it
     keeps in memory;  `sharing`: ranks that hold parameters together, each all of them;  `again`: its share was applied before;
     `apart`: this rank steps by the gradient of its own share, to which no other adds;  `asked`: ranks that were asked to stop,
     where all heard of it in an update.

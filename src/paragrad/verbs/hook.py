@@ -59,8 +59,8 @@ def _read(algorithm: str | Choice) -> Choice:
         if not isinstance(found, tuple(known.values())):
             raise Refused(f"got {algorithm!r}")
     except Refused as error:
-        raise Refused("hook takes the name of an all-reduce, such as 'ring' or 'ring_async(segments=4)', or one of your own; or "
-                      f"that of a compressor, such as 'top_k(0.01)'; {error}") from None
+        raise Refused("hook takes the name of an all-reduce, such as 'ring' or 'ring_async(segments=4)', or one of your own; "
+                      f"or that of a compressor, such as 'top_k(0.01)'; {error}") from None
     return found
 
 
@@ -75,8 +75,8 @@ def _check(compressor: Compressor | None, optimizer: torch.optim.Optimizer | Non
         raise Refused(f"hook({str(compressor)!r}): a hook sees some of the gradients at a time, and no norm of all; leave out "
                       "clip, or use data(n, compress=...)")
     if compressor.warmup and steps_per_epoch is None:
-        raise Refused(f"hook({str(compressor)!r}) warms up over {compressor.warmup} epochs, of which DDP does not tell; give it "
-                      "steps_per_epoch=len(loader), or warmup=0")
+        raise Refused(f"hook({str(compressor)!r}) warms up over {compressor.warmup} epochs, of which DDP does not tell; give "
+                      "it steps_per_epoch=len(loader), or warmup=0")
     compressor.refuse_updates(Updates(optimizer), f"hook({str(compressor)!r})")
 
 
@@ -94,7 +94,8 @@ class Compressing:
             self.names = {each: str(number) for number, each in enumerate(
                 each for group in optimizer.param_groups for each in group["params"])}
             self.momentum = Momentum(optimizer, {name: each for each, name in self.names.items()}, own)     # type: ignore[misc]
-        self.compression = Compression(compressor, world, self._sum, feedback=self.momentum and Corrected(self.momentum.of))
+        feedback = Corrected(self.momentum.of) if self.momentum else None
+        self.compression = Compression(compressor, world, self._sum, feedback=feedback)
         self.step, self.thread = 0, ThreadPoolExecutor(1, thread_name_prefix="paragrad-compression")
         atexit.register(self.thread.shutdown, wait=False)
 

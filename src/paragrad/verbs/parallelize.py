@@ -48,7 +48,7 @@ def parallelize(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, 
     """
     settings = Settings(device=device, backend=backend)
     _check(model, loss, optimizer, scheduler, clip_norm, autocast, settings)
-    chosen, size = _chosen(strategy), launched_size()
+    chosen, size = read_strategy(strategy), launched_size()
     here = here_for(settings, own_loop=True)
     if because := chosen.promise.jobs_only or (chosen.servers and "its servers have no loop of your own; make it a Job"):
         raise Refused(f"{chosen}: {because}")       # however many ranks were started
@@ -91,11 +91,6 @@ def _whole_again(trainer: Trainer, model: nn.Module, optimizer: torch.optim.Opti
     for name, values in state.items():
         if name in parameters:
             taken(optimizer, parameters[name], values)
-
-
-def _chosen(asked: str | Strategy) -> Strategy:
-    chosen = read_strategy(asked)
-    return chosen
 
 
 @contextmanager

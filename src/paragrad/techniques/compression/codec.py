@@ -78,7 +78,7 @@ def codec_of(compressor: Compressor, shape: Sequence[int], key: int = 0) -> Code
     return made(compressor, shape, key)                 # type: ignore[no-any-return]
 
 
-NOT_FINITE = "its gradient has values that are not finite (nan or inf), and nothing can be compressed then; lower the rate, or clip"
+NOT_FINITE = "its gradient is not finite (nan or inf), and nothing can be compressed then; lower the rate, or clip"
 
 
 def finite(*values: Tensor) -> None:

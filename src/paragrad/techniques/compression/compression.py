@@ -124,7 +124,7 @@ class Compression:
         if self.compressor.sums:
             wait = self.summed(torch.cat([part.payload[0].reshape(-1) for part in parts]), COMPRESSED)
             return Sending(parts, lambda: [wait()])
-        kinds = [[part.codec.like(part.payload, each) for part, each in zip(parts, entries, strict=True)]
+        kinds: list[list[Kinds]] = [[part.codec.like(part.payload, each) for part, each in zip(parts, entries, strict=True)]
                  for entries in self._entries(parts)]
         lengths = [length_of(each) for each in kinds]
         size, plain = self.world.size, sum(part.codec.elements * part.dtype.itemsize for part in parts)
@@ -149,7 +149,7 @@ class Compression:
         """Every rank's message to all others, of any lengths."""
         others = [rank for rank in range(self.world.size) if rank != self.world.rank]
         came = {rank: torch.empty(lengths[rank], dtype=torch.uint8, device=own.device) for rank in others}
-        over = self.world.passing({rank: own for rank in others}, came)
+        over = self.world.passing(dict.fromkeys(others, own), came)
         self.count(COMPRESSED, len(own) * len(others))
 
         def wait() -> list[Tensor]:

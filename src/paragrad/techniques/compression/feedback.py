@@ -44,7 +44,7 @@ class Nothing:
 
 class Feedback(Nothing):
     """What was not sent is added to the next gradient (Seide et al. 2014; Karimireddy et al. 2019, arXiv 1901.09847)."""
-    names = (RESIDUAL,)
+    names: tuple[str, ...] = (RESIDUAL,)
 
     def __init__(self) -> None:
         self.residual: dict[str, Tensor] = {}
@@ -61,9 +61,9 @@ class Feedback(Nothing):
 
 
 class Corrected(Feedback):
-    """Momentum correction and factor masking: u <- m u + g, v <- v + u (Nesterov's: v + m u + g); of v the largest are sent, and
-    there v and u are 0. momentum: (m, is it Nesterov's?) of a parameter."""
-    names = (RESIDUAL, VELOCITY)
+    """Momentum correction and factor masking: u <- m u + g, v <- v + u (Nesterov's: v + m u + g); of v the largest are sent,
+    and there v and u are 0. momentum: (m, is it Nesterov's?) of a parameter."""
+    names: tuple[str, ...] = (RESIDUAL, VELOCITY)
 
     def __init__(self, momentum: Callable[[str], tuple[float, bool]]) -> None:
         super().__init__()

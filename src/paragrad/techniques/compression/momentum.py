@@ -1,9 +1,9 @@
 """The momentum of an SGD, in other hands: deep gradient compression keeps it, and weight decay with it.
 
-SGD makes of a gradient g and weights x:  b <- m b + (g + d x);  x <- x - lr b.  That is linear, so b is a sum of two: of velocities
-of gradients, which each rank keeps of its own part and sends when they are large (`feedback.Corrected`), and of what decay makes,
-which is dense, and the same on all ranks. While they are here the optimizer's own momentum and decay are 0, and a step of it is
-x <- x - lr g. What a checkpoint holds is b, so that any strategy goes on from it.
+SGD makes of a gradient g and weights x:  b <- m b + (g + d x);  x <- x - lr b.  That is linear, so b is a sum of two: of
+velocities of gradients, which each rank keeps of its own part and sends when they are large (`feedback.Corrected`), and of what
+decay makes, which is dense, and the same on all ranks. While they are here the optimizer's own momentum and decay are 0, and a
+step of it is x <- x - lr g. What a checkpoint holds is b, so that any strategy goes on from it.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class Momentum:
         momentum, nesterov = self.of(name)
         if not momentum:
             return gradient
-        buffer = self.dense[name] = gradient.clone() if name not in self.dense else self.dense[name].mul_(momentum).add_(gradient)
+        if name not in self.dense:
+            self.dense[name] = torch.zeros_like(gradient)
+        buffer = self.dense[name].mul_(momentum).add_(gradient)
         return gradient.add(buffer, alpha=momentum) if nesterov else buffer.clone()
 
     def moved(self, name: str, mean: Tensor, small: bool) -> Tensor:

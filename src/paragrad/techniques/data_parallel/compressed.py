@@ -4,10 +4,10 @@ What is compressed is a rank's part of the *mean* gradient: its sum, over the we
 other first. Were sums compressed, what waits of a full batch would count a third more in a short one. So nothing is compressed
 before the forwards are over, and all is after backward, in `average`: the one division is here too.
 
-A tensor is compressed by itself, and what is kept of it goes by its name, so nothing depends on which tensors travel together.
-Payloads that add up travel along the all-reduce; of others every rank is given all, and adds them up in the order of ranks: all
-apply the same bits. Where that would be more bytes than the dense vectors, what the payloads stand for travels as dense vectors.
-Weight, loss and the wish to stop are never compressed, nor are small tensors.
+A tensor is compressed by itself, and what is kept of it goes by its name, so nothing depends on which tensors travel
+together. Payloads that add up travel along the all-reduce; of others every rank is given all, and adds them up in the order of
+ranks: all apply the same bits. Where that would be more bytes than the dense vectors, what the payloads stand for travels as
+dense vectors. Weight, loss and the wish to stop are never compressed, nor are small tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paragrad.players.wire import Traffic
 from paragrad.record.log import Log

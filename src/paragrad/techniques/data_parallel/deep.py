@@ -1,5 +1,5 @@
-"""Deep gradient compression (Lin et al. 2018, arXiv 1712.01887): velocities are accumulated, and the largest of what came together
-are sent. The momentum, the decay and the clipping of a training are here, and nowhere else.
+"""Deep gradient compression (Lin et al. 2018, arXiv 1712.01887): velocities are accumulated, and the largest of what came
+together are sent. The momentum, the decay and the clipping of a training are here, and nowhere else.
 
 * momentum correction and factor masking: `feedback.Corrected`; whose momentum it is: `momentum.py`.
 * clipping comes before accumulation, on each rank: the norm of its part of the mean gradient is at most that of all, over the
