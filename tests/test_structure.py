@@ -28,6 +28,7 @@ from equality import (
 )
 
 import paragrad
+from paragrad.strategies.compressors import COMPRESSORS
 from paragrad.strategies.data import ALGORITHMS
 from paragrad.strategies.table import STRATEGIES, strategy
 
@@ -105,7 +106,7 @@ def test_no_two_files_import_each_other() -> None:
 # words for a strategy in the code, and what only a strategy is called
 STRATEGY = {"strategy", "resolved", "asked", "chosen", "candidate"}
 NAMED = {"replicated", "shared_memory", "fully_sharded",
-         *(cls.name for cls in (*STRATEGIES.values(), *ALGORITHMS) if cls.built)}
+         *(cls.name for cls in (*STRATEGIES.values(), *ALGORITHMS, *COMPRESSORS))}
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.split(".")[1] not in ("strategies", "techniques")])
@@ -116,7 +117,7 @@ def test_nobody_asks_what_strategy_it_is(name: str) -> None:
     tree = ast.parse(MODULES[name].read_text())
     own = {alias.asname or alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
            and (node.module or "").startswith("paragrad.strategies") for alias in node.names
-           if alias.name in {"Product", "Native", *(cls.__name__ for cls in STRATEGIES.values())}}
+           if alias.name in {"Product", "Native", *(cls.__name__ for cls in (*STRATEGIES.values(), *COMPRESSORS))}}
     for node in ast.walk(tree):
         text = ast.unparse(node) if isinstance(node, ast.Compare | ast.Call | ast.Match) else ""
         if isinstance(node, ast.Match):

@@ -54,7 +54,7 @@ def vectors(draw: st.DrawFn) -> Tensor:
     return vector
 
 
-# ---- how far it is from what went in -------------------------------------------------------------------------------------------
+# ---- how far it is from what went in --------------------
 @given(vectors(), st.sampled_from([0.001, 0.01, 0.3, 1.0]))
 def test_top_k_sends_exactly_so_many_and_none_that_is_left_is_larger(vector: Tensor, ratio: float) -> None:
     found = largest(vector, count := count_of(ratio, len(vector)))
@@ -105,8 +105,8 @@ def test_int8_is_within_a_step_of_its_chunk(vector: Tensor, draw: int) -> None:
 
 
 def test_int8_is_right_on_average() -> None:
-    """Of 4,000 draws the mean is within five standard errors of what went in; rounding to the nearest would be off by up to half
-    a step."""
+    """Of 4,000 draws the mean is within five standard errors of what went in; rounding to the nearest would be off by up to
+    half a step."""
     vector = torch.linspace(-1.0, 1.0, 257, dtype=torch.float64)
     codec = codec_of(compressor("int8"), vector.shape)
     every = torch.stack([codec.extract(codec.compress(vector, None, draw)) for draw in range(4000)])
@@ -159,9 +159,10 @@ def test_power_sgd_goes_on_from_the_last_step() -> None:
     assert torch.allclose(codec.extract(payload, agreed).view(30, 20), best, atol=1e-6)
 
 
-# ---- sizes ----------------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("text", ["top_k(0.01)", "one_bit", "int8", "power_sgd(2)", "bf16", "fp16", "dgc(0.01)"])
-@pytest.mark.parametrize("shape", [(64, 32), (2049,), (17, 5, 3, 11), (3, 4096)])
+# ---- sizes --------------------
+@pytest.mark.parametrize(("text", "shape"), [
+    (text, shape) for text in ("top_k(0.01)", "one_bit", "int8", "power_sgd(2)", "bf16", "fp16", "dgc(0.01)")
+    for shape in ((64, 32), (2049,), (17, 5, 3, 11), (30, 4096)) if compressor(text).compresses(shape)])
 def test_a_payload_has_the_bytes_that_the_compressor_says(text: str, shape: tuple[int, ...]) -> None:
     chosen = compressor(text)
     vector = torch.randn(math.prod(shape), generator=torch.Generator().manual_seed(1))
@@ -193,7 +194,7 @@ def test_payloads_of_any_types_travel_in_one_message() -> None:
         assert all(map(torch.equal, came, sent))
 
 
-# ---- what is not finite ---------------------------------------------------------------------------------------------------------
+# ---- what is not finite --------------------
 @pytest.mark.parametrize("text", ["top_k(0.01)", "threshold(0.1)", "one_bit", "int8", "power_sgd(2)", "bf16", "fp16"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_refused(text: str, value: float) -> None:
@@ -203,7 +204,7 @@ def test_what_is_not_finite_is_refused(text: str, value: float) -> None:
         through(text, vector, (200, 200))
 
 
-# ---- what is kept ---------------------------------------------------------------------------------------------------------------
+# ---- what is kept --------------------
 @settings(max_examples=30)
 @given(st.sampled_from(["top_k(0.1)", "threshold(0.5)", "one_bit", "power_sgd(1)"]), st.integers(1, 12), st.integers(0, 2**31))
 def test_what_was_sent_and_what_is_kept_is_all(text: str, steps: int, seed: int) -> None:
@@ -225,10 +226,10 @@ def test_what_was_sent_and_what_is_kept_is_all(text: str, steps: int, seed: int)
 @settings(max_examples=40)
 @given(st.integers(1, 20), st.sampled_from([0.0, 0.5, 0.9]), st.booleans(), st.integers(0, 2**31))
 def test_momentum_correction_is_the_closed_form(steps: int, momentum: float, nesterov: bool, seed: int) -> None:
-    """An entry that was last sent in step s has waited since: what is kept of it after step T is the sum of the updates that SGD
-    with momentum, begun anew after s, would have made of its gradients g(s+1) ... g(T):
+    """An entry that was last sent in step s has waited since: what is kept of it after step T is the sum of the updates that
+    SGD with momentum, begun anew after s, would have made of its gradients g(s+1) ... g(T):
 
-        sum over t of g(t) (1 - m^(T - t + 1)) / (1 - m),        with Nesterov's momentum one power of m more, and m^0 without one
+        sum over t of g(t) (1 - m^(T - t + 1)) / (1 - m),        with Nesterov's momentum one power of m more
     """
     generator = torch.Generator().manual_seed(seed)
     elements = 3000
@@ -263,7 +264,7 @@ def test_another_number_of_ranks_goes_on_with_equal_parts_of_the_sum() -> None:
     assert shared_out(kept, "v", "residual", 0, 3) is None
 
 
-# ---- the notation ----------------------------------------------------------------------------------------------------------------
+# ---- the notation --------------------
 @pytest.mark.parametrize(("text", "said"), [
     ("top_k(0)", "a number above 0, at most 1"), ("top_k(1.5)", "at most 1"), ("threshold(-1)", "a number from 0"),
     ("power_sgd(0)", "a whole number from 1"), ("dgc(0.01, momentum=1)", "never forgets"), ("dgc(0.01, warmup=-1)", "from 0"),

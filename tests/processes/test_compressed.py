@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality import IMAGES, JOBS, TEXT, VECTORS, TiedLstm, found, job, numbers, resolved, whole
+from equality import JOBS, VECTORS, found, job, numbers, resolved
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -65,7 +65,8 @@ def weights(trainer: Trainer) -> State:
     return {name: each.detach().clone() for name, each in trainer.model.named_parameters()}
 
 
-def steps_on(pool: Ranks, made: pg.Job, text: str, steps: int = STEPS, look: Callable[[Trainer], Any] = weights) -> list[list[Any]]:
+def steps_on(pool: Ranks, made: pg.Job, text: str, steps: int = STEPS,
+             look: Callable[[Trainer], Any] = weights) -> list[list[Any]]:
     chosen = resolved(text)
     return pool.run(after, made, chosen, steps, look, size=chosen.size)
 
@@ -95,7 +96,7 @@ def parts_of(made: pg.Job, model: nn.Module, ranks: int, steps: int) -> Any:
         yield step, parts
 
 
-# ---- where nothing is lost it is serial's ------------------------------------------------------------------------------------
+# ---- where nothing is lost it is serial's --------------------
 LOSSLESS = ("data({n}, compress=top_k(1.0))", "data({n}, compress=threshold(0))", "data({n}, compress=threshold(0), micro=2)",
             "data({n}, compress=top_k(1.0), shares={shares})")
 
@@ -110,13 +111,14 @@ def test_without_loss_it_is_serials_training(pool: Ranks, row: str, column: str,
     assert difference.value <= max(1e-10, difference.allowed), difference
 
 
-@pytest.mark.parametrize("text", ["data(2, compress=top_k(1.0)) * pipeline(2, micro=2)", "data(2, compress=threshold(0)) * tensor(2)",
-                                  "data(2, compress=top_k(1.0)) * place(2)"])
+@pytest.mark.parametrize("text", [
+    "data(2, compress=top_k(1.0)) * pipeline(2, micro=2)", "data(2, compress=threshold(0)) * tensor(2)",
+    "data(2, compress=top_k(1.0)) * place(2)"])
 def test_of_a_model_in_parts_too(pool: Ranks, text: str) -> None:
     assert max(pool.run(distances, vectors(optimizer=heavy), resolved(text), Settings(), STEPS, size=4)[0]) < 1e-10
 
 
-# ---- what is sent is what plain torch says -------------------------------------------------------------------------------------
+# ---- what is sent is what plain torch says --------------------
 def test_top_k_with_feedback_is_as_published(pool: Ranks) -> None:
     """Each rank's part of the mean gradient, and what it did not send before; of these the largest; the optimizer steps by the
     sum. The short batch too: were sums fed back, and divided by its weight, what waits would count more than twice."""
@@ -206,7 +208,6 @@ def test_a_scheduler_that_cycles_momentum_has_it_taken_over_in_every_step(pool: 
     """It would have been SGD's as well, from the second step on."""
     look = _momenta
     seen = steps_on(pool, vectors(optimizer=heavy, scheduler=cycled), "data(2, compress=dgc(0.05, warmup=0))", look=look)[0]
-    assert all(own == 0.0 for own, _ in seen[:-1]) or len({taken for _, taken in seen}) > 3
     assert len({taken for _, taken in seen}) > 3
 
 
@@ -215,7 +216,7 @@ def _momenta(trainer: Trainer) -> tuple[float, float]:
     return trainer.optimizer.param_groups[0]["momentum"], momentum.asked[0]["momentum"]
 
 
-# ---- replicas ---------------------------------------------------------------------------------------------------------------------
+# ---- replicas --------------------
 LOSSY = ("top_k(0.05)", "threshold(0.001)", "one_bit", "int8", "power_sgd(2)", "bf16", "fp16", "dgc(0.05)")
 
 
@@ -239,7 +240,7 @@ def test_what_adds_up_travels_along_any_all_reduce(pool: Ranks, text: str, reduc
 def test_verify_says_how_far_it_is(tmp_path: Path, text: str) -> None:
     certificate = pg.verify(vectors(optimizer=heavy), f"data(2, compress={text})", runs=tmp_path)
     assert not certificate.same
-    assert certificate.difference.value > 1e-6
+    assert certificate.difference > 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64])
@@ -260,7 +261,7 @@ def squares(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).abs().square().mean()
 
 
-# ---- what travels -----------------------------------------------------------------------------------------------------------------
+# ---- what travels --------------------
 def sent_by(trainer: Trainer) -> dict[str, int]:
     assert trainer.exchange is not None
     return {kind: each["bytes"] for kind, each in trainer.exchange.sent.items()}
@@ -287,17 +288,21 @@ def test_time_of_compressing_and_extracting_is_in_the_record(tmp_path: Path) -> 
     assert {"compress", "exchange", "extract"} <= names
 
 
-# ---- failures ---------------------------------------------------------------------------------------------------------------------
+# ---- failures --------------------
 class Bad(nn.Module):
-    """Its gradient is nan in the third step."""
+    """A gradient is nan from its seventh backward on, and no loss."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner, self.calls = wide(), 0
+        self.inner[0].weight.register_hook(self.late)           # type: ignore[operator, union-attr]
+
+    def late(self, gradient: Tensor) -> Tensor:
+        self.calls += 1
+        return gradient * (math.nan if self.calls > 6 else 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.inner(x * (math.nan if self.calls > 6 else 1.0))        # type: ignore[no-any-return]
+        return self.inner(x)            # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("text", LOSSY)
@@ -324,8 +329,9 @@ def test_refused_at_the_door(text: str, tmp_path: Path) -> None:
         pg.train(vectors(**changes), text, runs=tmp_path)
 
 
-# ---- saved and resumed ------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("text", ["top_k(0.05)", "dgc(0.05, warmup=0)", "one_bit", "int8", "power_sgd(1)", "dgc(0.05, warmup=3)"])
+# ---- saved and resumed --------------------
+@pytest.mark.parametrize("text", [
+    "top_k(0.05)", "dgc(0.05, warmup=0)", "one_bit", "int8", "power_sgd(1)", "dgc(0.05, warmup=3)"])
 def test_resumed_under_the_same_it_is_the_same_to_the_bit(tmp_path: Path, text: str) -> None:
     """In the middle of an epoch, with decay; what waits, velocities, what decay made, and the last factor."""
     made = vectors(optimizer=functools.partial(heavy, weight_decay=0.01), dtype=torch.float32)
@@ -361,8 +367,7 @@ def test_serial_goes_on_with_the_momentum_and_names_what_it_leaves_out(tmp_path:
     run = pg.train(made, "serial", runs=tmp_path, resume=first.folder)
     left = [line["picked"] for line in run.of("choice") if line["what"] == "checkpoint" and "without" in line["picked"]]
     assert left == ["without decayed, residual of 0, residual of 1, velocity of 0, velocity of 1"]
-    again = pg.train(made, "data(2, compress=dgc(0.05, warmup=0))", runs=tmp_path, resume=run.folder) if False else run
-    assert len(again.losses) == 6
+    assert len(run.losses) == 6
 
 
 def test_dgc_takes_over_the_momentum_of_a_checkpoint(tmp_path: Path) -> None:
@@ -374,7 +379,7 @@ def test_dgc_takes_over_the_momentum_of_a_checkpoint(tmp_path: Path) -> None:
     assert told[0]["picked"] == "0.9"
 
 
-# ---- a loop of one's own -----------------------------------------------------------------------------------------------------------
+# ---- a loop of one's own --------------------
 def own_loop(world: World, strategy: str) -> tuple[State, float, bool]:
     torch.manual_seed(0)
     model = wide().double()

@@ -19,8 +19,8 @@ from paragrad.report.printing import print_facts, print_rows
 from paragrad.report.run import Run
 from paragrad.report.table import COMPUTED, Table, held, sent, show
 from paragrad.report.times import times_of
-from paragrad.strategies.shares import Division, micro_batches
 from paragrad.strategies.compressors import Compressor
+from paragrad.strategies.shares import Division, micro_batches
 from paragrad.strategies.table import algorithms, known
 from paragrad.training.admission import Admitted
 from paragrad.training.saved import folders, step_of

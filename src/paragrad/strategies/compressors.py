@@ -50,6 +50,11 @@ class Compressor(Family, abstract=True):
     def refuse_updates(self, updating: Updating, asked: object) -> None:
         """Refuse an optimizer, with the repair."""
 
+    def refuse_hooked(self, updating: Updating | None, steps_per_epoch: int | None) -> None:
+        """The same of a hook of DDP's, which is given the optimizer and steps per epoch, or not."""
+        if updating is not None or steps_per_epoch is not None:
+            raise Refused(f"hook('{self}') wants no optimizer and no steps_per_epoch, which dgc has a use for; leave them out")
+
 
 def count_of(ratio: float, elements: int) -> int:
     """So many entries of a tensor are a ratio of it: at least one."""
@@ -172,6 +177,18 @@ class Dgc(Compressor):
         if self.clip is not None and updating.clip_norm is not None:
             raise Refused(f"{asked}: clipping is given twice, {self.clip:g} here and clip_norm={updating.clip_norm:g}; leave "
                           "out one of them (dgc takes clip_norm over)")
+
+    def refuse_hooked(self, updating: Updating | None, steps_per_epoch: int | None) -> None:
+        asked = f"hook('{self}')"
+        if updating is None:
+            raise Refused(f"{asked} keeps the momentum of your SGD, which would count twice; give it optimizer=")
+        if self.clip is not None:
+            raise Refused(f"{asked}: a hook sees some of the gradients at a time, and no norm of all; leave out clip, or train "
+                          f"with data(n, compress={self})")
+        if self.warmup and not steps_per_epoch:
+            raise Refused(f"{asked} warms up over {self.warmup} epochs, of which DDP does not tell; give it "
+                          "steps_per_epoch=len(loader), or warmup=0")
+        self.refuse_updates(updating, asked)
 
 
 COMPRESSORS: tuple[type[Compressor], ...] = (Threshold, TopK, OneBit, Int8, PowerSgd, Bf16, Fp16, Dgc)         # ours

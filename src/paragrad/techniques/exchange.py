@@ -77,13 +77,13 @@ class Exchange(ABC):
     """Of a rank that holds all parameters of its part of the model and, before the update, their mean gradients where backward
     leaves them. Names are the part's own.
 
-    What differs is replaced, at least `finish` and `counted`. Collective: all ranks make it together. Set in every
-    step: `stop`, this rank was asked to stop, or, from `average` on, some other that it has heard of;  `own_samples`: of its
+    What differs is replaced, at least `finish` and `counted`. Collective: all ranks make it together. Set in every step, after
+    `begin`: `stop`, this rank was asked to stop, or, from `average` on, some other that it has heard of;  `own_samples`: of its
     share;  `epoch`;  before `finish`, `doubt`: of its weight, what may be that of nothing (`Summed.doubts`);  before `average`,
-    `weight`: of what gradients are of, as who has the loss told it. To be read: `sent`, bytes by kind in this step;  `largest`: bytes it
-    keeps in memory;  `sharing`: ranks that hold parameters together, each all of them;  `again`: its share was applied before;
-    `apart`: this rank steps by the gradient of its own share, to which no other adds;  `asked`: ranks that were asked to stop,
-    where all heard of it in an update.
+    `weight`: of what gradients are of, as who has the loss told it. To be read: `sent`, bytes by kind in this step;  `largest`:
+    bytes it keeps in memory;  `sharing`: ranks that hold parameters together, each all of them;  `again`: its share was applied
+    before;  `apart`: this rank steps by the gradient of its own share, to which no other adds;  `asked`: ranks that were asked
+    to stop, where all heard of it in an update.
 
     shards: where replicas hold the parameters together, each some: of what `parts`, this rank's by name, are parts; so are
     gradients and state then, no rank can run the model alone but in `evaluating`, and `hollow` is the model without values.

@@ -13,13 +13,13 @@ from torch import Tensor
 from paragrad.errors import Refused
 from paragrad.notation.choices import Choice, build
 from paragrad.notation.grammar import parse_call
-from paragrad.strategies.compressors import Compressor, Dgc
+from paragrad.strategies.compressors import Compressor
 from paragrad.strategies.data import Data
 from paragrad.strategies.strategy import Here
 from paragrad.strategies.table import algorithms
 from paragrad.techniques.compression.compression import Compression
 from paragrad.techniques.compression.feedback import Corrected
-from paragrad.techniques.compression.momentum import Momentum
+from paragrad.techniques.compression.momentum import momentum_of
 from paragrad.techniques.data_parallel.bucket_queue import BucketQueue, waiting_bucket
 from paragrad.training.admission import check_plans
 from paragrad.training.asked import Updates
@@ -44,7 +44,10 @@ def hook(algorithm: str | Choice, optimizer: torch.optim.Optimizer | None = None
     chosen = Data(world.size, compress=compressor) if compressor else Data(world.size, reduce=found)
     resolved = chosen.resolved(Here(ranks=world.size, group=ranks_here(), backend=world.backend or "gloo", own_loop=True))
     check_plans(chosen, resolved, Settings())
-    _check(compressor, optimizer, steps_per_epoch)
+    if compressor is not None:
+        compressor.refuse_hooked(None if optimizer is None else Updates(optimizer), steps_per_epoch)
+    elif optimizer is not None or steps_per_epoch is not None:
+        raise Refused(f"hook({found}) wants no optimizer and no steps_per_epoch, which dgc has a use for; leave them out")
     queue = BucketQueue(resolved.reduce, world)
     atexit.register(queue.close)                # a thread that is still there as the interpreter ends may abort it
     if compressor is None:
@@ -64,36 +67,15 @@ def _read(algorithm: str | Choice) -> Choice:
     return found
 
 
-def _check(compressor: Compressor | None, optimizer: torch.optim.Optimizer | None, steps_per_epoch: int | None) -> None:
-    if not isinstance(compressor, Dgc):
-        if optimizer is not None or steps_per_epoch is not None:
-            raise Refused("hook: optimizer and steps_per_epoch are dgc's, which keeps the optimizer's momentum; leave them out")
-        return
-    if optimizer is None:
-        raise Refused(f"hook({str(compressor)!r}) keeps the momentum of your SGD, which would count twice; give it optimizer=")
-    if compressor.clip is not None:
-        raise Refused(f"hook({str(compressor)!r}): a hook sees some of the gradients at a time, and no norm of all; leave out "
-                      "clip, or use data(n, compress=...)")
-    if compressor.warmup and steps_per_epoch is None:
-        raise Refused(f"hook({str(compressor)!r}) warms up over {compressor.warmup} epochs, of which DDP does not tell; give "
-                      "it steps_per_epoch=len(loader), or warmup=0")
-    compressor.refuse_updates(Updates(optimizer), f"hook({str(compressor)!r})")
-
-
 class Compressing:
     """The state of a hook that compresses: a thread of its own takes bucket after bucket, in DDP's order."""
 
     def __init__(self, compressor: Compressor, world: Any, queue: BucketQueue, optimizer: torch.optim.Optimizer | None,
                  steps_per_epoch: int | None) -> None:
         self.asked, self.world, self.queue, self.steps_per_epoch = compressor, world, queue, steps_per_epoch
-        self.names: dict[Tensor, str] = {}
-        self.momentum: Momentum | None = None
-        if isinstance(compressor, Dgc):
-            assert optimizer is not None
-            own = None if compressor.momentum == "auto" else float(compressor.momentum)
-            self.names = {each: str(number) for number, each in enumerate(
-                each for group in optimizer.param_groups for each in group["params"])}
-            self.momentum = Momentum(optimizer, {name: each for each, name in self.names.items()}, own)     # type: ignore[misc]
+        every = [] if optimizer is None else [each for group in optimizer.param_groups for each in group["params"]]
+        self.names = {each: str(number) for number, each in enumerate(every)}
+        self.momentum = momentum_of(compressor, optimizer, {name: each for each, name in self.names.items()})
         feedback = Corrected(self.momentum.of) if self.momentum else None
         self.compression = Compression(compressor, world, self._sum, feedback=feedback)
         self.step, self.thread = 0, ThreadPoolExecutor(1, thread_name_prefix="paragrad-compression")

@@ -32,8 +32,9 @@ CODECS = {name: f"paragrad.techniques.compression.{module}" for name, module in 
 
 class Codec(ABC):
     """Of one tensor: of that shape, in a vector. varies: how long a payload is depends on the values; otherwise those of all
-    ranks are equally long."""
+    ranks are equally long;  memory: what it goes on from in the next step, the same on all ranks; a checkpoint holds it."""
     varies: ClassVar[bool] = False
+    memory: Tensor | None = None
 
     def __init__(self, shape: Sequence[int]) -> None:
         self.shape, self.elements = tuple(shape), torch.Size(shape).numel()

@@ -62,6 +62,7 @@ class Compression:
         self.feedback = feedback or (Feedback() if compressor.feedback else Nothing())
         self.seed, self.log = seed, log or Log(None)
         self.codecs: dict[str, Codec] = {}
+        self.memories: dict[str, Tensor] = {}       # of codecs that are made later
         self.told: dict[str, bool] = {}             # of tensors that begin a message: was it dense?
 
     def become(self, compressor: Compressor) -> None:
@@ -98,6 +99,7 @@ class Compression:
         if name not in self.codecs:
             shape = torch.view_as_real(gradient).shape if gradient.is_complex() else gradient.shape
             self.codecs[name] = codec_of(self.compressor, shape, self._draw(0, 0, name))
+            self.codecs[name].memory = self.memories.pop(name, None)
         return self.codecs[name]
 
     def _draw(self, step: int, rank: int, name: str) -> int:

@@ -15,8 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paragrad.strategies.compressors import Compressor, Dgc
+
 BUFFER = "momentum_buffer"              # by which name SGD keeps it
 TAKEN = ("momentum", "weight_decay")
+
+
+def momentum_of(compressor: Compressor, optimizer: torch.optim.Optimizer | None,
+                named: Mapping[str, nn.Parameter]) -> Momentum | None:
+    """What a compressor takes over of an optimizer, if it does."""
+    if not isinstance(compressor, Dgc):
+        return None
+    assert optimizer is not None
+    return Momentum(optimizer, named, None if compressor.momentum == "auto" else float(compressor.momentum))
 
 
 class Momentum:

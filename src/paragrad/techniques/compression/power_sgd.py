@@ -13,21 +13,21 @@ from paragrad.techniques.compression.codec import Codec, Payload, finite
 
 
 class Factors(Codec):
-    """All ranks agree on P, of orthonormal columns: the sum of M Q over ranks, by the Q of the last step. A payload is M' P, of
+    """All ranks agree on P, of orthonormal columns: the sum of M Q over ranks, by the Q of the last step,
+    which is its memory. A payload is M' P, of
     which the sum is the next Q; P Q' is what it stands for."""
 
     def __init__(self, shape: Sequence[int], columns: int, key: int) -> None:
         super().__init__(shape)
         self.rows, self.others = matrix_of(shape)
         self.columns, self.key = min(columns, self.rows, self.others), key
-        self.last: Tensor | None = None             # Q
 
     def asks(self, vector: Tensor) -> Tensor:
-        if self.last is None:
+        if self.memory is None:
             generator = torch.Generator().manual_seed(self.key)
-            self.last = torch.randn(self.others, self.columns, generator=generator, dtype=torch.float64)
-        self.last = self.last.to(vector)
-        product = self._matrix(vector) @ self.last
+            self.memory = torch.randn(self.others, self.columns, generator=generator, dtype=torch.float64)
+        self.memory = self.memory.to(vector)
+        product = self._matrix(vector) @ self.memory
         finite(product)
         return product
 
@@ -38,7 +38,7 @@ class Factors(Codec):
         return (self._orthonormal(agreed) @ payload[0].T).view(-1)
 
     def summed(self, payload: Payload) -> None:
-        self.last = payload[0]
+        self.memory = payload[0]
 
     def _matrix(self, vector: Tensor) -> Tensor:
         return vector.view(self.rows, self.others)

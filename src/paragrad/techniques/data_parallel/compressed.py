@@ -30,6 +30,7 @@ from paragrad.techniques.layout import State, on_host
 from paragrad.techniques.values import wide
 from paragrad.world.world import World
 
+MEMORY = "memory"                       # by which name a checkpoint has what codecs go on from
 TOLD = "told"                           # bytes of weight, loss, the wish to stop, and which parameters have a gradient
 
 
@@ -121,7 +122,8 @@ class Compressed(Sending):
         """What was not sent, of any number of ranks."""
         feedback, rank, size = self.compression.feedback, self.world.rank, self.world.size
         ours = {key for values in restored.values() for key in values if key.rpartition(" of ")[0] in feedback.names}
-        self.keeps = tuple({key_of(what, each) for what in feedback.names for each in range(size)} | ours)
+        self.keeps = (MEMORY, *{key_of(what, each) for what in feedback.names for each in range(size)} | ours)
+        self.compression.memories = {name: values[MEMORY] for name, values in restored.items() if MEMORY in values}
         for what, values in feedback.kept().items():
             for name, each in self.trained.items():
                 if (found := shared_out(restored, name, what, rank, size)) is not None:
@@ -138,7 +140,14 @@ class Compressed(Sending):
             for what, values in theirs.items():
                 for name, each in values.items():
                     found.setdefault(name, {})[key_of(what, rank)] = each.view(self._shape(name))
+        for name, codec in self.compression.codecs.items():
+            if codec.memory is not None and not self._divided(name):
+                found.setdefault(name, {})[MEMORY] = codec.memory
         return found
+
+    def _divided(self, name: str) -> bool:
+        """Is it a piece of a tensor, of which a checkpoint has the whole?"""
+        return name in self.layout.held and self.layout.held[name].where is not None
 
     def _whole(self, name: str, flat: Tensor) -> Tensor:
         """As its parameter is."""

@@ -21,7 +21,7 @@ from paragrad.record.log import Log
 from paragrad.strategies.compressors import Dgc
 from paragrad.strategies.data import Data
 from paragrad.techniques.compression.feedback import VELOCITY, Corrected, real
-from paragrad.techniques.compression.momentum import Momentum, buffers
+from paragrad.techniques.compression.momentum import buffers, momentum_of
 from paragrad.techniques.data_parallel.compressed import Compressed
 from paragrad.techniques.exchange import How, Replica
 from paragrad.techniques.keeping import taken
@@ -39,7 +39,9 @@ class Deep(Compressed):
         assert isinstance(strategy.compress, Dgc)
         self.dgc = strategy.compress
         named = {name: each for name, each in replica.module.model.named_parameters() if each.requires_grad}
-        self.momentum = Momentum(replica.optimizer, named, None if self.dgc.momentum == "auto" else float(self.dgc.momentum))
+        momentum = momentum_of(self.dgc, replica.optimizer, named)
+        assert momentum is not None
+        self.momentum = momentum
         super().__init__(strategy, replica, world, log, how, Corrected(self.momentum.of))
         self.clip, self.clip_norm = self.dgc.clip or self.clip_norm, None
         told = ", ".join(f"{momentum:g}" for momentum in sorted({self.momentum.of(name)[0] for name in named}))
@@ -54,11 +56,14 @@ class Deep(Compressed):
     def begin(self) -> None:
         super().begin()
         self.momentum.follow()
+
+    def average(self, weight: float) -> None:
         before = self.compression.compressor
         self.compression.become(now := self.dgc.in_epoch(self.epoch))
         if now != before and self.dgc.warmup:
             assert isinstance(now, Dgc)
-            self.log.choice("ratio", f"{now.ratio:.3g}", f"epoch {self.epoch} of {self.dgc.warmup} that warm up")
+            self.log.choice("ratio", f"{now.ratio:.3g}", f"from epoch {self.epoch} on, of {self.dgc.warmup} that warm up")
+        super().average(weight)
 
     def _scaled(self, scale: float) -> float:
         if self.clip is None:
