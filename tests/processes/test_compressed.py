@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality import JOBS, VECTORS, found, job, numbers, resolved
+from equality import COMPRESSED, JOBS, VECTORS, found, job, numbers, resolved
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -217,7 +217,7 @@ def _momenta(trainer: Trainer) -> tuple[float, float]:
 
 
 # ---- replicas --------------------
-LOSSY = ("top_k(0.05)", "threshold(0.001)", "one_bit", "int8", "power_sgd(2)", "bf16", "fp16", "dgc(0.05)")
+LOSSY = [text.removeprefix("data(2, compress=")[:-1] for text in COMPRESSED]
 
 
 @pytest.mark.parametrize("text", LOSSY)
