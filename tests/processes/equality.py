@@ -333,7 +333,8 @@ ROWS: dict[str, Callable[[int], str]] = {
     "fully sharded, uneven shares and micro-batches":
         lambda n: f"data({n}, state=fully_sharded, shares={[3, 1, 1, 2][:n]}, micro=2)",
     "the largest, all of them": lambda n: f"data({n}, compress=top_k(1.0))",
-    "what is above nothing, in micro-batches": lambda n: f"data({n}, compress=threshold(0), shares={[2, 1, 1, 3][:n]}, micro=2)",
+    "what is above nothing, in micro-batches":
+        lambda n: f"data({n}, compress=threshold(0), shares={[2, 1, 1, 3][:n]}, micro=2)",
     "own batch norm": lambda n: f"data({n}, batch_norm=share)",
     "server": lambda n: f"server({n})",
     "servers": lambda n: f"server({n}, servers=2)",
