@@ -397,3 +397,95 @@ def test_in_a_loop_of_ones_own(pool: Ranks) -> None:
     found = pool.run(own_loop, "data(2, compress=dgc(0.05, warmup=0))", size=2)
     assert equal(found[0][0], found[1][0])
     assert [each[1:] for each in found] == [(0.9, True)] * 2
+
+
+# ---- under plain DDP ----------------------------------------------------------------------------------------------------
+def hooked(world: World, text: str, own: bool, steps: int = 4) -> list[State]:
+    """The weights after each step of plain DDP with a hook of ours, on equal parts that differ by rank. own: two parameters in
+    a bucket, so that DDP builds its buckets anew after the first step."""
+    from torch.nn.parallel import DistributedDataParallel
+    torch.manual_seed(0)
+    model = wide().double()
+    optimizer = heavy(model.parameters(), weight_decay=0.01)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
+    ddp.register_comm_hook(*pg.hook(text, optimizer=optimizer) if own else pg.hook(text))
+    seen = []
+    for step in range(steps):
+        inputs, targets = (each[12 * (step % 2) + 4 * world.rank:][:4] for each in VECTORS.tensors)
+        optimizer.zero_grad()
+        functional.cross_entropy(ddp(inputs.double()), targets).backward()
+        optimizer.step()
+        seen.append({name: each.detach().clone() for name, each in model.named_parameters()})
+    return seen
+
+
+def hook_steps(text: str, steps: int = 4) -> list[State]:
+    """The same in plain torch, without DDP."""
+    torch.manual_seed(0)
+    model, ranks, deep = wide().double(), 3, text.startswith("dgc")
+    momentum, decay = 0.9, 0.01
+    named = dict(model.named_parameters())
+    u, v = ([torch.zeros(2200, dtype=torch.float64) for _ in range(ranks)] for _ in range(2))
+    buffers = {name: torch.zeros_like(each) for name, each in named.items()}
+    seen = []
+    for step in range(steps):
+        total, means = torch.zeros(2200, dtype=torch.float64), {name: torch.zeros_like(each) for name, each in named.items()}
+        for rank in range(ranks):
+            model.zero_grad()
+            inputs, targets = (each[12 * (step % 2) + 4 * rank:][:4] for each in VECTORS.tensors)
+            functional.cross_entropy(model(inputs.double()), targets).backward()
+            for name, each in named.items():
+                means[name] += each.grad / ranks            # type: ignore[operator]
+            u[rank] = (momentum * u[rank] if deep else 0.0) + named[LARGE].grad.view(-1) / ranks       # type: ignore[union-attr]
+            v[rank] = v[rank] + u[rank]
+            where = v[rank].abs().topk(count_of(0.05, 2200)).indices
+            total[where] += v[rank][where]
+            v[rank][where] = u[rank][where] = 0.0
+        with torch.no_grad():
+            for name, each in named.items():
+                sent = total.view(220, 10) if name == LARGE else means[name]
+                into = decay * each if deep and name == LARGE else sent + decay * each
+                buffers[name] = momentum * buffers[name] + into
+                each -= 0.1 * (buffers[name] + sent if deep and name == LARGE else buffers[name])
+        seen.append({name: each.detach().clone() for name, each in named.items()})
+    return seen
+
+
+@pytest.mark.parametrize("text", ["top_k(0.05)", "dgc(0.05, warmup=0)"])
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_hook_under_plain_ddp(pool: Ranks, text: str, backend: str) -> None:
+    """What is kept is by parameter: DDP builds its buckets anew after the first step."""
+    ranks = pool.run(hooked, text, text.startswith("dgc"), size=3, backend=backend)
+    for one, other in zip(ranks[0], hook_steps(text), strict=True):
+        assert close(one, other)
+    assert all(map(equal, ranks[0], ranks[2]))
+
+
+@pytest.mark.parametrize("text", ["bf16", "fp16", "int8", "one_bit", "threshold(0.01)", "power_sgd(1)"])
+def test_every_compressor_is_a_hook(pool: Ranks, text: str) -> None:
+    ranks = pool.run(hooked, text, False, size=2)
+    assert all(map(equal, *ranks))
+    assert all(each.isfinite().all() for each in ranks[0][-1].values())
+
+
+def hook_refused(world: World, text: str, momentum: float, more: dict[str, Any]) -> str:
+    model = wide()
+    given = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)} if momentum >= 0 else {}
+    try:
+        pg.hook(text, **given, **more)
+    except pg.Refused as error:
+        return str(error)
+    return "taken"
+
+
+@pytest.mark.parametrize(("text", "momentum", "more", "said"), [
+    ("dgc(0.01)", -1, {}, "keeps the momentum of your SGD, which would count twice; give it optimizer="),
+    ("dgc(0.01)", 0.9, {}, "give it steps_per_epoch=len(loader), or warmup=0"),
+    ("dgc(0.01, warmup=0, clip=1.0)", 0.9, {}, "leave out clip"),
+    ("dgc(0.01, warmup=0, momentum=0.5)", 0.9, {}, "momentum is given twice"),
+    ("top_k(0.01)", 0.9, {}, "wants no optimizer"),
+    ("ring", -1, {"steps_per_epoch": 3}, "wants no optimizer and no steps_per_epoch"),
+    ("topk(0.01)", -1, {}, "did you mean top_k?"),
+])
+def test_a_hook_that_lacks_something_is_refused(pool: Ranks, text: str, momentum: float, more: dict[str, Any], said: str) -> None:
+    assert said in pool.run(hook_refused, text, momentum, more, size=2)[0]

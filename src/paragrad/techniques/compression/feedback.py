@@ -91,6 +91,11 @@ def real(tensor: Tensor) -> Tensor:
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
 
 
+def shaped(flat: Tensor, like: Tensor) -> Tensor:
+    """The inverse: in the shape and type of another tensor."""
+    return (torch.view_as_complex(flat.view(*like.shape, 2)) if like.is_complex() else flat.view(like.shape)).to(like.dtype)
+
+
 def there(kept: dict[str, Tensor], name: str, flat: Tensor) -> Tensor:
     """What is kept of a parameter; nothing, at first."""
     if name not in kept:

@@ -22,7 +22,7 @@ from paragrad.record.log import Log
 from paragrad.strategies.compressors import Compressor
 from paragrad.strategies.data import Data
 from paragrad.techniques.compression.compression import DENSE, Compression
-from paragrad.techniques.compression.feedback import Nothing, key_of, real, shared_out
+from paragrad.techniques.compression.feedback import Nothing, key_of, real, shaped, shared_out
 from paragrad.techniques.data_parallel.bucket_queue import Bucket
 from paragrad.techniques.data_parallel.own_buckets import Sending, buckets_of
 from paragrad.techniques.exchange import CHECKPOINTS, How, Replica
@@ -105,7 +105,7 @@ class Compressed(Sending):
 
     def _take(self, means: dict[str, Tensor]) -> None:
         for name, mean in means.items():
-            self.trained[name].grad = self._whole(name, mean)
+            self.trained[name].grad = shaped(mean, self.trained[name])
 
     def _sum(self, vector: Tensor, kind: str) -> Callable[[], Tensor]:
         """Begin to sum a vector over ranks, in their order along the all-reduce; waits for it."""
@@ -148,11 +148,6 @@ class Compressed(Sending):
     def _divided(self, name: str) -> bool:
         """Is it a piece of a tensor, of which a checkpoint has the whole?"""
         return name in self.layout.held and self.layout.held[name].where is not None
-
-    def _whole(self, name: str, flat: Tensor) -> Tensor:
-        """As its parameter is."""
-        parameter, whole = self.trained[name], flat.view(self._shape(name))
-        return (torch.view_as_complex(whole) if parameter.is_complex() else whole).to(parameter.dtype)
 
     def _shape(self, name: str) -> tuple[int, ...]:
         """Of a parameter in real numbers."""

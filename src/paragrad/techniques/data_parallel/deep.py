@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from paragrad.record.log import Log
 from paragrad.strategies.compressors import Dgc
 from paragrad.strategies.data import Data
-from paragrad.techniques.compression.feedback import VELOCITY, Corrected, real
+from paragrad.techniques.compression.feedback import VELOCITY, Corrected, real, shaped
 from paragrad.techniques.compression.momentum import buffers, momentum_of
 from paragrad.techniques.data_parallel.compressed import Compressed
 from paragrad.techniques.exchange import How, Replica
@@ -105,7 +105,7 @@ class Deep(Compressed):
         found, total = super().state(), dict(self.momentum.dense)
         for name, velocity in self.compression.feedback.kept()[VELOCITY].items():
             if self.momentum.of(name)[0]:
-                summed = self._whole(name, self.world.all_reduced(velocity))
+                summed = shaped(self.world.all_reduced(velocity), self.trained[name])
                 total[name] = summed + total[name] if name in total else summed
         return {**found, **{name: {**found.get(name, {}), **values} for name, values in buffers(total).items()}}
 
