@@ -487,5 +487,6 @@ def hook_refused(world: World, text: str, momentum: float, more: dict[str, Any])
     ("ring", -1, {"steps_per_epoch": 3}, "wants no optimizer and no steps_per_epoch"),
     ("topk(0.01)", -1, {}, "did you mean top_k?"),
 ])
-def test_a_hook_that_lacks_something_is_refused(pool: Ranks, text: str, momentum: float, more: dict[str, Any], said: str) -> None:
+def test_a_hook_that_lacks_something_is_refused(pool: Ranks, text: str, momentum: float, more: dict[str, Any],
+                                                said: str) -> None:
     assert said in pool.run(hook_refused, text, momentum, more, size=2)[0]
