@@ -15,6 +15,7 @@ import pytest
 from equality import (
     BRANCHED,
     CELLS,
+    COMPRESSED,
     IN_PARTS,
     IN_PIECES,
     IN_ROUNDS,
@@ -28,6 +29,7 @@ from equality import (
 )
 
 import paragrad
+from paragrad.strategies.compressors import COMPRESSORS
 from paragrad.strategies.data import ALGORITHMS
 from paragrad.strategies.table import STRATEGIES, strategy
 
@@ -105,7 +107,7 @@ def test_no_two_files_import_each_other() -> None:
 # words for a strategy in the code, and what only a strategy is called
 STRATEGY = {"strategy", "resolved", "asked", "chosen", "candidate"}
 NAMED = {"replicated", "shared_memory", "fully_sharded",
-         *(cls.name for cls in (*STRATEGIES.values(), *ALGORITHMS) if cls.built)}
+         *(cls.name for cls in (*STRATEGIES.values(), *ALGORITHMS, *COMPRESSORS))}
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.split(".")[1] not in ("strategies", "techniques")])
@@ -116,7 +118,7 @@ def test_nobody_asks_what_strategy_it_is(name: str) -> None:
     tree = ast.parse(MODULES[name].read_text())
     own = {alias.asname or alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
            and (node.module or "").startswith("paragrad.strategies") for alias in node.names
-           if alias.name in {"Product", "Native", *(cls.__name__ for cls in STRATEGIES.values())}}
+           if alias.name in {"Product", "Native", *(cls.__name__ for cls in (*STRATEGIES.values(), *COMPRESSORS))}}
     for node in ast.walk(tree):
         text = ast.unparse(node) if isinstance(node, ast.Compare | ast.Call | ast.Match) else ""
         if isinstance(node, ast.Match):
@@ -177,13 +179,14 @@ def test_importing_paragrad_and_starting_ranks_imports_no_torch() -> None:
                           check=True).stdout.split() == ["False", "True"]
 
 
-def test_every_built_strategy_and_algorithm_has_rows_in_the_equality_table() -> None:
+def test_every_strategy_algorithm_and_compressor_has_rows_in_the_equality_table() -> None:
     texts = [row(2) for row in ROWS.values()] + list(SERIAL.values())
     texts += [text for text in (*IN_PARTS, *IN_WIDTH, *IN_PIECES, *BRANCHED) if "*" not in text]
     named = {strategy(text).name for text in texts} | {name for text in texts for name in re.findall(r"reduce=(\w+)", text)}
     looser = {strategy(text).name for text in (*LOOSER, *IN_ROUNDS) if "*" not in text}
-    assert not any(strategy(text).exact for text in (*LOOSER, *IN_ROUNDS))
-    assert named | looser == {cls.name for cls in (*STRATEGIES.values(), *ALGORITHMS) if cls.built}
+    assert not any(strategy(text).exact for text in (*LOOSER, *IN_ROUNDS, *COMPRESSED))
+    compressed = {found for text in (*texts, *COMPRESSED) for found in re.findall(r"compress=(\w+)", text)}
+    assert named | looser | compressed == {cls.name for cls in (*STRATEGIES.values(), *ALGORITHMS, *COMPRESSORS)}
 
 
 def test_the_covering_sample_covers() -> None:
@@ -207,10 +210,11 @@ def test_the_architecture_names_the_modules_there_are() -> None:
             assert there <= named
 
 
-def test_every_built_technique_has_its_page() -> None:
+def test_every_technique_has_its_page() -> None:
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
-    built = {cls.name for cls in (*STRATEGIES.values(), *ALGORITHMS) if cls.built}
-    assert built - pages == set()
+    assert {cls.name for cls in (*STRATEGIES.values(), *ALGORITHMS)} - pages == set()
+    together = (ROOT / "docs/compression.md").read_text()
+    assert {cls.name for cls in COMPRESSORS} <= set(re.findall(r"`(\w+)", together))
 
 
 def test_files_and_functions_stay_small() -> None:

@@ -26,6 +26,7 @@ if typing.TYPE_CHECKING:
     from paragrad.schedules.star import Star
     from paragrad.schedules.tree import Tree
     from paragrad.schedules.two_level import TwoLevel
+    from paragrad.strategies.compressors import Bf16, Compressor, Dgc, Fp16, Int8, OneBit, PowerSgd, Threshold, TopK
     from paragrad.strategies.data import Data, Native
     from paragrad.strategies.federated import Dirichlet, Even, Federated
     from paragrad.strategies.local import Elastic, Local, Mean, Nesterov
@@ -35,6 +36,7 @@ if typing.TYPE_CHECKING:
     from paragrad.strategies.strategy import Promise
     from paragrad.strategies.table import AllReduce, Strategy, strategy
     from paragrad.strategies.tensor import Tensor
+    from paragrad.techniques.compression.codec import Codec
     from paragrad.techniques.cut import Share
     from paragrad.techniques.exchange import Exchange
     from paragrad.techniques.layout import Held
@@ -47,12 +49,12 @@ if typing.TYPE_CHECKING:
     from paragrad.version import __version__ as __version__
     from paragrad.world.axes import Axis
 
-__all__ = ["AllReduce", "Asp", "Axis", "Bsp", "Butterfly", "Certificate", "Data", "Decimal", "Direct",
-           "Dirichlet", "DoubleTree", "Elastic", "Even", "Exchange", "Federated", "Flag", "Gpipe", "Halving", "Held",
-           "Integer", "Interleaved", "Job", "Local", "Mean",
-           "Native", "Nesterov", "OneFOneB", "Passes", "Pipeline", "PipelineSchedule", "Place", "Promise", "RankFailed",
-           "Recv", "Refused", "Ring", "RingAsync", "Run", "Send", "Serial", "Server", "Share", "Ssp", "Star", "StepFailed",
-           "Strategy", "Sums", "Table", "Tensor", "Tree", "TwoLevel", "WholeBatch", "Word", "ZeroBubble", "accuracy",
+__all__ = ["AllReduce", "Asp", "Axis", "Bf16", "Bsp", "Butterfly", "Certificate", "Codec", "Compressor", "Data", "Decimal",
+           "Dgc", "Direct", "Dirichlet", "DoubleTree", "Elastic", "Even", "Exchange", "Federated", "Flag", "Fp16", "Gpipe",
+           "Halving", "Held", "Int8", "Integer", "Interleaved", "Job", "Local", "Mean", "Native", "Nesterov", "OneBit",
+           "OneFOneB", "Passes", "Pipeline", "PipelineSchedule", "Place", "PowerSgd", "Promise", "RankFailed", "Recv",
+           "Refused", "Ring", "RingAsync", "Run", "Send", "Serial", "Server", "Share", "Ssp", "Star", "StepFailed", "Strategy",
+           "Sums", "Table", "Tensor", "Threshold", "TopK", "Tree", "TwoLevel", "WholeBatch", "Word", "ZeroBubble", "accuracy",
            "compare", "hook", "job", "option", "parallelize", "strategy", "train", "verify"]
 
 # where each public name is, AllReduce and Strategy where all of ours are defined, so that no other takes a name before them;
@@ -65,12 +67,13 @@ _HOMES = {name: home for home, names in {
     "schedules.butterfly": "Butterfly", "schedules.direct": "Direct", "schedules.double_tree": "DoubleTree",
     "schedules.halving": "Halving", "schedules.pipeline": "Gpipe Interleaved OneFOneB PipelineSchedule ZeroBubble",
     "schedules.ring": "Ring RingAsync", "schedules.star": "Star", "schedules.tree": "Tree",
-    "schedules.two_level": "TwoLevel", "strategies.data": "Data Native",
+    "schedules.two_level": "TwoLevel",
+    "strategies.compressors": "Bf16 Compressor Dgc Fp16 Int8 OneBit PowerSgd Threshold TopK", "strategies.data": "Data Native",
     "strategies.federated": "Dirichlet Even Federated",
     "strategies.local": "Elastic Local Mean Nesterov", "strategies.pipeline": "Pipeline Place",
     "strategies.serial": "Serial", "strategies.server": "Asp Bsp Server Ssp",
     "strategies.strategy": "Promise", "strategies.table": "AllReduce Strategy strategy", "strategies.tensor": "Tensor",
-    "techniques.cut": "Share",
+    "techniques.compression.codec": "Codec", "techniques.cut": "Share",
     "techniques.exchange": "Exchange", "techniques.layout": "Held", "techniques.passes": "Passes Sums",
     "verbs.compare": "compare", "verbs.hook": "hook", "verbs.parallelize": "parallelize", "verbs.train": "train",
     "verbs.verify": "verify", "version": "__version__", "world.axes": "Axis",

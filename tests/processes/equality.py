@@ -10,6 +10,7 @@ import functools
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy
 import torch
@@ -20,10 +21,12 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from paragrad import Job
 from paragrad.report.certificate import Difference
+from paragrad.strategies import compressors
 from paragrad.strategies.strategy import Here, Strategy
 from paragrad.strategies.table import resolve, strategy
 from paragrad.verbs.lockstep import STEPS, difference
 from paragrad.world.launching import Ranks
+from paragrad.world.world import World
 
 
 def resolved(text: str) -> Strategy:
@@ -34,10 +37,20 @@ def resolved(text: str) -> Strategy:
 
 def found(pool: Ranks, row: str, job: Job, steps: int = STEPS) -> Difference:
     """What every rank of a strategy says of its difference from serial."""
-    chosen = resolved(row)
-    answers = pool.run(functools.partial(difference, steps=steps), job, chosen, size=chosen.size)
+    chosen, asks = resolved(row), functools.partial(difference, steps=steps)
+    asks = functools.partial(however_small, asks) if "compress=" in row else asks
+    answers = pool.run(asks, job, chosen, size=chosen.size)
     assert all(answer == answers[0] for answer in answers)
     return answers[0]                           # type: ignore[no-any-return]
+
+
+def however_small(function: Callable[..., Any], world: World, *args: Any) -> Any:
+    """On a rank: a function during which tensors are compressed however small they are, as those of these jobs."""
+    before, compressors.SMALL = compressors.SMALL, 1
+    try:
+        return function(world, *args)
+    finally:
+        compressors.SMALL = before
 
 
 def numbers(*shape: int, seed: int) -> Tensor:
@@ -319,6 +332,9 @@ ROWS: dict[str, Callable[[int], str]] = {
     "fully sharded": lambda n: f"data({n}, state=fully_sharded)",
     "fully sharded, uneven shares and micro-batches":
         lambda n: f"data({n}, state=fully_sharded, shares={[3, 1, 1, 2][:n]}, micro=2)",
+    "the largest, all of them": lambda n: f"data({n}, compress=top_k(1.0))",
+    "what is above nothing, in micro-batches":
+        lambda n: f"data({n}, compress=threshold(0), shares={[2, 1, 1, 3][:n]}, micro=2)",
     "own batch norm": lambda n: f"data({n}, batch_norm=share)",
     "server": lambda n: f"server({n})",
     "servers": lambda n: f"server({n}, servers=2)",
@@ -332,6 +348,9 @@ BRIEF = 9               # steps of a covering sample, three epochs of most jobs;
 LOOSER = ("local(2, every=3)", "local(3, every=end)", "local(2, every=2, after=3)", "local(2, outer=nesterov)",
           "local(4, every=2, outer=elastic)", "local(2, every=2, reduce=ring) * place(2)",
           "server(3, sync=asp)", "server(2, servers=2, sync=ssp(1), rate=by_staleness)")
+# of them, those that compress gradients (test_compressed)
+COMPRESSED = tuple(f"data(2, compress={text})" for text in (
+    "top_k(0.05)", "threshold(0.001)", "one_bit", "int8", "power_sgd(2)", "bf16", "fp16", "dgc(0.05)"))
 # of them, those that make no steps beside serial's (test_federated)
 IN_ROUNDS = ("federated(2, clients=4, fraction=0.5)", "federated(3, clients=3, fraction=1.0, split=dirichlet, reduce=ring)")
 

@@ -206,12 +206,11 @@ def test_lists() -> None:
     assert [row["job"] for row in json.loads(paragrad("jobs", "--json"))] == [
         "digits", "inception-digits", "mnist-mlp", "mnist-cnn", "mnist-resnet", "shakespeare-lstm", "shakespeare-gpt"]
     listed = {row["name"]: row for row in json.loads(paragrad("strategies", "--json"))}
-    assert listed["ring"]["built"] is True
-    assert listed["pipeline"]["built"] is listed["tensor"]["built"] is True
-    assert listed["federated"]["built"] is True
+    assert {name: listed[name]["kind"] for name in ("ring", "pipeline", "top_k")} == {
+        "ring": "reduce", "pipeline": "strategy", "top_k": "compress"}
     for row in listed.values():
         assert row["what"]
-    assert "ring\tyes\tRing: reduce-scatter" in paragrad("strategies")
+    assert "ring\tRing: reduce-scatter" in paragrad("strategies")
 
 
 def test_draw() -> None:

@@ -14,13 +14,13 @@ from paragrad.notation.choices import Choice, Decimal, Flag, Integer, Integers, 
 from paragrad.schedules.pipeline import PipelineSchedule
 from paragrad.schedules.ring import Ring, RingAsync
 from paragrad.schedules.two_level import TwoLevel
-from paragrad.strategies import federated, local, planned, server
+from paragrad.strategies import compressors, federated, local, server
 from paragrad.strategies.data import Data, Native
 from paragrad.strategies.pipeline import Pipeline
 from paragrad.strategies.serial import Serial
 from paragrad.strategies.spatial import Spatial
 from paragrad.strategies.strategy import Here, Product, Strategy
-from paragrad.strategies.table import STRATEGIES, algorithms, known, refuse_unbuilt, resolve, strategies, strategy
+from paragrad.strategies.table import STRATEGIES, algorithms, known, resolve, strategies, strategy
 from paragrad.strategies.tensor import Tensor
 
 
@@ -77,7 +77,7 @@ def test_round_trip(chosen: Strategy) -> None:
 def test_the_python_form_makes_the_same_value(chosen: Strategy) -> None:
     names: dict[str, Any] = {cls.__name__: cls for cls in (
         *known().values(), *algorithms().values(), *PipelineSchedule.members.values())}
-    names |= {cls.__name__: cls for module in (planned, local, server, federated) for cls in vars(module).values()
+    names |= {cls.__name__: cls for module in (compressors, local, server, federated) for cls in vars(module).values()
               if isinstance(cls, type)}
     assert eval(repr(chosen), names) == chosen
 
@@ -156,21 +156,6 @@ def test_refused_with_the_repair(text: str) -> None:
     with pytest.raises(Refused) as caught:
         strategy(text)
     assert REFUSED[text] in str(caught.value)
-
-
-@pytest.mark.parametrize("text", [
-    "data(2, compress=one_bit)", "data(2, compress=int8) * tensor(2)", "data(2, compress=top_k(0.01))"])
-def test_known_by_name_and_refused_as_not_built(text: str) -> None:
-    with pytest.raises(Refused, match="known and not built yet"):
-        refuse_unbuilt(strategy(text))
-
-
-def test_built_ones_pass() -> None:
-    for text in ("place(2)", "tensor(2)", "data(2) * tensor(2)", "data(2, state=fully_sharded)",
-                 "pipeline(2, schedule=zero_bubble)", "serial(threads=1, micro=3)", "data(auto)",
-                 "data(2, reduce=ring_async(4), micro=2, batch_norm=share)", "data(2, dense=tensor)",
-                 "data(2) * spatial(2, columns=2)", "data(2) * branch(3)", "server(2)", "server(3, servers=2, sync=asp)"):
-        refuse_unbuilt(strategy(text))
 
 
 def test_what_is_tried_beside_data_auto_is_the_same_training() -> None:

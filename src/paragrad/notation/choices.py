@@ -18,7 +18,7 @@ from typing import Any, ClassVar, dataclass_transform
 from paragrad.errors import Refused
 from paragrad.notation.grammar import Call, parse_call
 
-WORDS = ("name", "built", "members")            # what a choice has beside its options
+WORDS = ("name", "members")                     # what a choice has beside its options
 MEANT = {"gpu": "cuda"}          # what people say elsewhere, too far from our word to be found as a slip
 
 
@@ -132,9 +132,9 @@ class Several:
 Kind = Integer | Decimal | Flag | Integers | Names | Word | One | Several
 
 
-def option(*kinds: Kind, default: Any = MISSING, later: tuple[object, ...] = ()) -> Any:
-    """A field of a choice: the kinds of value it takes; `later`: values known by name and not built yet."""
-    return field(default=default, metadata={"kinds": kinds, "later": later})
+def option(*kinds: Kind, default: Any = MISSING) -> Any:
+    """A field of a choice: the kinds of value it takes."""
+    return field(default=default, metadata={"kinds": kinds})
 
 
 # ---- choices -------------------------------------------------------------------------------------------------------
@@ -146,7 +146,6 @@ class Choice:
     """
     __slots__ = ()
     name: ClassVar[str]
-    built: ClassVar[bool] = True                    # False: known by name, refused at the door
 
     def __init_subclass__(cls, abstract: bool = False, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)

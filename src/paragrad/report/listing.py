@@ -19,6 +19,7 @@ from paragrad.report.printing import print_facts, print_rows
 from paragrad.report.run import Run
 from paragrad.report.table import COMPUTED, Table, held, sent, show
 from paragrad.report.times import times_of
+from paragrad.strategies.compressors import Compressor
 from paragrad.strategies.shares import Division, micro_batches
 from paragrad.strategies.table import algorithms, known
 from paragrad.training.admission import Admitted
@@ -172,14 +173,14 @@ def jobs(known: dict[str, Callable[..., Any]], as_json: bool) -> None:
 
 
 def strategies(as_json: bool) -> None:
-    """Every strategy and algorithm: how it is written, whether it is built, one line with its source."""
-    rows = [(kind, cls.name, cls.built, _line(cls))
-            for kind, classes in (("strategy", known()), ("reduce", algorithms())) for cls in classes.values()]
+    """Every strategy, all-reduce and compressor: how it is written, one line with its source."""
+    rows = [(kind, cls.name, _line(cls))
+            for kind, classes in (("strategy", known()), ("reduce", algorithms()), ("compress", Compressor.members))
+            for cls in classes.values()]
     if as_json:
-        print(json.dumps([dict(zip(("kind", "name", "built", "what"), row, strict=True)) for row in rows], indent=1))
+        print(json.dumps([dict(zip(("kind", "name", "what"), row, strict=True)) for row in rows], indent=1))
     else:
-        print_rows(("kind", "name", "built", "what it is, and its source"), [
-            (kind, name, "yes" if built else "not yet", what) for kind, name, built, what in rows])
+        print_rows(("kind", "name", "what it is, and its source"), rows)
 
 
 def _line(thing: Any) -> str:

@@ -10,8 +10,8 @@ from paragrad.errors import Refused
 from paragrad.notation.choices import Choice, Integer, Integers, One, Word, option
 from paragrad.schedules.all_reduce import AllReduce
 from paragrad.schedules.two_level import LEVELS, TwoLevel
-from paragrad.strategies.facts import Facts
-from paragrad.strategies.planned import COMPRESSORS
+from paragrad.strategies.compressors import Compressor
+from paragrad.strategies.facts import Facts, Updating
 from paragrad.strategies.serial import Serial
 from paragrad.strategies.shares import Division
 from paragrad.strategies.strategy import ELEMENT, Here, Plan, Promise, Strategy
@@ -34,7 +34,7 @@ class Data(Strategy):
     state: str = option(Word("replicated", "shared_memory", "fully_sharded", "auto"), default="auto")
     shares: Sequence[int] | str = option(Integers(0), Word("equal", "auto"), default="equal")
     micro: int = option(Integer(), default=1)
-    compress: Choice | None = option(One(*COMPRESSORS), Word("none"), default=None)
+    compress: Compressor | None = option(One(Compressor), Word("none"), default=None)
     batch_norm: str = option(Word("whole", "share"), default="whole")
     dense: str = option(Word("same", "tensor"), default="same")
     together = ELEMENT                      # asked where it divides neurons
@@ -43,6 +43,12 @@ class Data(Strategy):
         if self.reduce != "auto" and self.state not in ("replicated", "auto"):
             raise Refused(f"data: reduce={self.reduce} does not fit state={self.state}, which has an exchange of its "
                           "own; leave out one of them")
+        if self.compress is not None and self.state not in ("replicated", "auto"):
+            raise Refused(f"data: compress={self.compress} does not fit state={self.state}, which has an exchange of its own, "
+                          "of whole gradients; leave out one of them")
+        if self.compress is not None and not self.compress.sums and isinstance(self.reduce, AllReduce):
+            raise Refused(f"data: what {self.compress.name} sends does not add up along an all-reduce: every rank is given all "
+                          f"of it; leave out reduce={self.reduce}, or compress by bf16, fp16 or power_sgd")
         if isinstance(self.shares, tuple):
             if isinstance(self.workers, int) and len(self.shares) != self.workers:
                 raise Refused(f"data({self.workers}) has {self.workers} workers and {len(self.shares)} shares; "
@@ -85,7 +91,8 @@ class Data(Strategy):
     @property
     def promise(self) -> Promise:
         whole = self.batch_norm == "whole"
-        return Promise(exact=self.compress is None and whole, buffers_equal=whole, jobs_only=(
+        lossless = self.compress is None or self.compress.lossless
+        return Promise(exact=lossless and whole, buffers_equal=whole, jobs_only=(
             f"in a loop of your own every rank holds the parameters and their mean gradients; leave out state={self.state}, or "
             "make it a Job") if self.shared or self.sharded else None)
 
@@ -147,7 +154,7 @@ class Data(Strategy):
             return replace(self, workers=count)
         if state == "auto":
             alone = here.own_loop or here.unshared is not None or count == 1
-            state = "replicated" if alone or reduce != "auto" else "shared_memory"
+            state = "replicated" if alone or reduce != "auto" or self.compress else "shared_memory"
         if state == "shared_memory" and here.unshared and not here.own_loop:
             raise Refused(f"{self}: {here.unshared}; leave out state=shared_memory")
         if reduce == "auto" and state == "replicated" and (count == 1 or here.backend != "gloo"):
@@ -176,6 +183,10 @@ class Data(Strategy):
         if self.follows and facts.alone and (self.micro > 1 or self.batch_norm == "share"):
             raise Refused(f"{asked}: shares that change may come to micro-batches of one sample, of which batch norm takes no "
                           f"variance; leave out {'micro' if self.micro > 1 else 'batch_norm=share'}, or say the shares")
+
+    def refuse_updates(self, updating: Updating, asked: Strategy) -> None:
+        if self.compress is not None:
+            self.compress.refuse_updates(updating, asked)
 
     def noticed(self, facts: Facts, asked: Strategy) -> Iterator[str]:
         if self.follows and facts.steps <= -(-facts.samples // facts.full):

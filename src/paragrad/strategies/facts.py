@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from paragrad.errors import Refused
 
@@ -21,6 +22,12 @@ class Updating(Protocol):
 
     @property
     def keeps_copies(self) -> bool: ...         # does it go on from copies of the weights that it keeps?
+
+    @property
+    def groups_of_sgd(self) -> Sequence[Mapping[str, Any]] | None: ...      # of one that steps as torch's SGD
+
+    @property
+    def clip_norm(self) -> float | None: ...    # to which gradients are clipped
 
 
 class Facts(Updating, Protocol):

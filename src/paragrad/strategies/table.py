@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from paragrad.errors import Refused
-from paragrad.notation.choices import Choice, build, parts_of
+from paragrad.notation.choices import Choice, build
 from paragrad.notation.grammar import parse_products
 from paragrad.schedules.all_reduce import AllReduce as AllReduce
 from paragrad.strategies.branch import Branch
-from paragrad.strategies.data import ALGORITHMS, Data, Native
+from paragrad.strategies.data import Data, Native
 from paragrad.strategies.federated import Federated
 from paragrad.strategies.local import Local
 from paragrad.strategies.pipeline import Pipeline, Place
 from paragrad.strategies.serial import Serial
 from paragrad.strategies.server import Server
 from paragrad.strategies.spatial import Spatial
-from paragrad.strategies.strategy import Here, Plan, Product, factors_of
+from paragrad.strategies.strategy import Here, Plan, Product
 from paragrad.strategies.strategy import Strategy as Strategy
 from paragrad.strategies.tensor import Tensor
 
@@ -71,21 +71,6 @@ def strategy(text: str | Strategy) -> Strategy:
     return read[0]
 
 
-def refuse_unbuilt(chosen: Strategy) -> None:
-    """Refuse what is known by name and not built yet: a strategy, an algorithm, or a value of an option."""
-    factors = factors_of(chosen)
-    for value in [*factors, *(inner for factor in factors for _, _, inner in parts_of(factor))]:
-        if isinstance(value, Choice) and not value.built:
-            raise Refused(f"{value.name} is known and not built yet; built: " + ", ".join(built_names()))
-    for owner, spec, value in parts_of(chosen):
-        if value in spec.metadata["later"]:
-            raise Refused(f"{owner.name}({spec.name}={str(value).lower()}) is known and not built yet; leave it out")
-
-
-def built_names() -> list[str]:
-    return [cls.name for cls in (*STRATEGIES.values(), *ALGORITHMS) if cls.built]
-
-
 def resolve(chosen: Strategy, here: Here) -> Strategy:
     """The same strategy with every `auto` replaced. Raises Refused where the world has another size than it asks for, or where
     what it says of itself does not fit together."""
@@ -99,7 +84,6 @@ def resolve(chosen: Strategy, here: Here) -> Strategy:
 
 def plan_of(chosen: Strategy, doing: str, group: int | None = None) -> tuple[Strategy, Plan]:
     """(resolved, its schedule), of a strategy that names one, to be drawn or simulated (`doing`). Raises Refused."""
-    refuse_unbuilt(chosen)
     if chosen.workers == "auto":
         raise Refused(f"{chosen}: say how many workers and which all-reduce, for example data(4, reduce=ring)")
     resolved = resolve(chosen, Here(group=group))

@@ -55,7 +55,7 @@ class Replica:
     of model and loss on this rank's first micro-batch, which leaves nothing behind (rehearsed=True: without autocast);
     kept: the whole model is wanted as it is;  steps: that were made before;  restored: what exchanges of the strategy of a
     checkpoint keep (`kept`);  scheduler: the job's, or None;  alike: around calls that draw (an update);  full: samples of a
-    full batch;  follows: parameters that are not trained, and that forwards were seen to change.
+    full batch;  follows: parameters that are not trained, and that forwards were seen to change;  seed: the job's.
     """
     module: Summed
     optimizer: torch.optim.Optimizer
@@ -70,19 +70,20 @@ class Replica:
     alike: Callable[[str, int, Callable[[], Any]], None] = lambda name, step, function: function()
     full: int = 1
     follows: tuple[str, ...] = ()
+    seed: int = 0
 
 
 class Exchange(ABC):
     """Of a rank that holds all parameters of its part of the model and, before the update, their mean gradients where backward
     leaves them. Names are the part's own.
 
-    What differs is replaced, at least `finish` and `counted`. Collective: all ranks make it together. Set in every
-    step: `stop`, this rank was asked to stop, or, from `average` on, some other that it has heard of;  `own_samples`: of its
-    share;  before `finish`, `doubt`: of its weight, what may be that of nothing (`Summed.doubts`);  before `average`, `weight`:
-    of what gradients are of, as who has the loss told it. To be read: `sent`, bytes by kind in this step;  `largest`: bytes it
-    keeps in memory;  `sharing`: ranks that hold parameters together, each all of them;  `again`: its share was applied before;
-    `apart`: this rank steps by the gradient of its own share, to which no other adds;  `asked`: ranks that were asked to stop,
-    where all heard of it in an update.
+    What differs is replaced, at least `finish` and `counted`. Collective: all ranks make it together. Set in every step, after
+    `begin`: `stop`, this rank was asked to stop, or, from `average` on, some other that it has heard of;  `own_samples`: of its
+    share;  `epoch`;  before `finish`, `doubt`: of its weight, what may be that of nothing (`Summed.doubts`);  before `average`,
+    `weight`: of what gradients are of, as who has the loss told it. To be read: `sent`, bytes by kind in this step;  `largest`:
+    bytes it keeps in memory;  `sharing`: ranks that hold parameters together, each all of them;  `again`: its share was applied
+    before;  `apart`: this rank steps by the gradient of its own share, to which no other adds;  `asked`: ranks that were asked
+    to stop, where all heard of it in an update.
 
     shards: where replicas hold the parameters together, each some: of what `parts`, this rank's by name, are parts; so are
     gradients and state then, no rank can run the model alone but in `evaluating`, and `hollow` is the model without values.
@@ -93,7 +94,7 @@ class Exchange(ABC):
     shards: Layout | None = None
     parts: Mapping[str, Tensor]
     hollow: nn.Module
-    stop, own_samples, again = False, 0, False
+    stop, own_samples, epoch, again = False, 0, 0, False
     apart = False
     asked = doubt = weight = 0.0
 

@@ -23,7 +23,7 @@ from paragrad.notation.choices import Integer, Integers
 from paragrad.players.proof import GOALS, check
 from paragrad.schedules.sabotage import sabotaged
 from paragrad.strategies.strategy import KINDS, Here, Promise, Strategy, factors_of
-from paragrad.strategies.table import refuse_unbuilt, resolve, strategy
+from paragrad.strategies.table import resolve, strategy
 from paragrad.techniques.layout import hollow
 from paragrad.techniques.served.entrance import read_place, refuse_place
 from paragrad.techniques.slices import FOREACH
@@ -103,7 +103,6 @@ def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, 
                       'if __name__ == "__main__":')
     settings = settings or Settings()
     asked = strategy(asked)
-    refuse_unbuilt(asked)
     settings.check(job)
     here = here_for(settings)
     resolved = ready(asked, here)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from paragrad.jobs.job import Job
 from paragrad.techniques.modes import has_modes
@@ -21,8 +22,8 @@ from paragrad.training.steady import made_once, unsteady
 class Updates:
     """An optimizer, as a strategy may ask about it (`strategies.facts.Updating`)."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.held = optimizer
+    def __init__(self, optimizer: Optimizer, clip_norm: float | None = None) -> None:
+        self.held, self.clip_norm = optimizer, clip_norm
 
     @property
     def optimizer(self) -> str:
@@ -39,6 +40,10 @@ class Updates:
     @functools.cached_property
     def keeps_copies(self) -> bool:
         return type(self.held) not in FOREACH and keeps_copies(self.held)
+
+    @property
+    def groups_of_sgd(self) -> list[dict[str, Any]] | None:
+        return self.held.param_groups if isinstance(self.held, SGD) and type(self.held).step is SGD.step else None
 
 
 @dataclass(frozen=True)
@@ -131,3 +136,11 @@ class Asked:
     @property
     def keeps_copies(self) -> bool:
         return self._updating.keeps_copies
+
+    @property
+    def groups_of_sgd(self) -> list[dict[str, Any]] | None:
+        return self._updating.groups_of_sgd
+
+    @property
+    def clip_norm(self) -> float | None:
+        return self.named.clip_norm

@@ -193,8 +193,8 @@ class Trainer:
             parameter.grad = None
         self.exchange.begin()
         samples, share = sum(len(each.positions) for each in batch.micros), self.batch_size / len(self.division.shares) or 1.0
-        self.layout.sent, self.exchange.stop, self.exchange.own_samples = 0, self.world.stop.is_set(), samples
-        self.module.doubts, self.cast = 0.0, False
+        self.layout.sent, self.module.doubts, self.cast = 0, 0.0, False
+        self.exchange.stop, self.exchange.own_samples, self.exchange.epoch = self.world.stop.is_set(), samples, batch.epoch
         looked = None if self.rehearsing or self.taken >= COUNTED or self.exchange.shards or not self.coarsest else self.model
         still = unmoved(self.exchange, self.parameters, self.layout, self.replicated.size)
         late = as_seen(self.draws, self.layout.cut and self.splits and (self.taken + 1).bit_count() == 1)

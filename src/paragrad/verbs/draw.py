@@ -16,7 +16,7 @@ from paragrad.report.drawing import draw as drawn
 from paragrad.strategies.pipeline import InParts
 from paragrad.strategies.shares import micro_batches
 from paragrad.strategies.strategy import Here, Strategy, factors_of
-from paragrad.strategies.table import plan_of, refuse_unbuilt, resolve, strategies
+from paragrad.strategies.table import plan_of, resolve, strategies
 from paragrad.techniques.model_parallel.account import Piece, pieces
 from paragrad.techniques.table import telling, told_of
 from paragrad.training.door import examined
@@ -46,7 +46,6 @@ def layers(job: Job, asked: Strategy, data: Path | None = None) -> list[str]:
     """Layer by layer what a strategy does with a job's model, of a micro-batch of a full batch; nothing of others."""
     if not telling(asked):
         return []
-    refuse_unbuilt(asked)
     chosen = resolve(asked, Here())
     return _of_model(job, chosen, data, lambda model, inputs, samples: [
         f"{chosen}, {chosen.size} ranks", *told_of(chosen, model, inputs, samples)])

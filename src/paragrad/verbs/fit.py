@@ -11,7 +11,7 @@ from paragrad.errors import Refused
 from paragrad.jobs.job import Job
 from paragrad.report.table import held, sized
 from paragrad.strategies.strategy import Strategy
-from paragrad.strategies.table import refuse_unbuilt, strategy
+from paragrad.strategies.table import strategy
 from paragrad.training.admission import Admitted, admitted, here_for, ready
 from paragrad.training.door import Findings, examined
 from paragrad.training.saved import newest
@@ -46,7 +46,6 @@ def fitted(job: Job, asked: str | Strategy, settings: Settings) -> tuple[Job, Se
         raise Refused("batch='fit' starts ranks of its own, and cannot under a launcher; find it with plain python, and give "
                       "the number here")
     chosen, plain = strategy(asked), replace(settings, memory=None)
-    refuse_unbuilt(chosen)
     resolved = ready(chosen, here_for(plain))
     if resolved.follows:
         raise Refused(f"{chosen}: batch='fit' fits the largest share, and these change; say the shares, such as shares=[3, 1]")

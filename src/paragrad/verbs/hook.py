@@ -1,41 +1,112 @@
-"""hook: our all-reduces for people who use DistributedDataParallel without the rest of this library."""
+"""hook: our all-reduces, and compressors, for people who use DistributedDataParallel without the rest of this library."""
 
 from __future__ import annotations
 
 import atexit
+from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from paragrad.errors import Refused
-from paragrad.notation.choices import Choice
+from paragrad.notation.choices import Choice, build
+from paragrad.notation.grammar import parse_call
+from paragrad.players.wire import Traffic
+from paragrad.strategies.compressors import Compressor
 from paragrad.strategies.data import Data
 from paragrad.strategies.strategy import Here
-from paragrad.strategies.table import refuse_unbuilt
-from paragrad.techniques.data_parallel.bucket_queue import BucketQueue, waiting_bucket
+from paragrad.strategies.table import algorithms
+from paragrad.techniques.compression.compression import DENSE, Compression
+from paragrad.techniques.compression.feedback import Corrected, real, shaped
+from paragrad.techniques.compression.momentum import momentum_of
+from paragrad.techniques.data_parallel.bucket_queue import Bucket, BucketQueue, waiting_bucket
 from paragrad.training.admission import check_plans
+from paragrad.training.asked import Updates
 from paragrad.training.settings import Settings
 from paragrad.world.joining import ranks_here, standing
+from paragrad.world.world import World
 
 
-def hook(algorithm: str | Choice) -> tuple[Any, Any]:
-    """(state, hook) of an all-reduce such as "ring" or "ring_async(segments=4)": `ddp.register_comm_hook(*hook("ring"))`.
+def hook(algorithm: str | Choice, optimizer: torch.optim.Optimizer | None = None,
+         steps_per_epoch: int | None = None) -> tuple[Any, Any]:
+    """(state, hook) of an all-reduce such as "ring", or of a compressor such as "top_k(0.01)":
+    `ddp.register_comm_hook(*hook("ring"))`.
 
-    Gradients become the mean over ranks, as DDP's own. Call it on every rank, after init_process_group: it makes a process
-    group of its own. The schedule is proved first. Raises Refused.
+    Gradients become the mean over ranks, as DDP's own, or what was sent of it. Call it on every rank, after
+    init_process_group: it makes a process group of its own. A schedule is proved first. optimizer, steps_per_epoch: for dgc
+    alone, which takes over the optimizer's momentum, and warms up by epochs. Raises Refused.
     """
     world = standing()
     if world is None:
         raise Refused("hook wants a process group; call torch.distributed.init_process_group first")
-    try:
-        chosen = Data(world.size, reduce=algorithm)
-        refuse_unbuilt(chosen)
-    except Refused as error:
-        raise Refused(f"hook takes the name of an all-reduce, such as 'ring' or 'ring_async(segments=4)', or one of your own; "
-                      f"{error}") from None
-    resolved = chosen.resolved(Here(ranks=world.size, group=ranks_here(), backend=world.backend or "gloo", own_loop=True))
+    found, size = _read(algorithm), world.size
+    compressor = found if isinstance(found, Compressor) else None
+    if compressor is not None:
+        compressor.refuse_hooked(None if optimizer is None else Updates(optimizer), steps_per_epoch)
+    elif optimizer is not None or steps_per_epoch is not None:
+        raise Refused(f"hook('{found}') wants no optimizer and no steps_per_epoch, which dgc has a use for; leave them out")
+    chosen = Data(size, reduce=found) if compressor is None else Data(size, compress=compressor)
+    resolved = chosen.resolved(Here(ranks=size, group=ranks_here(), backend=world.backend or "gloo", own_loop=True))
     check_plans(chosen, resolved, Settings())
-    queue = BucketQueue(resolved.reduce, world)
+    queue = BucketQueue(resolved.reduce, world) if compressor is None else Compressing(
+        compressor, resolved.reduce, world, optimizer, steps_per_epoch or 1)
     atexit.register(queue.close)                # a thread that is still there as the interpreter ends may abort it
-    return queue, _mean
+    return queue, _mean if compressor is None else _sent
+
+
+def _read(algorithm: str | Choice) -> Choice:
+    known: dict[str, type[Choice]] = {**algorithms(), **Compressor.members}
+    try:
+        found = build(parse_call(algorithm), known, "hook") if isinstance(algorithm, str) else algorithm
+        if not isinstance(found, tuple(known.values())):
+            raise Refused(f"got {found!r}")
+    except Refused as error:
+        raise Refused("hook takes the name of an all-reduce, such as 'ring' or 'ring_async(segments=4)', or one of your own; "
+                      f"or that of a compressor, such as 'top_k(0.01)'; {error}") from None
+    return found
+
+
+class Compressing(BucketQueue):
+    """Compresses buckets, in DDP's order, over its group. A bucket's vector becomes what was sent of the mean of all ranks."""
+
+    def __init__(self, compressor: Compressor, algorithm: Any, world: World, optimizer: torch.optim.Optimizer | None,
+                 steps_per_epoch: int) -> None:
+        self.asked, self.steps_per_epoch, self.step = compressor, steps_per_epoch, 0
+        every = [] if optimizer is None else [each for group in optimizer.param_groups for each in group["params"]]
+        self.names: dict[Tensor, str] = {each: str(number) for number, each in enumerate(every)}
+        self.momentum = momentum_of(compressor, optimizer, {name: each for each, name in self.names.items()})   # type: ignore[misc]
+        super().__init__(algorithm, world)
+        feedback = None if self.momentum is None else Corrected(self.momentum.of)
+        self.compression = Compression(compressor, self.world, self._now, feedback=feedback)
+
+    def _now(self, vector: Tensor, kind: str) -> Callable[[], Tensor]:
+        """A sum over ranks, in the queue's own thread."""
+        self._play(vector)
+        return lambda: vector
+
+    def _exchange(self, bucket: Bucket) -> Traffic:
+        if self.momentum is not None:
+            self.momentum.follow()
+        self.compression.become(self.asked.in_epoch(bucket.step // self.steps_per_epoch))
+        gradients = {self.names.setdefault(parameter, str(len(self.names))): each for parameter, each in bucket.pairs}
+        large = {name: each for name, each in gradients.items() if self.asked.compresses(each.shape)}
+        means = self.compression.finish(self.compression.begin(large, 1.0 / self.world.size, bucket.step))
+        if small := {name: real(each) for name, each in gradients.items() if name not in large}:
+            vector = self._now(torch.cat([*small.values()]).div_(self.world.size), DENSE)()
+            means |= dict(zip(small, vector.split([each.numel() for each in small.values()]), strict=True))
+        for name, flat in means.items():
+            mean = shaped(flat, gradients[name])
+            gradients[name].copy_(mean if self.momentum is None else self.momentum.moved(name, mean, small=name in small))
+        return Traffic(0)
+
+
+def _sent(compressing, bucket):  # type: ignore[no-untyped-def]        # DDP looks at annotations, and wants none or its own
+    waiting = waiting_bucket(bucket.index(), bucket.buffer())
+    waiting.step, waiting.pairs = compressing.step, list(zip(bucket.parameters(), bucket.gradients(), strict=True))
+    compressing.put(waiting)
+    compressing.step += bucket.is_last()
+    return waiting.future
 
 
 def _mean(queue, bucket):  # type: ignore[no-untyped-def]        # DDP looks at annotations, and wants none or its own

@@ -13,7 +13,6 @@ from paragrad.datasets.loading import Collate
 from paragrad.errors import Refused
 from paragrad.jobs.loss import Loss
 from paragrad.strategies.strategy import Strategy
-from paragrad.strategies.table import refuse_unbuilt
 from paragrad.strategies.table import strategy as read_strategy
 from paragrad.techniques import one_copy
 from paragrad.techniques.keeping import beside_parameters, taken
@@ -49,13 +48,13 @@ def parallelize(model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, 
     """
     settings = Settings(device=device, backend=backend)
     _check(model, loss, optimizer, scheduler, clip_norm, autocast, settings)
-    chosen, size = _chosen(strategy), launched_size()
+    chosen, size = read_strategy(strategy), launched_size()
     here = here_for(settings, own_loop=True)
     if because := chosen.promise.jobs_only or (chosen.servers and "its servers have no loop of your own; make it a Job"):
         raise Refused(f"{chosen}: {because}")       # however many ranks were started
     resolved = ready(chosen, here)
     with asking(chosen):
-        resolved.refuse_updates(Updates(optimizer), chosen)
+        resolved.refuse_updates(Updates(optimizer, clip_norm), chosen)
     check_plans(chosen, resolved, settings)
     if size is not None or isinstance(chosen.threads, int):
         torch.set_num_threads(threads_of(resolved))
@@ -92,12 +91,6 @@ def _whole_again(trainer: Trainer, model: nn.Module, optimizer: torch.optim.Opti
     for name, values in state.items():
         if name in parameters:
             taken(optimizer, parameters[name], values)
-
-
-def _chosen(asked: str | Strategy) -> Strategy:
-    chosen = read_strategy(asked)
-    refuse_unbuilt(chosen)
-    return chosen
 
 
 @contextmanager

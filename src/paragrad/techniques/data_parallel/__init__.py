@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from paragrad.record.log import Log
+from paragrad.strategies.compressors import Dgc
 from paragrad.strategies.data import Data
 from paragrad.strategies.serial import Serial
 from paragrad.techniques.exchange import Alone, Exchange, How, Replica
@@ -11,6 +12,10 @@ from paragrad.world.world import World
 
 def exchange(strategy: Data | Serial, replica: Replica, world: World, log: Log, how: How) -> Exchange:
     """The exchange of `serial` and `data`. Collective."""
+    if isinstance(strategy, Data) and strategy.compress is not None:
+        from paragrad.techniques.data_parallel.compressed import Compressed
+        from paragrad.techniques.data_parallel.deep import Deep
+        return (Deep if isinstance(strategy.compress, Dgc) else Compressed)(strategy, replica, world, log, how)
     if world.size == 1:
         return Alone(replica)
     assert isinstance(strategy, Data)

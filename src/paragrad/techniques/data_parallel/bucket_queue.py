@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +23,13 @@ from paragrad.world.world import World
 
 @dataclass
 class Bucket:
-    """Gradients sent together, waiting for their exchange."""
+    """Gradients sent together, waiting for their exchange. pairs: each parameter with its gradient, a view of the vector."""
     number: int
     vector: Tensor
     future: torch.futures.Future[Tensor]
     computed: torch.cuda.Event | None = None            # on a GPU: when the gradients are really there
+    pairs: Sequence[tuple[Tensor, Tensor]] = ()
+    step: int = 0
 
 
 class BucketQueue:
@@ -64,7 +66,7 @@ class BucketQueue:
                 if bucket.computed is not None:
                     torch.cuda.set_device(bucket.vector.device)         # of this thread
                     bucket.computed.synchronize()
-                traffic = self._play(bucket.vector)
+                traffic = self._exchange(bucket)
                 if bucket.computed is not None:
                     torch.cuda.current_stream().synchronize()
                 self.played(bucket, start, traffic)
@@ -72,6 +74,9 @@ class BucketQueue:
             except Exception as error:
                 self.failure = self.failure or error
                 bucket.future.set_exception(error)
+
+    def _exchange(self, bucket: Bucket) -> Traffic:
+        return self._play(bucket.vector)
 
     def _play(self, vector: Tensor) -> Traffic:
         """Sum a bucket in place; complex numbers as pairs of real ones."""

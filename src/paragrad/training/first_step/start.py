@@ -159,7 +159,7 @@ def wire(trainer: Trainer, some_unused: bool, example: Any, forward: Callable[[]
             trainer.log.choice(*choice)
     replica = Replica(trainer.module, trainer.optimizer, trainer.clip_norm, some_unused, trainer.layout, forward, trainer.proof
                       is not None, trainer.steps, trainer.layout.parted(trainer.restored), trainer.scheduler, trainer.alike,
-                      trainer.batch_size or 1, trainer.seen.follows if trainer.seen else ())
+                      trainer.batch_size or 1, trainer.seen.follows if trainer.seen else (), trainer.seed)
     among = trainer.everyone if trainer.strategy.servers else trainer.world
     made = trainer.exchange = exchange_of(trainer.strategy, replica, among, trainer.log, trainer.how)
     if (shards := made.shards) is not None:

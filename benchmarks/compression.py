@@ -1,0 +1,146 @@
+"""What compressing costs: every compressor on a million numbers, feedback included, beside a copy of them; and hooks under DDP.
+
+    python benchmarks/compression.py --check --page
+
+| figure | bar |
+|---|---|
+| compress and extract of top_k(0.01), over `copy_` | at most 8 |
+| the same over `torch.topk` of the magnitudes | at most 1/3 |
+| forward and backward of DDP with power_sgd(1), over torch's own PowerSGD hook of rank 1 | at most 1 |
+
+One thread, one process: a gradient is added to what waits, compressed, what was sent is taken out, and the payload is extracted
+into zeros. Under DDP: two ranks over gloo with one thread each, a linear layer of 1,000 by 1,000, batches of 8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from common import Bench, alternated, ratios
+from pages import DOCS, FIGURES, filled, milliseconds, table
+from workers import Stopwatch, Workers, serve
+
+SIDE = 1000
+TEXTS = ("bf16", "fp16", "int8", "one_bit", "threshold(2.6)", "top_k(0.01)", "top_k(0.001)", "power_sgd(1)", "power_sgd(4)",
+         "dgc(0.01)", "dgc(0.001)")
+COPY, SORTED = "copy_", "torch.topk"
+OWN, TORCHS = "DDP's own", "torch's PowerSGD"
+HOOKS = (OWN, TORCHS, "power_sgd(1)", "bf16", "top_k(0.01)")
+REPEATS = 20
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--page", action="store_true", help="write the table of docs/compression.md")
+
+
+def main() -> None:
+    bench = Bench(__doc__, options)
+    costs = alternated(measures(), bench.rounds(15, 5))
+    workers = Workers(__file__, "gloo", 2)
+    hooks = alternated({name: (lambda name=name: max(workers.ask(name))) for name in HOOKS}, bench.rounds(30, 8))
+    workers.close()
+    bench.measured |= {"compress and extract [s]": costs, "forward and backward [s]": hooks}
+    bench.figure("top_k(0.01) over copy_", ratios(costs["top_k(0.01)"], costs[COPY]), at_most=8.0)
+    bench.figure("top_k(0.01) over torch.topk", ratios(costs["top_k(0.01)"], costs[SORTED]), at_most=1 / 3)
+    bench.figure("power_sgd(1) under DDP over torch's", ratios(hooks["power_sgd(1)"], hooks[TORCHS]), at_most=1.0)
+    for name in TEXTS:
+        bench.figure(f"{name}, GB of gradients a second", [4e-9 * SIDE**2 / seconds for seconds in costs[name]])
+    if bench.options.page:
+        page(bench, costs, hooks)
+    bench.finish()
+
+
+def page(bench: Bench, costs: dict[str, list[float]], hooks: dict[str, list[float]]) -> None:
+    bench.keep(FIGURES / "compression.json")
+    rows = [(f"`{name}`", milliseconds(median(each)), f"{4e-9 * SIDE**2 / median(each):.2f}",
+             f"{median(ratios(each, costs[COPY])):.1f}") for name, each in costs.items()]
+    under = [(f"`{name}`" if name in TEXTS else name, milliseconds(median(each)), f"{median(ratios(each, hooks[OWN])):.2f}")
+             for name, each in hooks.items()]
+    path = DOCS / "compression.md"
+    text = filled(path.read_text(), "costs", table(("", "ms", "GB/s", "over `copy_`"), rows))
+    path.write_text(filled(text, "hooks", table(("hook", "ms", "over DDP's own"), under)))
+
+
+# ---- in this process ---------------------------------------------------------------------------------------------------
+def measures() -> dict[str, Callable[[], float]]:
+    import torch
+
+    from paragrad.strategies.table import strategy
+    from paragrad.techniques.compression.codec import codec_of
+    from paragrad.techniques.compression.feedback import Corrected, Feedback, Nothing
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    gradient, other = torch.randn(SIDE, SIDE), torch.empty(SIDE, SIDE)
+
+    def cost(text: str) -> Callable[[], None]:
+        compressor = strategy(f"data(2, compress={text})").compress         # type: ignore[attr-defined]
+        codec = codec_of(compressor, (SIDE, SIDE))
+        feedback = (Corrected(lambda name: (0.9, False)) if text.startswith("dgc") else
+                    Feedback() if compressor.feedback else Nothing())
+
+        def once() -> None:
+            vector = feedback.compensated("w", gradient, 0.5)
+            agreed = codec.asks(vector)
+            payload = codec.compress(vector, agreed)
+            feedback.sent("w", codec, payload, agreed)
+            codec.add(payload, torch.zeros_like(vector), agreed)
+        return once
+
+    steps: dict[str, Callable[[], Any]] = {name: cost(name) for name in TEXTS}
+    steps[COPY] = lambda: other.copy_(gradient)
+    steps[SORTED] = lambda: gradient.view(-1).abs().topk(SIDE**2 // 100, sorted=False)
+    return {name: (lambda step=step: timed(step)) for name, step in steps.items()}
+
+
+def timed(step: Callable[[], Any]) -> float:
+    """Seconds of one, the median of some in a row."""
+    found = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        step()
+        found.append(time.perf_counter() - start)
+    return median(found)
+
+
+# ---- in a rank ---------------------------------------------------------------------------------------------------------
+def worker(address: str) -> None:
+    import torch
+    from torch import nn
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    import paragrad as pg
+    from paragrad.world.joining import joined_from_environment
+    torch.set_num_threads(1)
+
+    def made(name: str) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Linear(SIDE, SIDE, bias=False))
+        if name == TORCHS:
+            model.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2), powerSGD_hook)
+        elif name != OWN:
+            model.register_comm_hook(*pg.hook(name))
+        return model
+
+    with joined_from_environment("gloo") as world:
+        models, watch = {name: made(name) for name in HOOKS}, Stopwatch(world)
+        torch.manual_seed(world.rank)
+        inputs = torch.randn(8, SIDE)
+
+        def answer(name: Any) -> float:
+            def once() -> None:
+                models[name].zero_grad()
+                models[name](inputs).square().mean().backward()
+            return watch.seconds(name, once)
+        serve(address, answer)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        worker(sys.argv[3])
+    else:
+        main()

@@ -1,0 +1,33 @@
+"""Gradient compression under torch's DistributedDataParallel, and nothing else of this library.
+
+    torchrun --standalone --nproc-per-node 2 examples/ddp_compressed.py
+    torchrun --standalone --nproc-per-node 2 examples/ddp_compressed.py "top_k(0.01)"
+    torchrun --standalone --nproc-per-node 2 examples/ddp_compressed.py bf16 shm
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import paragrad as pg
+
+compressor = sys.argv[1] if len(sys.argv) > 1 else "dgc(0.01, warmup=0)"
+dist.init_process_group(sys.argv[2] if len(sys.argv) > 2 else "gloo")
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(20, 256), nn.ReLU(), nn.Linear(256, 5)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+if compressor.startswith("dgc"):
+    model.register_comm_hook(*pg.hook(compressor, optimizer=optimizer))     # whose momentum it takes over
+else:
+    model.register_comm_hook(*pg.hook(compressor))
+
+torch.manual_seed(dist.get_rank())              # each rank has data of its own
+for _ in range(20):
+    inputs, targets = torch.randn(16, 20), torch.randint(5, (16,))
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+    optimizer.step()
+print(f"rank {dist.get_rank()}: {sum(parameter.double().sum().item() for parameter in model.parameters()):.6f}")
+dist.destroy_process_group()

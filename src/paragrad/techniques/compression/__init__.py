@@ -1,0 +1,1 @@
+"""Gradient compression: compensate, compress, exchange, extract."""

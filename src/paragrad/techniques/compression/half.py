@@ -1,0 +1,50 @@
+"""Two bytes for every number: bfloat16, whose range is float32's, or float16, whose is not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from paragrad.strategies.compressors import Bf16, Fp16
+from paragrad.techniques.compression.codec import Codec, Payload, finite
+
+MOST = 126                      # of float32's exponents
+ROOM = 2.0**15                  # of float16's 65,504: the sum of all ranks is at most this, after scaling
+
+
+class Brain(Codec):
+    """A payload is the numbers in bfloat16."""
+
+    def compress(self, vector: Tensor, agreed: Tensor | None = None, draw: int = 0) -> Payload:
+        finite(vector.sum())
+        return (vector.bfloat16(),)
+
+    def extract(self, payload: Payload, agreed: Tensor | None = None) -> Tensor:
+        return payload[0].float()
+
+
+class Scaled(Codec):
+    """A payload is the numbers in float16, times a power of two by which the sum of all ranks' largest fits."""
+
+    def asks(self, vector: Tensor) -> Tensor:
+        largest = vector.abs().amax().view(1) if self.elements else vector.new_zeros(1)
+        finite(largest)
+        return largest
+
+    def compress(self, vector: Tensor, agreed: Tensor | None = None, draw: int = 0) -> Payload:
+        return ((vector * self._scale(agreed)).half(),)
+
+    def extract(self, payload: Payload, agreed: Tensor | None = None) -> Tensor:
+        return payload[0].float() / self._scale(agreed)
+
+    def _scale(self, agreed: Tensor | None) -> float:
+        """The largest power of two that leaves room for the sum; of nothing but zeros, 1."""
+        assert agreed is not None
+        most = float(agreed)
+        return 2.0 ** min(MOST, math.floor(math.log2(ROOM / most))) if most else 1.0
+
+
+def codec(compressor: Bf16 | Fp16, shape: Sequence[int], key: int) -> Codec:
+    return Scaled(shape) if isinstance(compressor, Fp16) else Brain(shape)

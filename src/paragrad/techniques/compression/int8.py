@@ -1,0 +1,35 @@
+"""Whole numbers of eight bits, and a scale for each chunk (QSGD, Alistarh et al. 2017, with the largest entry for its norm)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paragrad.strategies.compressors import CHUNK, Int8
+from paragrad.techniques.compression.codec import Codec, Payload, chunked, finite
+
+MOST = 127
+
+
+class Quantized(Codec):
+    """A payload is (numbers; the scale of each chunk, in float32). A number is rounded up with the probability of what is above
+    the one below, so its expectation is what it stands for."""
+
+    def compress(self, vector: Tensor, agreed: Tensor | None = None, draw: int = 0) -> Payload:
+        rows = chunked(vector, CHUNK)
+        scales = rows.abs().amax(1, keepdim=True).div_(MOST).float()
+        finite(scales)
+        generator = torch.Generator(vector.device).manual_seed(draw)
+        numbers = torch.rand(rows.shape, generator=generator, device=vector.device)
+        numbers = (rows / scales.where(scales > 0, 1.0)).add_(numbers).floor_().clamp_(-MOST, MOST)
+        return numbers.to(torch.int8).view(-1)[:self.elements], scales
+
+    def extract(self, payload: Payload, agreed: Tensor | None = None) -> Tensor:
+        numbers, scales = payload
+        return (chunked(numbers, CHUNK) * scales).view(-1)[:self.elements]
+
+
+def codec(compressor: Int8, shape: Sequence[int], key: int) -> Quantized:
+    return Quantized(shape)

@@ -1,0 +1,52 @@
+"""A matrix as the product of two narrow ones: one step of the power method, which goes on from the last (Vogels et al. 2019,
+arXiv 1905.13727, algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paragrad.strategies.compressors import PowerSgd, matrix_of
+from paragrad.techniques.compression.codec import Codec, Payload, finite
+
+
+class Factors(Codec):
+    """All ranks agree on P, of orthonormal columns: the sum of M Q over ranks, by the Q of the last step,
+    which is its memory. A payload is M' P, of
+    which the sum is the next Q; P Q' is what it stands for."""
+
+    def __init__(self, shape: Sequence[int], columns: int, key: int) -> None:
+        super().__init__(shape)
+        self.rows, self.others = matrix_of(shape)
+        self.columns, self.key = min(columns, self.rows, self.others), key
+
+    def asks(self, vector: Tensor) -> Tensor:
+        if self.memory is None:
+            generator = torch.Generator().manual_seed(self.key)
+            self.memory = torch.randn(self.others, self.columns, generator=generator, dtype=torch.float64)
+        self.memory = self.memory.to(vector)
+        product = self._matrix(vector) @ self.memory
+        finite(product)
+        return product
+
+    def compress(self, vector: Tensor, agreed: Tensor | None = None, draw: int = 0) -> Payload:
+        return (self._matrix(vector).T @ self._orthonormal(agreed),)
+
+    def extract(self, payload: Payload, agreed: Tensor | None = None) -> Tensor:
+        return (self._orthonormal(agreed) @ payload[0].T).view(-1)
+
+    def summed(self, payload: Payload) -> None:
+        self.memory = payload[0]
+
+    def _matrix(self, vector: Tensor) -> Tensor:
+        return vector.view(self.rows, self.others)
+
+    def _orthonormal(self, product: Tensor | None) -> Tensor:
+        assert product is not None
+        return torch.linalg.qr(product.view(self.rows, self.columns)).Q
+
+
+def codec(compressor: PowerSgd, shape: Sequence[int], key: int) -> Factors:
+    return Factors(shape, compressor.columns, key)

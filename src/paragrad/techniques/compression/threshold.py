@@ -1,0 +1,27 @@
+"""The entries above a threshold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from paragrad.strategies.compressors import Threshold
+from paragrad.techniques.compression.codec import Payload
+from paragrad.techniques.compression.sparse import Sparse
+
+
+class Above(Sparse):
+    """How many there are depends on the values."""
+    varies = True
+
+    def __init__(self, shape: Sequence[int], at: float) -> None:
+        super().__init__(shape)
+        self.at = at
+
+    def compress(self, vector: Tensor, agreed: Tensor | None = None, draw: int = 0) -> Payload:
+        return self.payload(vector, (vector.abs() <= self.at).logical_not_().nonzero().view(-1))         # nan is above
+
+
+def codec(compressor: Threshold, shape: Sequence[int], key: int) -> Above:
+    return Above(shape, compressor.at)

@@ -1,0 +1,155 @@
+"""Gradients are compressed before they are exchanged.
+
+What is compressed is a rank's part of the *mean* gradient: its sum, over the weight of all ranks' samples, which they tell each
+other first. Were sums compressed, what waits of a full batch would count a third more in a short one. So nothing is compressed
+before the forwards are over, and all is after backward, in `average`: the one division is here too.
+
+A tensor is compressed by itself, and what is kept of it goes by its name, so nothing depends on which tensors travel
+together. Payloads that add up travel along the all-reduce; of others every rank is given all, and adds them up in the order of
+ranks: all apply the same bits. Where that would be more bytes than the dense vectors, what the payloads stand for travels as
+dense vectors. Weight, loss and the wish to stop are never compressed, nor are small tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from paragrad.players.wire import Traffic
+from paragrad.record.log import Log
+from paragrad.strategies.compressors import Compressor
+from paragrad.strategies.data import Data
+from paragrad.techniques.compression.compression import DENSE, Compression
+from paragrad.techniques.compression.feedback import Nothing, key_of, real, shaped, shared_out
+from paragrad.techniques.data_parallel.bucket_queue import Bucket
+from paragrad.techniques.data_parallel.own_buckets import Sending, buckets_of
+from paragrad.techniques.exchange import CHECKPOINTS, How, Replica
+from paragrad.techniques.layout import State, on_host
+from paragrad.techniques.values import wide
+from paragrad.world.world import World
+
+MEMORY = "memory"                       # by which name a checkpoint has what codecs go on from
+TOLD = "told"                           # bytes of weight, loss, the wish to stop, and which parameters have a gradient
+
+
+class Compressed(Sending):
+    """Every rank has all mean gradients after `average`, as far as they were sent."""
+
+    def __init__(self, strategy: Data, replica: Replica, world: World, log: Log, how: How,
+                 feedback: Nothing | None = None) -> None:
+        super().__init__(replica, world, log, how, strategy.reduce)
+        assert isinstance(strategy.compress, Compressor)
+        log.choice("overlap", "off", "gradients are compressed after backward, when the weight of all samples is known")
+        self.step = replica.steps
+        self.twice = world.size if how.sabotage == "mean_twice" else 1          # planted
+        self.trained = {name: each for name, each in self.summed.model.named_parameters() if each.requires_grad}
+        known = {name: str((held.name, held.where)) for name, held in self.layout.held.items()}
+        self.compression = Compression(strategy.compress, world, self._sum, feedback=feedback, seed=replica.seed, log=log,
+                                       count=lambda kind, sent: self.count(kind, sent, computed=True),
+                                       known=lambda name: known.get(name, name))
+        large = [name for name, each in self.trained.items() if strategy.compress.compresses(each.shape)][::-1]
+        self.small = [name for name in reversed(self.trained) if name not in set(large)]
+        names = {each: name for name, each in self.trained.items()}
+        self.buckets = [[names[each] for each in bucket] for bucket in buckets_of(self.trained[name] for name in large)]
+        self._restore(replica.restored)
+
+    # ---- in a step -----------------------------------------------------------------------------------------------------
+    def begin(self) -> None:
+        super().begin()
+        self.refuse_refrozen()
+        self.sending, self.kinds = [], list[str]()          # of what is summed in this step, in the order of buckets
+
+    def finish(self, weight: float, loss: float) -> None:
+        there = [float(each.grad is not None) for each in self.trained.values()]
+        device = next(iter(self.trained.values())).device if self.trained else None
+        told = torch.tensor([weight, loss, float(self.stop), self.doubt, *there], dtype=torch.float64, device=device)
+        with self.log.detail("told", "wait"):
+            sums = self._sum(told, TOLD)().tolist()
+        self.told = [self.twice * sums[0], self.twice * sums[1], *sums[2:4]]
+        self.used = {name for name, number in zip(self.trained, sums[4:], strict=True) if number}
+
+    def counted(self) -> list[float]:
+        return self.told
+
+    def average(self, weight: float) -> None:
+        """By every rank's part of it, compressed."""
+        scale = self._scaled(1.0 / weight) / self.twice
+        small = self._begun(scale)
+        for bucket in [self.compression.begin(self._gradients(bucket), scale, self.step) for bucket in self.buckets]:
+            self._take(self.compression.finish(bucket))
+        self._take(small())
+        self.step += 1
+
+    def _scaled(self, scale: float) -> float:
+        """By what this rank's sums count, in the mean."""
+        return scale
+
+    def _gradients(self, names: list[str]) -> dict[str, Tensor]:
+        """Of those of which some rank has one."""
+        return {name: torch.zeros_like(each) if each.grad is None else each.grad for name in names if name in self.used
+                for each in [self.trained[name]]}
+
+    def _begun(self, scale: float) -> Callable[[], dict[str, Tensor]]:
+        """The sums of what is sent as it is, begun; waits for them."""
+        gradients = self._gradients(self.small)
+        buckets = buckets_of(gradients.values())
+        waits = [self._sum(torch.cat([real(each) for each in bucket]).mul_(scale), DENSE) for bucket in buckets]
+
+        def waited() -> dict[str, Tensor]:
+            found = [piece for bucket, wait in zip(buckets, waits, strict=True)
+                     for piece in wait().split([real(each).numel() for each in bucket])]
+            return dict(zip(gradients, found, strict=True))
+        return waited
+
+    def _take(self, means: dict[str, Tensor]) -> None:
+        for name, mean in means.items():
+            self.trained[name].grad = shaped(mean, self.trained[name])
+
+    def _sum(self, vector: Tensor, kind: str) -> Callable[[], Tensor]:
+        """Begin to sum a vector over ranks, in their order along the all-reduce; waits for it."""
+        self.kinds.append(kind)
+        self._send(vector)
+        return self.sending[-1].future.wait
+
+    def _played(self, bucket: Bucket, start: float, traffic: Traffic) -> None:
+        self.kind = self.kinds[bucket.number]
+        super()._played(bucket, start, traffic)
+
+    # ---- what is kept --------------------------------------------------------------------------------------------------
+    def _restore(self, restored: State) -> None:
+        """What was not sent, of any number of ranks."""
+        feedback, rank, size = self.compression.feedback, self.world.rank, self.world.size
+        ours = {key for values in restored.values() for key in values if key.rpartition(" of ")[0] in feedback.names}
+        self.keeps = (MEMORY, *{key_of(what, each) for what in feedback.names for each in range(size)} | ours)
+        self.compression.memories = {name: values[MEMORY] for name, values in restored.items() if MEMORY in values}
+        for what, values in feedback.kept().items():
+            for name, each in self.trained.items():
+                if (found := shared_out(restored, name, what, rank, size)) is not None:
+                    values[name] = real(found).to(each.device, wide(real(each.detach()).dtype))
+
+    def kept(self) -> State:
+        """Of every rank."""
+        own = {what: {name: on_host(each) for name, each in values.items()}
+               for what, values in self.compression.feedback.kept().items()}
+        if self.world.rank:
+            self.count(CHECKPOINTS, sum(each.nbytes for values in own.values() for each in values.values()), computed=True)
+        found: State = {}
+        for rank, theirs in enumerate(self.world.collected(own)):
+            for what, values in theirs.items():
+                for name, each in values.items():
+                    found.setdefault(name, {})[key_of(what, rank)] = each.view(self._shape(name))
+        for name, codec in self.compression.codecs.items():
+            if codec.memory is not None and not self._divided(name):
+                found.setdefault(name, {})[MEMORY] = codec.memory
+        return found
+
+    def _divided(self, name: str) -> bool:
+        """Is it a piece of a tensor, of which a checkpoint has the whole?"""
+        return name in self.layout.held and self.layout.held[name].where is not None
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """Of a parameter in real numbers."""
+        parameter = self.trained[name]
+        return (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)

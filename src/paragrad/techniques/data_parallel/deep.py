@@ -1,0 +1,128 @@
+"""Deep gradient compression (Lin et al. 2018, arXiv 1712.01887): velocities are accumulated, and the largest of what came
+together are sent. The momentum, the decay and the clipping of a training are here, and nowhere else.
+
+* momentum correction and factor masking: `feedback.Corrected`; whose momentum it is: `momentum.py`.
+* clipping comes before accumulation, on each rank: the norm of its part of the mean gradient is at most that of all, over the
+  root of the number of ranks, for parts of independent samples add up so.
+* warm-up: what is sent of an epoch is more than of the next one (`Dgc.in_epoch`).
+* small tensors are sent whole, and keep the momentum of SGD, unmasked. Weight decay is dense and never sent: every rank has the
+  weights. Inside of the accumulation it would wait there as a gradient does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from paragrad.record.log import Log
+from paragrad.strategies.compressors import Dgc
+from paragrad.strategies.data import Data
+from paragrad.techniques.compression.feedback import VELOCITY, Corrected, real, shaped
+from paragrad.techniques.compression.momentum import buffers, momentum_of
+from paragrad.techniques.data_parallel.compressed import Compressed
+from paragrad.techniques.exchange import How, Replica
+from paragrad.techniques.keeping import taken
+from paragrad.techniques.layout import State
+from paragrad.techniques.values import wide
+from paragrad.world.world import World
+
+DECAYED = "decayed"                     # by which name a checkpoint has what decay made, of tensors that are compressed
+
+
+class Deep(Compressed):
+    """`average` leaves what the optimizer steps by: of small tensors all of it, of others what was sent of it, and decay."""
+
+    def __init__(self, strategy: Data, replica: Replica, world: World, log: Log, how: How) -> None:
+        assert isinstance(strategy.compress, Dgc)
+        self.dgc = strategy.compress
+        named = {name: each for name, each in replica.module.model.named_parameters() if each.requires_grad}
+        momentum = momentum_of(self.dgc, replica.optimizer, named)
+        assert momentum is not None
+        self.momentum = momentum
+        super().__init__(strategy, replica, world, log, how, Corrected(self.momentum.of))
+        self.clip, self.clip_norm = self.dgc.clip or self.clip_norm, None
+        told = ", ".join(f"{momentum:g}" for momentum in sorted({self.momentum.of(name)[0] for name in named}))
+        log.choice("momentum", told, "taken over from the optimizer, whose own is 0, with its weight decay"
+                   if self.momentum.own is None else "as asked")
+        if self.clip is not None:
+            log.choice("clip", f"{self.clip / math.sqrt(world.size):g}", f"of each rank's part: {self.clip:g} over the root of "
+                       f"{world.size} ranks")
+        self.over = False
+
+    # ---- in a step -----------------------------------------------------------------------------------------------------
+    def begin(self) -> None:
+        super().begin()
+        self.momentum.follow()
+
+    def average(self, weight: float) -> None:
+        before = self.compression.compressor
+        self.compression.become(now := self.dgc.in_epoch(self.epoch))
+        if now != before and self.dgc.warmup:
+            assert isinstance(now, Dgc)
+            self.log.choice("ratio", f"{now.ratio:.3g}", f"from epoch {self.epoch} on, of {self.dgc.warmup} that warm up")
+        super().average(weight)
+
+    def _scaled(self, scale: float) -> float:
+        if self.clip is None:
+            return scale
+        gradients = {name: each.grad for name, each in self.trained.items()}
+        if self.layout.cut:
+            norm = math.sqrt(sum(each**2 for each in self.layout.norms(gradients).values()))
+        else:
+            norm = float(nn.utils.get_total_norm([each for each in gradients.values() if each is not None]))
+        return scale * min(1.0, self.clip / math.sqrt(self.world.size) / (norm * scale + 1e-6))
+
+    def _take(self, means: dict[str, Tensor]) -> None:
+        super()._take(means)
+        for name in means:
+            parameter = self.trained[name]
+            assert parameter.grad is not None
+            parameter.grad = self.momentum.moved(name, parameter.grad, small=name in self.small)
+
+    # ---- what is kept --------------------------------------------------------------------------------------------------
+    def _restore(self, restored: State) -> None:
+        """What a checkpoint of another strategy has of momentum, is of all ranks: each goes on with a part of it."""
+        super()._restore(restored)
+        self.keeps = (*self.keeps, DECAYED)
+        velocity = self.compression.feedback.kept()[VELOCITY]
+        for name, buffer in self.momentum.begun.items():
+            if name in self.small:
+                self.momentum.dense[name] = buffer
+            elif name in velocity:
+                if DECAYED in restored.get(name, {}):
+                    self.momentum.dense[name] = restored[name][DECAYED].to(buffer)
+            else:
+                velocity[name] = real(buffer).to(wide(real(buffer).dtype)) / self.world.size
+        self.momentum.begun = {}
+
+    def state(self) -> State:
+        """The optimizer's, with the momentum that it would have."""
+        if self.over:
+            return super().state()
+        found, total = super().state(), dict(self.momentum.dense)
+        for name, velocity in self.compression.feedback.kept()[VELOCITY].items():
+            if self.momentum.of(name)[0]:
+                summed = shaped(self.world.all_reduced(velocity), self.trained[name])
+                total[name] = summed + total[name] if name in total else summed
+        return {**found, **{name: {**found.get(name, {}), **values} for name, values in buffers(total).items()}}
+
+    def kept(self) -> State:
+        found = super().kept()
+        for name, each in self.momentum.dense.items():
+            if name not in self.small and self.world.rank == 0:
+                found.setdefault(name, {})[DECAYED] = each
+        return found
+
+    @contextlib.contextmanager
+    def standing(self) -> Iterator[None]:
+        with super().standing(), contextlib.nullcontext() if self.over else self.momentum.given_back():
+            yield
+
+    def settle(self) -> None:
+        for name, state in self.state().items():
+            taken(self.optimizer, self.trained[name], state)
+        self.momentum.give_back()
+        self.over = True

@@ -1,0 +1,492 @@
+"""data(n, compress=...): compressed gradients over ranks, beside plain torch that says what they should be."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from equality import COMPRESSED, JOBS, VECTORS, found, job, numbers, resolved
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+import paragrad as pg
+from paragrad.datasets.loading import parted
+from paragrad.strategies.compressors import count_of
+from paragrad.strategies.shares import divide
+from paragrad.strategies.strategy import Strategy
+from paragrad.training.settings import Settings
+from paragrad.training.trainer import Trainer
+from paragrad.verbs.lockstep import distances
+from paragrad.world.launching import Ranks
+from paragrad.world.world import World
+
+pytestmark = pytest.mark.usefixtures("warm")
+
+State = dict[str, Tensor]
+plain = functools.partial(torch.optim.SGD, lr=0.1)
+heavy = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+LARGE, SMALL = "0.weight", "2.weight"           # of the model below: the one is compressed, the other not
+# of 29 samples in batches of 12 the last has 5: 2, 2 and 1 for three ranks
+STEPS = 7
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 220), nn.Tanh(), nn.Linear(220, 4))
+
+
+def vectors(**changes: Any) -> pg.Job:
+    return job("vectors", wide, VECTORS).replace(**{"epochs": 4, "dtype": torch.float64, "optimizer": plain, **changes})
+
+
+def after(world: World, made: pg.Job, chosen: Strategy, steps: int, look: Callable[[Trainer], Any]) -> list[Any]:
+    """What is seen of a trainer after each of so many steps."""
+    trainer, seen = Trainer.of_job(world, made, chosen), []
+    try:
+        for epoch in range(made.epochs):
+            for fetched in trainer.batches(made.train, made.batch, epoch):
+                trainer.step(*parted(fetched))
+                seen.append(look(trainer))
+                if len(seen) == steps:
+                    return seen
+    finally:
+        trainer.close()
+    raise AssertionError
+
+
+def weights(trainer: Trainer) -> State:
+    return {name: each.detach().clone() for name, each in trainer.model.named_parameters()}
+
+
+def steps_on(pool: Ranks, made: pg.Job, text: str, steps: int = STEPS,
+             look: Callable[[Trainer], Any] = weights) -> list[list[Any]]:
+    chosen = resolved(text)
+    return pool.run(after, made, chosen, steps, look, size=chosen.size)
+
+
+def equal(one: State, other: State) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def close(one: State, other: State, within: float = 1e-11) -> bool:
+    return all(torch.allclose(one[name], other[name], rtol=0, atol=within) for name in one)
+
+
+def parts_of(made: pg.Job, model: nn.Module, ranks: int, steps: int) -> Any:
+    """For each step, this many ranks' parts of the mean gradient by the model's weights of then: plain torch."""
+    order = made.order(len(made.train))
+    for step in range(steps):
+        indices = order.indices(step // order.steps, order.at(step % order.steps))
+        starts = [0, *itertools.accumulate(divide(len(indices), [1] * ranks))]
+        parts = []
+        for first, stop in itertools.pairwise(starts):
+            model.zero_grad()
+            if stop > first:
+                inputs, targets = (torch.stack([made.train[index][place] for index in indices[first:stop]]) for place in (0, 1))
+                functional.cross_entropy(model(inputs.double()), targets, reduction="sum").backward()
+            parts.append({name: torch.zeros_like(each) if each.grad is None else each.grad / len(indices)
+                          for name, each in model.named_parameters()})
+        yield step, parts
+
+
+# ---- where nothing is lost it is serial's --------------------
+LOSSLESS = ("data({n}, compress=top_k(1.0))", "data({n}, compress=threshold(0))", "data({n}, compress=threshold(0), micro=2)",
+            "data({n}, compress=top_k(1.0), shares={shares})")
+
+
+@pytest.mark.parametrize("row", LOSSLESS)
+@pytest.mark.parametrize("column", ["mlp, adam, clipped, scheduled", "lstm, tied", "cnn with batch norm", "frozen and unused",
+                                    "dropout"])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_without_loss_it_is_serials_training(pool: Ranks, row: str, column: str, workers: int) -> None:
+    text = row.format(n=workers, shares=[3, 1, 2][:workers])
+    difference = found(pool, text, JOBS[column], steps=9)
+    assert difference.value <= max(1e-10, difference.allowed), difference
+
+
+@pytest.mark.parametrize("text", [
+    "data(2, compress=top_k(1.0)) * pipeline(2, micro=2)", "data(2, compress=threshold(0)) * tensor(2)",
+    "data(2, compress=top_k(1.0)) * place(2)"])
+def test_of_a_model_in_parts_too(pool: Ranks, text: str) -> None:
+    assert max(pool.run(distances, vectors(optimizer=heavy), resolved(text), Settings(), STEPS, size=4)[0]) < 1e-10
+
+
+# ---- what is sent is what plain torch says --------------------
+def test_top_k_with_feedback_is_as_published(pool: Ranks) -> None:
+    """Each rank's part of the mean gradient, and what it did not send before; of these the largest; the optimizer steps by the
+    sum. The short batch too: were sums fed back, and divided by its weight, what waits would count more than twice."""
+    made, ranks, ratio = vectors(optimizer=heavy), 3, 0.1
+    ours = steps_on(pool, made, f"data({ranks}, compress=top_k({ratio}))")
+    model = made.model_to_train().double()
+    optimizer, waits = heavy(model.parameters()), [torch.zeros(220 * 10, dtype=torch.float64) for _ in range(ranks)]
+    for step, parts in parts_of(made, model, ranks, STEPS):
+        for name, parameter in model.named_parameters():
+            parameter.grad = sum(each[name] for each in parts)          # type: ignore[assignment]
+        total = torch.zeros(2200, dtype=torch.float64)
+        for wait, part in zip(waits, parts, strict=True):
+            wait += part[LARGE].view(-1)
+            where = wait.abs().topk(count_of(ratio, 2200)).indices
+            total[where] += wait[where]
+            wait[where] = 0.0
+        model.get_parameter(LARGE).grad = total.view(220, 10)
+        optimizer.step()
+        assert close(ours[0][step], dict(model.named_parameters()))
+
+
+def deep_steps(made: pg.Job, ranks: int, ratio: float, momentum: float, *, nesterov: bool = False, decay: float = 0.0,
+               clip: float | None = None, steps: int = STEPS) -> list[State]:
+    """Deep gradient compression in plain torch, without paragrad: algorithms 1 and 2 of Lin et al. 2018, decay beside them."""
+    model, rate = made.model_to_train().double(), 0.1
+    named = dict(model.named_parameters())
+    u = [torch.zeros(2200, dtype=torch.float64) for _ in range(ranks)]
+    v = [torch.zeros(2200, dtype=torch.float64) for _ in range(ranks)]
+    dense = {name: torch.zeros_like(each) for name, each in named.items()}
+    seen = []
+    for _, parts in parts_of(made, model, ranks, steps):
+        if clip is not None:
+            for part in parts:
+                norm = math.sqrt(sum(float(each.square().sum()) for each in part.values()))
+                for each in part.values():
+                    each *= min(1.0, clip / math.sqrt(ranks) / (norm + 1e-6))
+        total = torch.zeros(2200, dtype=torch.float64)
+        for rank, part in enumerate(parts):
+            gradient = part[LARGE].view(-1)
+            u[rank] = momentum * u[rank] + gradient
+            v[rank] = v[rank] + (gradient + momentum * u[rank] if nesterov else u[rank])
+            where = v[rank].abs().topk(count_of(ratio, 2200)).indices
+            total[where] += v[rank][where]
+            v[rank][where] = u[rank][where] = 0.0
+        with torch.no_grad():
+            for name, each in named.items():
+                mean = decay * each + (0.0 if name == LARGE else sum(part[name] for part in parts))
+                dense[name] = momentum * dense[name] + mean
+                each -= rate * (mean + momentum * dense[name] if nesterov else dense[name])
+                if name == LARGE:
+                    each -= rate * total.view(220, 10)
+        seen.append({name: each.detach().clone() for name, each in named.items()})
+    return seen
+
+
+@pytest.mark.parametrize("ways", [{}, {"nesterov": True}, {"decay": 0.01}, {"nesterov": True, "decay": 0.01}, {"clip": 0.3}])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_dgc_is_as_published(pool: Ranks, ways: dict[str, Any], ranks: int) -> None:
+    """Momentum correction and factor masking, Nesterov's too; weight decay out of what waits, with a momentum of its own;
+    clipping on each rank before anything is added; small tensors dense, by SGD's momentum, unmasked."""
+    sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=ways.get("nesterov", False),
+                            weight_decay=ways.get("decay", 0.0))
+    made = vectors(optimizer=sgd, clip_norm=ways.get("clip"))
+    ours = steps_on(pool, made, f"data({ranks}, compress=dgc(0.05, warmup=0))")[0]
+    for one, other in zip(ours, deep_steps(made, ranks, 0.05, 0.9, **ways), strict=True):
+        assert close(one, other)
+
+
+def test_dgc_may_have_its_own_momentum_and_clipping(pool: Ranks) -> None:
+    ours = steps_on(pool, vectors(), "data(2, compress=dgc(0.05, momentum=0.9, warmup=0, clip=0.3))")[0]
+    for one, other in zip(ours, deep_steps(vectors(), 2, 0.05, 0.9, clip=0.3), strict=True):
+        assert close(one, other)
+
+
+def test_dgc_of_everything_is_sgd_without_momentum_where_tensors_are_large(pool: Ranks) -> None:
+    """All is sent, and masked."""
+    ours = steps_on(pool, vectors(optimizer=heavy), "data(2, compress=dgc(1.0, warmup=0))")[0]
+    for one, other in zip(ours, deep_steps(vectors(), 2, 1.0, 0.9), strict=True):
+        assert close(one, other)
+
+
+def cycled(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=99)
+
+
+def test_a_scheduler_that_cycles_momentum_has_it_taken_over_in_every_step(pool: Ranks) -> None:
+    """It would have been SGD's as well, from the second step on."""
+    look = _momenta
+    seen = steps_on(pool, vectors(optimizer=heavy, scheduler=cycled), "data(2, compress=dgc(0.05, warmup=0))", look=look)[0]
+    assert len({taken for _, taken in seen}) > 3
+
+
+def _momenta(trainer: Trainer) -> tuple[float, float]:
+    momentum = trainer.exchange.momentum                    # type: ignore[union-attr]
+    return trainer.optimizer.param_groups[0]["momentum"], momentum.asked[0]["momentum"]
+
+
+# ---- replicas --------------------
+LOSSY = [text.removeprefix("data(2, compress=")[:-1] for text in COMPRESSED]
+
+
+@pytest.mark.parametrize("text", LOSSY)
+def test_replicas_stay_equal_to_the_bit(pool: Ranks, text: str) -> None:
+    ranks = steps_on(pool, vectors(dtype=torch.float32, optimizer=heavy), f"data(3, compress={text})")
+    for other in ranks[1:]:
+        assert all(map(equal, ranks[0], other))
+
+
+@pytest.mark.parametrize("text", ["bf16", "fp16", "power_sgd(1)"])
+@pytest.mark.parametrize("reduce", ["ring", "tree", "butterfly", "halving", "double_tree", "direct"])
+def test_what_adds_up_travels_along_any_all_reduce(pool: Ranks, text: str, reduce: str) -> None:
+    made = vectors(dtype=torch.float32)
+    native, ours = (steps_on(pool, made, f"data(3, compress={text}{more})", 3) for more in ("", f", reduce={reduce}"))
+    assert all(map(equal, ours[0], ours[2]))
+    assert close(native[0][-1], ours[0][-1], 1e-3)
+
+
+@pytest.mark.parametrize("text", LOSSY)
+def test_verify_says_how_far_it_is(tmp_path: Path, text: str) -> None:
+    certificate = pg.verify(vectors(optimizer=heavy), f"data(2, compress={text})", runs=tmp_path)
+    assert not certificate.same
+    assert certificate.difference > 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("text", ["top_k(0.1)", "one_bit", "dgc(0.1, warmup=0)", "bf16", "power_sgd(1)"])
+def test_parameters_of_any_real_or_complex_type(pool: Ranks, dtype: torch.dtype, text: str) -> None:
+    if dtype.is_complex:
+        data = TensorDataset(numbers(29, 60, seed=1).to(dtype), numbers(29, 60, seed=2).to(dtype))
+        made = vectors(model=lambda: nn.Linear(60, 60, dtype=dtype), loss=squares, train=data, dtype=torch.float32)
+    else:
+        made = vectors(dtype=dtype)
+    ranks = steps_on(pool, made, f"data(2, compress={text})", 3)
+    assert all(map(equal, *ranks))
+    assert all(torch.view_as_real(each).isfinite().all() if each.is_complex() else each.isfinite().all()
+               for each in ranks[0][-1].values())
+
+
+def squares(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).abs().square().mean()
+
+
+# ---- what travels --------------------
+def sent_by(trainer: Trainer) -> dict[str, int]:
+    assert trainer.exchange is not None
+    return {kind: each["bytes"] for kind, each in trainer.exchange.sent.items()}
+
+
+def test_bytes_on_the_wire(pool: Ranks) -> None:
+    """To each of two others 22 entries of 8 bytes; small tensors (220 + 880 + 4 numbers) along a ring."""
+    found = steps_on(pool, vectors(dtype=torch.float32), "data(3, compress=top_k(0.01))", 2, sent_by)[0][1]
+    assert found == {"told": 2 * 8 * (4 + 4) * 2 // 3, "compressed": 2 * 22 * 8, "dense": 2 * 4 * (220 + 880 + 4) * 2 // 3}
+
+
+def test_what_would_be_longer_than_dense_vectors_is_sent_so(pool: Ranks, tmp_path: Path) -> None:
+    """r p >= 1 (formulas: wire ratio): of the same entries, so the training is the same whatever carries them."""
+    run = pg.train(vectors(dtype=torch.float32), "data(4, compress=top_k(0.3))", runs=tmp_path)
+    told = [line for line in run.of("choice") if line["what"] == "message"]
+    assert {line["picked"] for line in told} == {"dense"}
+    sparse = pg.train(vectors(dtype=torch.float32), "data(2, compress=top_k(0.3))", runs=tmp_path)
+    assert {line["picked"] for line in sparse.of("choice") if line["what"] == "message"} == {"top_k(0.3)"}
+
+
+def test_time_of_compressing_and_extracting_is_in_the_record(tmp_path: Path) -> None:
+    run = pg.train(vectors(), "data(2, compress=top_k(0.1))", runs=tmp_path)
+    names = {line["name"] for line in run.of("span")}
+    assert {"compress", "exchange", "extract"} <= names
+
+
+# ---- failures --------------------
+class Bad(nn.Module):
+    """A gradient is nan from its seventh backward on, and no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = wide(), 0
+        self.inner[0].weight.register_hook(self.late)           # type: ignore[operator, union-attr]
+
+    def late(self, gradient: Tensor) -> Tensor:
+        self.calls += 1
+        return gradient * (math.nan if self.calls > 6 else 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)            # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("text", LOSSY)
+def test_a_gradient_that_is_not_finite_is_named(pool: Ranks, text: str) -> None:
+    with pytest.raises(pg.RankFailed, match="is not finite") as caught:
+        steps_on(pool, vectors(model=Bad, dtype=torch.float32), f"data(2, compress={text})")
+    assert caught.value.tensor == "inner.0.weight"
+    assert caught.value.step is not None
+
+
+REFUSED = {
+    "data(2, compress=dgc(0.1))": ({"optimizer": functools.partial(torch.optim.Adam, lr=0.01)}, "Adam has a memory of its own"),
+    "data(2, compress=dgc(0.2))": ({"optimizer": functools.partial(heavy, dampening=0.1)}, "dampening=0.1"),
+    "data(2, compress=dgc(0.3))": ({"optimizer": functools.partial(plain, maximize=True)}, "maximize=True"),
+    "data(2, compress=dgc(0.4, momentum=0.9))": ({"optimizer": heavy}, "momentum is given twice, 0.9 here and 0.9 by group 0"),
+    "data(2, compress=dgc(0.5, clip=1.0))": ({"clip_norm": 2.0}, "clipping is given twice, 1 here and clip_norm=2"),
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_refused_at_the_door(text: str, tmp_path: Path) -> None:
+    changes, said = REFUSED[text]
+    with pytest.raises(pg.Refused, match=said):
+        pg.train(vectors(**changes), text, runs=tmp_path)
+
+
+# ---- saved and resumed --------------------
+@pytest.mark.parametrize("text", [
+    "top_k(0.05)", "dgc(0.05, warmup=0)", "one_bit", "int8", "power_sgd(1)", "dgc(0.05, warmup=3)"])
+def test_resumed_under_the_same_it_is_the_same_to_the_bit(tmp_path: Path, text: str) -> None:
+    """In the middle of an epoch, with decay; what waits, velocities, what decay made, and the last factor."""
+    made = vectors(optimizer=functools.partial(heavy, weight_decay=0.01), dtype=torch.float32)
+    strategy = f"data(3, compress={text})"
+    whole = pg.train(made, strategy, runs=tmp_path / "whole", save=4)
+    folder = whole.folder / "checkpoint-00000008"
+    resumed = pg.train(made, strategy, runs=tmp_path / "on", resume=folder)
+    assert len(resumed.losses) == 4
+    assert equal(whole.model().state_dict(), resumed.model().state_dict())
+
+
+def test_another_number_of_ranks_goes_on_with_the_sum(tmp_path: Path) -> None:
+    made = vectors(optimizer=heavy)
+    first = pg.train(made.replace(epochs=2), "data(4, compress=dgc(0.05, warmup=0))", runs=tmp_path, save=3)
+    before = load_file(first.folder / "checkpoint-00000006" / "strategy.safetensors")
+    assert {name for name in before if name.startswith(LARGE)} == {
+        f"{LARGE}/{what} of {rank}" for what in ("residual", "velocity") for rank in range(4)}
+    second = pg.train(made.replace(epochs=3), "data(2, compress=dgc(0.05, warmup=0))", runs=tmp_path, resume=first.folder)
+    assert len(second.losses) == 3
+    assert not [line for line in second.of("choice") if line["what"] == "checkpoint" and "without" in line["picked"]]
+
+
+def test_serial_goes_on_with_the_momentum_and_names_what_it_leaves_out(tmp_path: Path) -> None:
+    """SGD has its momentum again, and a buffer: the sum of all velocities."""
+    made = vectors(optimizer=functools.partial(heavy, weight_decay=0.01))
+    first = pg.train(made.replace(epochs=2), "data(2, compress=dgc(0.05, warmup=0))", runs=tmp_path, save=3)
+    folder = first.folder / "checkpoint-00000006"
+    state = load_file(folder / "optimizer.safetensors")
+    assert set(state) == {f"{name}/momentum_buffer" for name in ("0.weight", "0.bias", "2.weight", "2.bias")}
+    kept = load_file(folder / "strategy.safetensors")
+    total = kept[f"{LARGE}/decayed"] + sum(kept[f"{LARGE}/velocity of {rank}"] for rank in range(2))
+    assert torch.allclose(state[f"{LARGE}/momentum_buffer"], total, atol=1e-14)
+    run = pg.train(made, "serial", runs=tmp_path, resume=first.folder)
+    left = [line["picked"] for line in run.of("choice") if line["what"] == "checkpoint" and "without" in line["picked"]]
+    assert left == ["without decayed, residual of 0, residual of 1, velocity of 0, velocity of 1"]
+    assert len(run.losses) == 6
+
+
+def test_dgc_takes_over_the_momentum_of_a_checkpoint(tmp_path: Path) -> None:
+    made = vectors(optimizer=heavy)
+    first = pg.train(made.replace(epochs=2), "serial", runs=tmp_path, save=3)
+    run = pg.train(made, "data(2, compress=dgc(0.5, warmup=0))", runs=tmp_path, resume=first.folder)
+    assert len(run.losses) == 6
+    told = [line for line in run.of("choice") if line["what"] == "momentum"]
+    assert told[0]["picked"] == "0.9"
+
+
+# ---- a loop of one's own --------------------
+def own_loop(world: World, strategy: str) -> tuple[State, float, bool]:
+    torch.manual_seed(0)
+    model = wide().double()
+    optimizer = heavy(model.parameters())
+    with pg.parallelize(model, functional.cross_entropy, optimizer, strategy=strategy, seed=5) as trainer:
+        for epoch in range(2):
+            for inputs, targets in trainer.batches(VECTORS, batch=12, epoch=epoch):
+                trainer.step(inputs, targets)
+    buffer = optimizer.state[model.get_parameter(LARGE)].get("momentum_buffer")
+    return dict(model.state_dict()), optimizer.param_groups[0]["momentum"], buffer is not None and bool(buffer.any())
+
+
+def test_in_a_loop_of_ones_own(pool: Ranks) -> None:
+    """Afterwards the optimizer is the user's again, with its momentum."""
+    found = pool.run(own_loop, "data(2, compress=dgc(0.05, warmup=0))", size=2)
+    assert equal(found[0][0], found[1][0])
+    assert [each[1:] for each in found] == [(0.9, True)] * 2
+
+
+# ---- under plain DDP ----------------------------------------------------------------------------------------------------
+def hooked(world: World, text: str, own: bool, steps: int = 4) -> list[State]:
+    """The weights after each step of plain DDP with a hook of ours, on equal parts that differ by rank. own: two parameters in
+    a bucket, so that DDP builds its buckets anew after the first step."""
+    from torch.nn.parallel import DistributedDataParallel
+    torch.manual_seed(0)
+    model = wide().double()
+    optimizer = heavy(model.parameters(), weight_decay=0.01)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
+    ddp.register_comm_hook(*pg.hook(text, optimizer=optimizer) if own else pg.hook(text))
+    seen = []
+    for step in range(steps):
+        inputs, targets = (each[12 * (step % 2) + 4 * world.rank:][:4] for each in VECTORS.tensors)
+        optimizer.zero_grad()
+        functional.cross_entropy(ddp(inputs.double()), targets).backward()
+        optimizer.step()
+        seen.append({name: each.detach().clone() for name, each in model.named_parameters()})
+    return seen
+
+
+def hook_steps(text: str, steps: int = 4) -> list[State]:
+    """The same in plain torch, without DDP."""
+    torch.manual_seed(0)
+    model, ranks, deep = wide().double(), 3, text.startswith("dgc")
+    momentum, decay = 0.9, 0.01
+    named = dict(model.named_parameters())
+    u, v = ([torch.zeros(2200, dtype=torch.float64) for _ in range(ranks)] for _ in range(2))
+    buffers = {name: torch.zeros_like(each) for name, each in named.items()}
+    seen = []
+    for step in range(steps):
+        total, means = torch.zeros(2200, dtype=torch.float64), {name: torch.zeros_like(each) for name, each in named.items()}
+        for rank in range(ranks):
+            model.zero_grad()
+            inputs, targets = (each[12 * (step % 2) + 4 * rank:][:4] for each in VECTORS.tensors)
+            functional.cross_entropy(model(inputs.double()), targets).backward()
+            for name, each in named.items():
+                means[name] += each.grad / ranks            # type: ignore[operator]
+            u[rank] = (momentum * u[rank] if deep else 0.0) + named[LARGE].grad.view(-1) / ranks       # type: ignore[union-attr]
+            v[rank] = v[rank] + u[rank]
+            where = v[rank].abs().topk(count_of(0.05, 2200)).indices
+            total[where] += v[rank][where]
+            v[rank][where] = u[rank][where] = 0.0
+        with torch.no_grad():
+            for name, each in named.items():
+                sent = total.view(220, 10) if name == LARGE else means[name]
+                into = decay * each if deep and name == LARGE else sent + decay * each
+                buffers[name] = momentum * buffers[name] + into
+                each -= 0.1 * (buffers[name] + sent if deep and name == LARGE else buffers[name])
+        seen.append({name: each.detach().clone() for name, each in named.items()})
+    return seen
+
+
+@pytest.mark.parametrize("text", ["top_k(0.05)", "dgc(0.05, warmup=0)"])
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_hook_under_plain_ddp(pool: Ranks, text: str, backend: str) -> None:
+    """What is kept is by parameter: DDP builds its buckets anew after the first step."""
+    ranks = pool.run(hooked, text, text.startswith("dgc"), size=3, backend=backend)
+    for one, other in zip(ranks[0], hook_steps(text), strict=True):
+        assert close(one, other)
+    assert all(map(equal, ranks[0], ranks[2]))
+
+
+@pytest.mark.parametrize("text", ["bf16", "fp16", "int8", "one_bit", "threshold(0.01)", "power_sgd(1)"])
+def test_every_compressor_is_a_hook(pool: Ranks, text: str) -> None:
+    ranks = pool.run(hooked, text, False, size=2)
+    assert all(map(equal, *ranks))
+    assert all(each.isfinite().all() for each in ranks[0][-1].values())
+
+
+def hook_refused(world: World, text: str, momentum: float, more: dict[str, Any]) -> str:
+    model = wide()
+    given = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)} if momentum >= 0 else {}
+    try:
+        pg.hook(text, **given, **more)
+    except pg.Refused as error:
+        return str(error)
+    return "taken"
+
+
+@pytest.mark.parametrize(("text", "momentum", "more", "said"), [
+    ("dgc(0.01)", -1, {}, "keeps the momentum of your SGD, which would count twice; give it optimizer="),
+    ("dgc(0.01)", 0.9, {}, "give it steps_per_epoch=len(loader), or warmup=0"),
+    ("dgc(0.01, warmup=0, clip=1.0)", 0.9, {}, "leave out clip"),
+    ("dgc(0.01, warmup=0, momentum=0.5)", 0.9, {}, "momentum is given twice"),
+    ("top_k(0.01)", 0.9, {}, "wants no optimizer"),
+    ("ring", -1, {"steps_per_epoch": 3}, "wants no optimizer and no steps_per_epoch"),
+    ("topk(0.01)", -1, {}, "did you mean top_k?"),
+])
+def test_a_hook_that_lacks_something_is_refused(pool: Ranks, text: str, momentum: float, more: dict[str, Any],
+                                                said: str) -> None:
+    assert said in pool.run(hook_refused, text, momentum, more, size=2)[0]
