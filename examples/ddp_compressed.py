@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import paragrad as pg
+import paragrad.backends  # registers shm, for ranks of one host
 
 compressor = sys.argv[1] if len(sys.argv) > 1 else "dgc(0.01, warmup=0)"
 dist.init_process_group(sys.argv[2] if len(sys.argv) > 2 else "gloo")

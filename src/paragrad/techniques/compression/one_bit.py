@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -25,17 +26,25 @@ class Signs(Codec):
         counted = up.sum(1, keepdim=True) - (CHUNK - real)
         means = torch.cat([above / counted.clamp(min=1), below / (real - counted).clamp(min=1)], 1).float()
         finite(means)
-        bits = up.view(-1, 8).to(torch.uint8)
-        packed = bits[:, 0].clone()
-        for place in range(1, 8):
-            packed |= bits[:, place] << place
-        return packed[:-(-self.elements // 8)], means
+        return bits_of(up.view(-1))[:-(-self.elements // 8)], means
 
     def extract(self, payload: Payload, agreed: Tensor | None = None) -> Tensor:
         packed, means = payload
-        up = torch.stack([packed >> place & 1 for place in range(8)], 1).view(-1).bool()
-        rows = chunked(up, CHUNK)
+        rows = chunked(flags_of(packed), CHUNK)
         return torch.where(rows, means[:, :1], means[:, 1:]).view(-1)[:self.elements]
+
+
+def bits_of(flags: Tensor) -> Tensor:
+    """Flags, a multiple of eight, as bits: eight in a byte, the first in its highest."""
+    if not flags.is_cuda:
+        return torch.from_numpy(numpy.packbits(flags.numpy()))
+    return (flags.view(-1, 8) << torch.arange(7, -1, -1, device=flags.device)).sum(1).to(torch.uint8)
+
+
+def flags_of(bits: Tensor) -> Tensor:
+    if not bits.is_cuda:
+        return torch.from_numpy(numpy.unpackbits(bits.numpy())).view(torch.bool)
+    return (bits.view(-1, 1) >> torch.arange(7, -1, -1, device=bits.device) & 1).view(-1).bool()
 
 
 def codec(compressor: OneBit, shape: Sequence[int], key: int) -> Signs:

@@ -48,31 +48,40 @@ def largest(vector: Tensor, count: int) -> Tensor:
     A bound is guessed from a sample, so that little more than the wanted lies above it, and among those they are found: sorting
     out all of a million entries takes longer than sending them would (Lin et al. 2018, section 5).
     """
-    absolute = vector.abs()
-    if count >= len(absolute):
-        return torch.arange(len(absolute), device=vector.device)
-    if absolute.is_cuda or len(absolute) < FEW:
-        return absolute.topk(count, sorted=False).indices
-    above = torch.from_numpy(_above(absolute.numpy(), _guessed(absolute, count)))
-    if len(above) < count:              # the sample was not like the rest
-        return absolute.topk(count, sorted=False).indices
-    return above.index_select(0, absolute.index_select(0, above).topk(count, sorted=False).indices)
+    if count >= len(vector):
+        return torch.arange(len(vector), device=vector.device)
+    if vector.is_cuda or len(vector) < FEW:
+        return vector.abs().topk(count, sorted=False).indices
+    numbers = vector.numpy()
+    above = _above(numbers, _guessed(vector, count))
+    if (spare := len(above) - count) < 0:       # the sample was not like the rest
+        return vector.abs().topk(count, sorted=False).indices
+    return torch.from_numpy(above[numpy.argpartition(numpy.abs(numbers[above]), spare)[spare:]] if spare else above)
 
 
-def _guessed(absolute: Tensor, count: int) -> float:
+def beyond(vector: Tensor, bound: float) -> Tensor:
+    """Positions of entries that are not between -bound and the bound; nan is not."""
+    if vector.is_cuda:
+        return (vector.abs() <= bound).logical_not_().nonzero().view(-1)
+    return torch.from_numpy(_above(vector.numpy(), bound))
+
+
+def _guessed(vector: Tensor, count: int) -> float:
     """A bound that a little more than so many entries exceed, by a sample at even distances (odd ones: rows are often of even
     lengths)."""
-    sample = absolute[::len(absolute) // SAMPLE | 1].numpy()
-    wanted = count * len(sample) / len(absolute)
+    sample = vector[::len(vector) // SAMPLE | 1].abs().numpy()
+    wanted = count * len(sample) / len(vector)
     place = len(sample) - 1 - int(wanted + MARGIN * (wanted + 1) ** 0.5)
     return float(numpy.partition(sample, place)[place]) if place >= 0 else -1.0
 
 
-def _above(absolute: numpy.ndarray, bound: float) -> numpy.ndarray:        # type: ignore[type-arg]
-    """Positions of entries that are not at most the bound (nan is not). Of eight entries at a time it is seen that none is: one
-    by one takes twice as long."""
-    packed = numpy.packbits(absolute <= bound)
+def _above(vector: numpy.ndarray, bound: float) -> numpy.ndarray:          # type: ignore[type-arg]
+    """As `beyond`. Of eight entries at a time it is seen that none is: one by one takes twice as long; and magnitudes that are
+    written down cost as much as all the rest."""
+    small = vector <= bound
+    small &= vector >= -bound
+    packed = numpy.packbits(small)
     some = numpy.flatnonzero(packed != 255)
     bits = numpy.flatnonzero(numpy.unpackbits(packed[some]) == 0)
     found = 8 * some[bits >> 3] + (bits & 7)
-    return found[:numpy.searchsorted(found, len(absolute))]             # the last eight may not be full
+    return found[:numpy.searchsorted(found, len(vector))]               # the last eight may not be full

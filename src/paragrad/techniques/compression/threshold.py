@@ -8,7 +8,7 @@ from torch import Tensor
 
 from paragrad.strategies.compressors import Threshold
 from paragrad.techniques.compression.codec import Payload
-from paragrad.techniques.compression.sparse import Sparse
+from paragrad.techniques.compression.sparse import Sparse, beyond
 
 
 class Above(Sparse):
@@ -20,7 +20,7 @@ class Above(Sparse):
         self.at = at
 
     def compress(self, vector: Tensor, agreed: Tensor | None = None, draw: int = 0) -> Payload:
-        return self.payload(vector, (vector.abs() <= self.at).logical_not_().nonzero().view(-1))         # nan is above
+        return self.payload(vector, beyond(vector, self.at))
 
 
 def codec(compressor: Threshold, shape: Sequence[int], key: int) -> Above:
