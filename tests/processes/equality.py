@@ -44,11 +44,11 @@ def found(pool: Ranks, row: str, job: Job, steps: int = STEPS) -> Difference:
     return answers[0]                           # type: ignore[no-any-return]
 
 
-def however_small(function: Callable[..., Any], world: World, *args: Any) -> Any:
+def however_small(function: Callable[..., Any], world: World, *args: Any, **more: Any) -> Any:
     """On a rank: a function during which tensors are compressed however small they are, as those of these jobs."""
     before, compressors.SMALL = compressors.SMALL, 1
     try:
-        return function(world, *args)
+        return function(world, *args, **more)
     finally:
         compressors.SMALL = before
 

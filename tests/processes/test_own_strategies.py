@@ -372,7 +372,7 @@ def test_a_run_whose_class_is_not_known_says_what_to_import(tmp_path: Path) -> N
 def test_strategies_lists_those_of_a_file() -> None:
     answer = CliRunner().invoke(app, ["strategies", "--job", str(OWN)])
     assert answer.exit_code == 0, answer.output
-    assert re.search(r"reduce\s+gossip\s+yes", answer.stdout)
+    assert re.search(r"reduce\s+gossip\s+\S", answer.stdout)
 
 
 def test_what_no_rank_can_import_is_sent_or_refused(tmp_path: Path) -> None:

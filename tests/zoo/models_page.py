@@ -14,8 +14,8 @@ HEAD = """# Models from elsewhere
 
 Written by {command} (torch {torch}{libraries}).
 
-Models and jobs that were not written for paragrad, each under nine strategies beside one worker, those on images under a
-ninth. *difference*: the largest of
+Models and jobs that were not written for paragrad, each under ten strategies beside one worker, those on images under an
+eleventh. *difference*: the largest of
 any gradient, parameter or buffer over the steps of [verify](verify.md), in float64; *twin*: the same of one worker whose
 parameters are moved by one unit in the last place, which is what rounding alone does. A job that no split trains as one worker
 does is refused by one message before the first update.

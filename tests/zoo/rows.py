@@ -18,8 +18,9 @@ SHARDED = "data(2, state=fully_sharded)"
 PLACE, PIPELINE = IN_PARTS = ("place(2)", "pipeline(2, micro=4)")
 TENSOR, SPATIAL = "tensor(2)", "spatial(2)"         # the second: of rows with images
 SERVER = "server(2)"
-STRATEGIES = (*DATA, SHARDED, *IN_PARTS, TENSOR, SERVER)
-WITHOUT_MICRO = (*DATA[:3], SHARDED, *IN_PARTS, TENSOR, SERVER)         # of jobs whose batches cannot be cut
+COMPRESSED = "data(2, compress=top_k(1.0))"         # all entries of every tensor, however small
+STRATEGIES = (*DATA, SHARDED, *IN_PARTS, TENSOR, SERVER, COMPRESSED)
+WITHOUT_MICRO = (*DATA[:3], SHARDED, *IN_PARTS, TENSOR, SERVER, COMPRESSED)         # of jobs whose batches cannot be cut
 BOUND = 1e-10
 
 # 29 samples in batches of 12: the last batch has 5, which leaves some shares empty; 30 where batch norm wants two samples in

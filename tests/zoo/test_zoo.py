@@ -1,8 +1,9 @@
-"""Every row of the zoo under nine strategies, and of those on images under a tenth: the same training, or one message before
+"""Every row of the zoo under ten strategies, and of those on images under an eleventh: the same training, or one message before
 any harm."""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -17,12 +18,14 @@ import torch
 import torchvision_jobs
 import training_jobs
 import transformers_jobs
+from equality import however_small
 from foreign import missing
 from in_width import IN_WIDTH, OF_IMAGES
 from models_page import Line
-from rows import BOUND, IN_PARTS, SERVER, SPATIAL, STRATEGIES, TENSOR, Equal, Refused, Row
+from rows import BOUND, COMPRESSED, IN_PARTS, SERVER, SPATIAL, STRATEGIES, TENSOR, Equal, Refused, Row
 
 import paragrad as pg
+from paragrad.world.launching import Ranks
 
 ROWS: tuple[Row, ...] = (*transformers_jobs.ROWS, *timm_jobs.ROWS, *torchvision_jobs.ROWS, *random_jobs.ROWS, *odd_jobs.ROWS,
                          *training_jobs.ROWS, *refused_jobs.ROWS)
@@ -58,9 +61,14 @@ def line(row: Row, strategy: str, expected: bool, verdict: str, certificate: obj
 
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(("row", "strategy"), cells())
-def test_as_expected(row: Row, strategy: str, note: Callable[[Line], None], tmp_path: Path) -> None:
+def test_as_expected(row: Row, strategy: str, note: Callable[[Line], None], tmp_path: Path, pool: Ranks,
+                     monkeypatch: pytest.MonkeyPatch) -> None:
     if absent := missing(*row.needs):
         pytest.skip(f"{', '.join(absent)} is not installed (make zoo)")
+    if strategy == COMPRESSED:
+        run = pool.run
+        monkeypatch.setattr(pool, "run", lambda function, *arguments, **more: run(
+            functools.partial(however_small, function), *arguments, **more))
     expected = row.outcome(strategy)
     found = (equal(row, strategy, expected, tmp_path) if isinstance(expected, Equal) else
              refused(row, strategy, expected, tmp_path))
@@ -121,7 +129,7 @@ HAD = ("gpt2", "bert", "llama", "t5", "resnet of transformers", "resnet18", "tim
 
 def test_models_that_people_have_are_trained_in_parts() -> None:
     rows = {row.name: row for row in ROWS}
-    assert all(row.under[-4:] == (*IN_PARTS, TENSOR, SERVER) for row in ROWS)
+    assert all(row.under[-5:] == (*IN_PARTS, TENSOR, SERVER, COMPRESSED) for row in ROWS)
     assert [name for name in HAD if not {*IN_PARTS, TENSOR} <= {*rows[name].equal}] == []
     assert {*IN_WIDTH, *OF_IMAGES} <= {*rows}
     for strategy in (*IN_PARTS, TENSOR):
