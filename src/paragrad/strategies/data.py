@@ -137,6 +137,9 @@ class Data(Strategy):
     def unplanned(self) -> str:
         if self.integrated:
             return "with dense=tensor gradients are summed where a layer makes them, by the backend's own; leave it out"
+        if self.compress is not None and not self.compress.sums:
+            return (f"every rank is given all that {self.compress.name} sends, in one round; leave out compress, or "
+                    "try data(4, reduce=ring, compress=bf16)")
         if isinstance(self.reduce, Native):
             return ("native is the backend's own all-reduce, of which there is no schedule (gloo's is like ring_async); name "
                     "one: " + ", ".join(each.name for each in SCHEDULES))

@@ -41,6 +41,10 @@ class Nothing:
         """By what it is, and of which parameter."""
         return {}
 
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for values in self.kept().values() for each in values.values())
+
 
 class Feedback(Nothing):
     """What was not sent is added to the next gradient (Seide et al. 2014; Karimireddy et al. 2019, arXiv 1901.09847)."""

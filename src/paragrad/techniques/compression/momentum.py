@@ -36,9 +36,8 @@ class Momentum:
 
     def __init__(self, optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], own: float | None) -> None:
         self.optimizer, self.named, self.own = optimizer, named, own
-        self.asked: list[dict[str, float]] = [{} for _ in optimizer.param_groups]
-        self.group_of = {parameter: number for number, group in enumerate(optimizer.param_groups)
-                         for parameter in group["params"]}
+        self.asked: list[dict[str, float]] = []                 # of each group
+        self.group_of: dict[Tensor, int] = {}
         self.follow()
         self.begun: dict[str, Tensor] = {}              # buffers that were there
         self.dense: dict[str, Tensor] = {}              # of small tensors b; of others, what decay made
@@ -48,8 +47,12 @@ class Momentum:
                 self.begun[name] = buffer
 
     def follow(self) -> None:
-        """A scheduler may set them anew in every step; what it sets is taken over too."""
-        for group, asked in zip(self.optimizer.param_groups, self.asked, strict=True):
+        """A scheduler may set them anew in every step, and a user add a group; what they set is taken over too."""
+        groups = self.optimizer.param_groups
+        if len(groups) > len(self.asked):
+            self.asked += [{} for _ in groups[len(self.asked):]]
+            self.group_of = {each: number for number, group in enumerate(groups) for each in group["params"]}
+        for group, asked in zip(groups, self.asked, strict=True):
             for what in TAKEN:
                 if what not in asked or group[what]:
                     asked[what], group[what] = float(group[what]), 0.0

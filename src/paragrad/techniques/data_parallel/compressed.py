@@ -80,6 +80,7 @@ class Compressed(Sending):
         for bucket in [self.compression.begin(self._gradients(bucket), scale, self.step) for bucket in self.buckets]:
             self._take(self.compression.finish(bucket))
         self._take(small())
+        self.largest = max(self.largest, self.compression.feedback.nbytes)
         self.step += 1
 
     def _scaled(self, scale: float) -> float:
