@@ -50,6 +50,8 @@ def simulate(strategy: Strategy, size: int, machine: Machine, *, link: str | Non
     per_core: ranks that share a core;  slow: (rank, how many times slower);  tell: see `players.uniform`.
     """
     resolved, plan = plan_of(strategy, "simulate", per_link)
+    if plan.unpriced:
+        raise Refused(f"{strategy}: {plan.unpriced}")
     workers, schedule = plan.size, cast(Collective, plan.schedule)
     if plan.what != "all-reduce":
         raise Refused(f"{strategy}: how long its steps take depends on the model's parts, which are not simulated yet; draw it "

@@ -185,6 +185,8 @@ class Dgc(Compressor):
         if self.clip is not None:
             raise Refused(f"{asked}: a hook sees some of the gradients at a time, and no norm of all; leave out clip, or train "
                           f"with data(n, compress={self})")
+        if steps_per_epoch is not None and steps_per_epoch < 1:
+            raise Refused(f"{asked}: an epoch has at least one step; got steps_per_epoch={steps_per_epoch}")
         if self.warmup and not steps_per_epoch:
             raise Refused(f"{asked} warms up over {self.warmup} epochs, of which DDP does not tell; give it "
                           "steps_per_epoch=len(loader), or warmup=0")

@@ -132,7 +132,9 @@ class Data(Strategy):
 
     def plans(self) -> tuple[Plan, ...]:
         assert isinstance(self.workers, int)
-        return (Plan("all-reduce", self.reduce, self.workers),) if isinstance(self.reduce, AllReduce) else ()
+        unpriced = None if self.compress is None else (
+            f"what is simulated is an all-reduce of whole vectors; leave out compress={self.compress}")
+        return (Plan("all-reduce", self.reduce, self.workers, unpriced),) if isinstance(self.reduce, AllReduce) else ()
 
     def unplanned(self) -> str:
         if self.integrated:
@@ -179,6 +181,7 @@ class Data(Strategy):
     def alternatives(self, here: Here) -> tuple[Strategy, ...]:
         # not what was asked to take statistics of shares, or of other micro-batches, or not to have all of the state
         same = self.batch_norm == "whole" and self.micro == 1 and not self.follows and not self.sharded and not self.integrated
+        same = same and self.compress is None
         return (Serial(threads=here.cores),) if self.workers == "auto" and same else ()
 
     def refuse(self, facts: Facts, asked: Strategy, unchecked: bool = False) -> None:

@@ -52,10 +52,11 @@ class Here:
 @dataclass(frozen=True)
 class Plan:
     """A schedule that a strategy will play over `size` ranks: proved at the door, drawn, simulated, sabotaged. what: its goal,
-    by its name in `players.proof.GOALS`."""
+    by its name in `players.proof.GOALS`; unpriced: why what travels along it is not priced, with the repair."""
     what: str
     schedule: Schedule
     size: int
+    unpriced: str | None = None
 
 
 KINDS = ELEMENT, TENSOR, ALL = "element", "tensor", "all"      # how an optimizer updates: the later, the more must be together
@@ -163,7 +164,6 @@ class Strategy(Family, abstract=True):
     def unplanned(self) -> str:
         """Why there are none, with the repair."""
         return "try data(4, reduce=ring)"
-
     # ---- where and what it is for ------------------------------------------------------------------------------------------
     def resolved(self, here: Here) -> Self:
         """The same with every `auto` replaced. Raises Refused where it cannot be here."""

@@ -55,7 +55,9 @@ def hook(algorithm: str | Choice, optimizer: torch.optim.Optimizer | None = None
     return queue, _mean if compressor is None else _sent
 
 
-def _read(algorithm: str | Choice) -> Choice:
+def _read(algorithm: str | Choice) -> Any:
+    if algorithm == "auto":
+        return algorithm
     known: dict[str, type[Choice]] = {**algorithms(), **Compressor.members}
     try:
         found = build(parse_call(algorithm), known, "hook") if isinstance(algorithm, str) else algorithm
@@ -78,6 +80,9 @@ class Compressing(BucketQueue):
         self.momentum = momentum_of(compressor, optimizer, {name: each for each, name in self.names.items()})   # type: ignore[misc]
         super().__init__(algorithm, world)
         feedback = None if self.momentum is None else Corrected(self.momentum.of)
+        if feedback is not None and self.momentum is not None:
+            small = {name for each, name in self.names.items() if not compressor.compresses(each.shape)}
+            self.momentum.goes_on(feedback, small, self.world.size, {})
         self.compression = Compression(compressor, self.world, self._now, feedback=feedback)
 
     def _now(self, vector: Tensor, kind: str) -> Callable[[], Tensor]:
@@ -86,8 +91,6 @@ class Compressing(BucketQueue):
         return lambda: vector
 
     def _exchange(self, bucket: Bucket) -> Traffic:
-        if self.momentum is not None:
-            self.momentum.follow()
         self.compression.become(self.asked.in_epoch(bucket.step // self.steps_per_epoch))
         gradients = {self.names.setdefault(parameter, str(len(self.names))): each for parameter, each in bucket.pairs}
         large = {name: each for name, each in gradients.items() if self.asked.compresses(each.shape)}

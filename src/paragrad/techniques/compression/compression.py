@@ -19,7 +19,7 @@ from paragrad.planner.price import computed_bytes
 from paragrad.record.log import Log
 from paragrad.strategies.compressors import Compressor
 from paragrad.techniques.compression.codec import Codec, Payload, codec_of
-from paragrad.techniques.compression.feedback import Feedback, Nothing, real
+from paragrad.techniques.compression.feedback import Feedback, Nothing
 from paragrad.techniques.compression.packing import Kinds, length_of, packed, unpacked
 from paragrad.world.world import World
 
@@ -33,7 +33,6 @@ class Part:
     name: str
     codec: Codec
     vector: Tensor
-    dtype: torch.dtype                      # of the gradient
     agreed: Tensor | None = None
     payload: Payload = ()
 
@@ -73,7 +72,7 @@ class Compression:
     def begin(self, gradients: Mapping[str, Tensor], scale: float, step: int) -> Sending:
         """scale: of a rank's part of the mean, by its gradient. Raises StepFailed with the tensor's name."""
         with self.log.span("compress", "compute"):
-            parts = [Part(name, self._codec(name, each), self.feedback.compensated(name, each, scale), real(each).dtype)
+            parts = [Part(name, self._codec(name, each), self.feedback.compensated(name, each, scale))
                      for name, each in gradients.items()]
         self._agree(parts)
         with self.log.span("compress", "compute"):
@@ -129,11 +128,11 @@ class Compression:
         kinds: list[list[Kinds]] = [[part.codec.like(part.payload, each) for part, each in zip(parts, entries, strict=True)]
                  for entries in self._entries(parts)]
         lengths = [length_of(each) for each in kinds]
-        size, plain = self.world.size, sum(part.codec.elements * part.dtype.itemsize for part in parts)
+        size, plain = self.world.size, sum(part.vector.nbytes for part in parts)
         dense = sum(lengths) * (size - 1) // size >= computed_bytes("all_reduce", plain, size) > 0
         self._tell(parts, dense, sum(lengths) // size, plain)
         if dense:
-            found = torch.cat([part.codec.extract(part.payload, part.agreed).to(part.dtype) for part in parts])
+            found = torch.cat([part.codec.extract(part.payload, part.agreed).to(part.vector.dtype) for part in parts])
             wait = self.summed(found, DENSE)
             return Sending(parts, lambda: [wait()], dense=True)
         return Sending(parts, self._passing(packed((part.payload for part in parts), parts[0].vector.device), lengths), kinds)

@@ -18,8 +18,9 @@ class Brain(Codec):
     """A payload is the numbers in bfloat16."""
 
     def compress(self, vector: Tensor, agreed: Tensor | None = None, draw: int = 0) -> Payload:
-        finite(vector.sum())
-        return (vector.bfloat16(),)
+        numbers = vector.bfloat16()
+        finite(numbers)
+        return (numbers,)
 
     def extract(self, payload: Payload, agreed: Tensor | None = None) -> Tensor:
         return payload[0].float()
@@ -29,9 +30,10 @@ class Scaled(Codec):
     """A payload is the numbers in float16, times a power of two by which the sum of all ranks' largest fits."""
 
     def asks(self, vector: Tensor) -> Tensor:
+        """In float64: the sum of two numbers that float32 holds it may not."""
         largest = vector.abs().amax().view(1) if self.elements else vector.new_zeros(1)
         finite(largest)
-        return largest
+        return largest.double()
 
     def compress(self, vector: Tensor, agreed: Tensor | None = None, draw: int = 0) -> Payload:
         return ((vector * self._scale(agreed)).half(),)

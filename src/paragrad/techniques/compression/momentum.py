@@ -2,20 +2,22 @@
 
 SGD makes of a gradient g and weights x:  b <- m b + (g + d x);  x <- x - lr b.  That is linear, so b is a sum of two: of
 velocities of gradients, which each rank keeps of its own part and sends when they are large (`feedback.Corrected`), and of what
-decay makes, which is dense, and the same on all ranks. While they are here the optimizer's own momentum and decay are 0, and a
-step of it is x <- x - lr g. What a checkpoint holds is b, so that any strategy goes on from it.
+decay makes, which is dense, and the same on all ranks. Within a step of the optimizer its own momentum and decay are 0, so that
+it makes x <- x - lr g; outside of it they are what the user and schedulers made them. What a checkpoint holds is b, so that any
+strategy goes on from it.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paragrad.strategies.compressors import Compressor, Dgc
+from paragrad.techniques.compression.feedback import Corrected, real
+from paragrad.techniques.values import wide
 
 BUFFER = "momentum_buffer"              # by which name SGD keeps it
 TAKEN = ("momentum", "weight_decay")
@@ -31,47 +33,71 @@ def momentum_of(compressor: Compressor, optimizer: torch.optim.Optimizer | None,
 
 
 class Momentum:
-    """Of the groups of an SGD, whose own is 0 from here on. named: the parameters that are trained;  own: what there is where
-    the groups have none."""
+    """Of the groups of an SGD, which does without in its steps from here on, until `give_back`. named: the parameters that are
+    trained;  own: what there is in the place of the groups'."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], own: float | None) -> None:
         self.optimizer, self.named, self.own = optimizer, named, own
-        self.asked: list[dict[str, float]] = []                 # of each group
-        self.group_of: dict[Tensor, int] = {}
-        self.follow()
-        self.begun: dict[str, Tensor] = {}              # buffers that were there
+        self.groups, self.group_of = 0, dict[Tensor, dict[str, Any]]()
+        self.aside: list[dict[str, Any]] = []           # of each group, within a step
+        self.hooks = [optimizer.register_step_pre_hook(lambda *_: self._set_aside()),
+                      optimizer.register_step_post_hook(lambda *_: self._put_back())]
         self.dense: dict[str, Tensor] = {}              # of small tensors b; of others, what decay made
-        for name, parameter in named.items():
-            state = optimizer.state.get(parameter, {})
-            if isinstance(buffer := state.pop(BUFFER, None), Tensor):
-                self.begun[name] = buffer
+        self.begun = {name: buffer for name, parameter in named.items()
+                      if isinstance(buffer := optimizer.state.get(parameter, {}).pop(BUFFER, None), Tensor)}
 
-    def follow(self) -> None:
-        """A scheduler may set them anew in every step, and a user add a group; what they set is taken over too."""
+    def _set_aside(self) -> None:
+        self.aside = [{what: group[what] for what in TAKEN} for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group.update(dict.fromkeys(TAKEN, 0.0))
+
+    def _put_back(self) -> None:
+        for group, values in zip(self.optimizer.param_groups, self.aside, strict=False):
+            group.update(values)
+        self.aside = []
+
+    def give_back(self) -> None:
+        """The optimizer is the user's again, also where a step of it failed."""
+        self._put_back()
+        for each in self.hooks:
+            each.remove()
+
+    def goes_on(self, feedback: Corrected, small: set[str], ranks: int, sent: Mapping[str, Tensor]) -> None:
+        """From the buffers that were there, of all ranks: each has an equal part of what is a velocity. sent: of tensors whose
+        velocities are known already, what decay made."""
+        for name, buffer in self.begun.items():
+            if name in small:
+                self.dense[name] = buffer
+            elif name not in feedback.velocity:
+                feedback.velocity[name] = real(buffer).to(wide(real(buffer).dtype)) / ranks
+            elif name in sent:
+                self.dense[name] = sent[name].to(buffer)
+        self.begun = {}
+
+    # ---- of a parameter ------------------------------------------------------------------------------------------------
+    def _group(self, name: str) -> dict[str, Any] | None:
+        """None of a parameter that the optimizer does not hold."""
         groups = self.optimizer.param_groups
-        if len(groups) > len(self.asked):
-            self.asked += [{} for _ in groups[len(self.asked):]]
-            self.group_of = {each: number for number, group in enumerate(groups) for each in group["params"]}
-        for group, asked in zip(groups, self.asked, strict=True):
-            for what in TAKEN:
-                if what not in asked or group[what]:
-                    asked[what], group[what] = float(group[what]), 0.0
+        if len(groups) != self.groups:              # a user may add one
+            self.groups, self.group_of = len(groups), {each: group for group in groups for each in group["params"]}
+        parameter = self.named.get(name)
+        return None if parameter is None else self.group_of.get(parameter)
 
     def of(self, name: str) -> tuple[float, bool]:
-        """(momentum, is it Nesterov's?) of a parameter; of one that the optimizer does not hold, none."""
-        number = self.group_of.get(self.named[name])
-        if number is None:
+        """(momentum, is it Nesterov's?); of one that the optimizer does not hold, none."""
+        if (group := self._group(name)) is None:
             return 0.0, False
-        group = self.optimizer.param_groups[number]
-        return (self.asked[number]["momentum"] if self.own is None else self.own), bool(group.get("nesterov"))
+        return float(group["momentum"]) if self.own is None else self.own, bool(group.get("nesterov"))
 
-    def decayed(self, name: str) -> Tensor | None:
-        """What decay makes of the weights as they are now, before momentum; None where there is none."""
-        number = self.group_of.get(parameter := self.named[name])
-        decay = 0.0 if number is None else self.asked[number]["weight_decay"]
-        return parameter.detach() * decay if decay else None
+    def moved(self, name: str, mean: Tensor, small: bool) -> Tensor:
+        """What the optimizer is to step by, of a mean gradient, or of what was sent of velocities."""
+        group = self._group(name)
+        decayed = self.named[name].detach() * group["weight_decay"] if group and group["weight_decay"] else None
+        if small:
+            return self._step(name, mean if decayed is None else mean + decayed)
+        return mean if decayed is None else mean + self._step(name, decayed)
 
-    def step(self, name: str, gradient: Tensor) -> Tensor:
+    def _step(self, name: str, gradient: Tensor) -> Tensor:
         """b <- m b + g, dense; what the weights move by."""
         momentum, nesterov = self.of(name)
         if not momentum:
@@ -81,29 +107,7 @@ class Momentum:
         buffer = self.dense[name].mul_(momentum).add_(gradient)
         return gradient.add(buffer, alpha=momentum) if nesterov else buffer.clone()
 
-    def moved(self, name: str, mean: Tensor, small: bool) -> Tensor:
-        """What the optimizer is to step by, of a mean gradient, or of what was sent of velocities."""
-        decayed = self.decayed(name)
-        if small:
-            return self.step(name, mean if decayed is None else mean + decayed)
-        return mean if decayed is None else mean + self.step(name, decayed)
 
-    @contextlib.contextmanager
-    def given_back(self) -> Iterator[None]:
-        """The groups as they were."""
-        with_none = [{what: group[what] for what in TAKEN} for group in self.optimizer.param_groups]
-        self.give_back()
-        try:
-            yield
-        finally:
-            for group, values in zip(self.optimizer.param_groups, with_none, strict=True):
-                group.update(values)
-
-    def give_back(self) -> None:
-        for group, asked in zip(self.optimizer.param_groups, self.asked, strict=True):
-            group.update({what: value for what, value in asked.items() if not group[what]})
-
-
-def buffers(state: Any) -> dict[str, dict[str, Tensor]]:
+def buffers(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """As an optimizer's state."""
     return {name: {BUFFER: each} for name, each in state.items()}

@@ -23,7 +23,7 @@ class Factors(Codec):
         self.columns, self.key = min(columns, self.rows, self.others), key
 
     def asks(self, vector: Tensor) -> Tensor:
-        if self.memory is None:
+        if self.memory is None or self.memory.shape != (self.others, self.columns):        # of other columns, or another cut
             generator = torch.Generator().manual_seed(self.key)
             self.memory = torch.randn(self.others, self.columns, generator=generator, dtype=torch.float64)
         self.memory = self.memory.to(vector)

@@ -12,7 +12,7 @@ dense vectors. Weight, loss and the wish to stop are never compressed, nor are s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from paragrad.record.log import Log
 from paragrad.strategies.compressors import Compressor
 from paragrad.strategies.data import Data
 from paragrad.techniques.compression.compression import DENSE, Compression
-from paragrad.techniques.compression.feedback import Nothing, key_of, real, shaped, shared_out
+from paragrad.techniques.compression.feedback import RESIDUAL, Nothing, key_of, real, shaped, shared_out
 from paragrad.techniques.data_parallel.bucket_queue import Bucket
 from paragrad.techniques.data_parallel.own_buckets import Sending, buckets_of
 from paragrad.techniques.exchange import CHECKPOINTS, How, Replica
@@ -50,7 +50,7 @@ class Compressed(Sending):
                                        count=lambda kind, sent: self.count(kind, sent, computed=True),
                                        known=lambda name: known.get(name, name))
         large = [name for name, each in self.trained.items() if strategy.compress.compresses(each.shape)][::-1]
-        self.small = [name for name in reversed(self.trained) if name not in set(large)]
+        self.small = set(self.trained) - set(large)
         names = {each: name for name, each in self.trained.items()}
         self.buckets = [[names[each] for each in bucket] for bucket in buckets_of(self.trained[name] for name in large)]
         self._restore(replica.restored)
@@ -62,20 +62,26 @@ class Compressed(Sending):
         self.sending, self.kinds = [], list[str]()          # of what is summed in this step, in the order of buckets
 
     def finish(self, weight: float, loss: float) -> None:
+        sums = self._know_used([weight, loss, float(self.stop), self.doubt])
+        self.told = [self.twice * sums[0], self.twice * sums[1], *sums[2:]]
+
+    def _know_used(self, numbers: Sequence[float] = ()) -> list[float]:
+        """Which parameters have a gradient on any rank; the sums of other numbers of theirs in the same message."""
         there = [float(each.grad is not None) for each in self.trained.values()]
         device = next(iter(self.trained.values())).device if self.trained else None
-        told = torch.tensor([weight, loss, float(self.stop), self.doubt, *there], dtype=torch.float64, device=device)
         with self.log.detail("told", "wait"):
-            sums = self._sum(told, TOLD)().tolist()
-        self.told = [self.twice * sums[0], self.twice * sums[1], *sums[2:4]]
-        self.used = {name for name, number in zip(self.trained, sums[4:], strict=True) if number}
+            sums = self._sum(torch.tensor([*numbers, *there], dtype=torch.float64, device=device), TOLD)().tolist()
+        self.used = {name for name, number in zip(self.trained, sums[len(numbers):], strict=True) if number}
+        return sums[:len(numbers)]              # type: ignore[no-any-return]
 
     def counted(self) -> list[float]:
         return self.told
 
     def average(self, weight: float) -> None:
         """By every rank's part of it, compressed."""
-        scale = self._scaled(1.0 / weight) / self.twice
+        scale = self._scaled(1.0 / weight)
+        if self.layout.cut:             # owners have added up theirs since
+            self._know_used()
         small = self._begun(scale)
         for bucket in [self.compression.begin(self._gradients(bucket), scale, self.step) for bucket in self.buckets]:
             self._take(self.compression.finish(bucket))
@@ -94,13 +100,16 @@ class Compressed(Sending):
 
     def _begun(self, scale: float) -> Callable[[], dict[str, Tensor]]:
         """The sums of what is sent as it is, begun; waits for them."""
-        gradients = self._gradients(self.small)
-        buckets = buckets_of(gradients.values())
-        waits = [self._sum(torch.cat([real(each) for each in bucket]).mul_(scale), DENSE) for bucket in buckets]
+        gradients = self._gradients([name for name in reversed(self.trained) if name in self.small])
+        parts = {name: real(each) * scale for name, each in gradients.items()}
+        for name in [*parts.keys() & self.owed.keys()]:
+            parts[name] += self.owed.pop(name)
+        buckets = buckets_of(parts.values())
+        waits = [self._sum(torch.cat(bucket), DENSE) for bucket in buckets]
 
         def waited() -> dict[str, Tensor]:
             found = [piece for bucket, wait in zip(buckets, waits, strict=True)
-                     for piece in wait().split([real(each).numel() for each in bucket])]
+                     for piece in wait().split([each.numel() for each in bucket])]
             return dict(zip(gradients, found, strict=True))
         return waited
 
@@ -125,10 +134,14 @@ class Compressed(Sending):
         ours = {key for values in restored.values() for key in values if key.rpartition(" of ")[0] in feedback.names}
         self.keeps = (MEMORY, *{key_of(what, each) for what in feedback.names for each in range(size)} | ours)
         self.compression.memories = {name: values[MEMORY] for name, values in restored.items() if MEMORY in values}
+        self.owed: dict[str, Tensor] = {}               # of small tensors, which were not small where it was kept
         for what, values in feedback.kept().items():
             for name, each in self.trained.items():
                 if (found := shared_out(restored, name, what, rank, size)) is not None:
-                    values[name] = real(found).to(each.device, wide(real(each.detach()).dtype))
+                    if name not in self.small:
+                        values[name] = real(found).to(each.device, wide(real(each.detach()).dtype))
+                    elif what == RESIDUAL:
+                        self.owed[name] = real(found).to(real(each.detach()))
 
     def kept(self) -> State:
         """Of every rank."""

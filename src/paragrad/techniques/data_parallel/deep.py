@@ -11,22 +11,20 @@ together are sent. The momentum, the decay and the clipping of a training are he
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from paragrad.errors import StepFailed
 from paragrad.record.log import Log
 from paragrad.strategies.compressors import Dgc
 from paragrad.strategies.data import Data
-from paragrad.techniques.compression.feedback import VELOCITY, Corrected, real, shaped
+from paragrad.techniques.compression.feedback import Corrected, shaped
 from paragrad.techniques.compression.momentum import buffers, momentum_of
 from paragrad.techniques.data_parallel.compressed import Compressed
 from paragrad.techniques.exchange import How, Replica
 from paragrad.techniques.keeping import taken
 from paragrad.techniques.layout import State
-from paragrad.techniques.values import wide
 from paragrad.world.world import World
 
 DECAYED = "decayed"                     # by which name a checkpoint has what decay made, of tensors that are compressed
@@ -42,10 +40,11 @@ class Deep(Compressed):
         momentum = momentum_of(self.dgc, replica.optimizer, named)
         assert momentum is not None
         self.momentum = momentum
-        super().__init__(strategy, replica, world, log, how, Corrected(self.momentum.of))
+        self.velocities = Corrected(momentum.of)
+        super().__init__(strategy, replica, world, log, how, self.velocities)
         self.clip, self.clip_norm = self.dgc.clip or self.clip_norm, None
         told = ", ".join(f"{momentum:g}" for momentum in sorted({self.momentum.of(name)[0] for name in named}))
-        log.choice("momentum", told, "taken over from the optimizer, whose own is 0, with its weight decay"
+        log.choice("momentum", told, "taken over from the optimizer, whose own is 0 within its steps, with its weight decay"
                    if self.momentum.own is None else "as asked")
         if self.clip is not None:
             log.choice("clip", f"{self.clip / math.sqrt(world.size):g}", f"of each rank's part: {self.clip:g} over the root of "
@@ -53,10 +52,6 @@ class Deep(Compressed):
         self.over = False
 
     # ---- in a step -----------------------------------------------------------------------------------------------------
-    def begin(self) -> None:
-        super().begin()
-        self.momentum.follow()
-
     def average(self, weight: float) -> None:
         before = self.compression.compressor
         self.compression.become(now := self.dgc.in_epoch(self.epoch))
@@ -73,6 +68,8 @@ class Deep(Compressed):
             norm = math.sqrt(sum(each**2 for each in self.layout.norms(gradients).values()))
         else:
             norm = float(nn.utils.get_total_norm([each for each in gradients.values() if each is not None]))
+        if not math.isfinite(norm):
+            raise StepFailed("the norm of this rank's gradient, by which it is clipped, is not finite; lower the rate")
         return scale * min(1.0, self.clip / math.sqrt(self.world.size) / (norm * scale + 1e-6))
 
     def _take(self, means: dict[str, Tensor]) -> None:
@@ -84,26 +81,18 @@ class Deep(Compressed):
 
     # ---- what is kept --------------------------------------------------------------------------------------------------
     def _restore(self, restored: State) -> None:
-        """What a checkpoint of another strategy has of momentum, is of all ranks: each goes on with a part of it."""
+        """What a checkpoint of another strategy has of momentum, is of all ranks."""
         super()._restore(restored)
         self.keeps = (*self.keeps, DECAYED)
-        velocity = self.compression.feedback.kept()[VELOCITY]
-        for name, buffer in self.momentum.begun.items():
-            if name in self.small:
-                self.momentum.dense[name] = buffer
-            elif name in velocity:
-                if DECAYED in restored.get(name, {}):
-                    self.momentum.dense[name] = restored[name][DECAYED].to(buffer)
-            else:
-                velocity[name] = real(buffer).to(wide(real(buffer).dtype)) / self.world.size
-        self.momentum.begun = {}
+        decayed = {name: values[DECAYED] for name, values in restored.items() if DECAYED in values}
+        self.momentum.goes_on(self.velocities, self.small, self.world.size, decayed)
 
     def state(self) -> State:
         """The optimizer's, with the momentum that it would have."""
         if self.over:
             return super().state()
         found, total = super().state(), dict(self.momentum.dense)
-        for name, velocity in self.compression.feedback.kept()[VELOCITY].items():
+        for name, velocity in self.velocities.velocity.items():
             if self.momentum.of(name)[0]:
                 summed = shaped(self.world.all_reduced(velocity), self.trained[name])
                 total[name] = summed + total[name] if name in total else summed
@@ -116,13 +105,13 @@ class Deep(Compressed):
                 found.setdefault(name, {})[DECAYED] = each
         return found
 
-    @contextlib.contextmanager
-    def standing(self) -> Iterator[None]:
-        with super().standing(), contextlib.nullcontext() if self.over else self.momentum.given_back():
-            yield
-
     def settle(self) -> None:
         for name, state in self.state().items():
-            taken(self.optimizer, self.trained[name], state)
+            if name in self.trained:
+                taken(self.optimizer, self.trained[name], state)
         self.momentum.give_back()
         self.over = True
+
+    def close(self) -> None:
+        self.momentum.give_back()
+        super().close()
