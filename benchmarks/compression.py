@@ -23,7 +23,7 @@ from typing import Any
 
 from common import Bench, alternated, ratios
 from pages import DOCS, FIGURES, filled, milliseconds, table
-from workers import Stopwatch, Workers, serve
+from workers import Workers, serve_backwards
 
 SIDE = 1000
 TEXTS = ("bf16", "fp16", "int8", "one_bit", "threshold(2.6)", "top_k(0.01)", "top_k(0.001)", "power_sgd(1)", "power_sgd(4)",
@@ -114,8 +114,6 @@ def worker(address: str) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
     import paragrad as pg
-    from paragrad.world.joining import joined_from_environment
-    torch.set_num_threads(1)
 
     def made(name: str) -> nn.Module:
         torch.manual_seed(0)
@@ -126,17 +124,11 @@ def worker(address: str) -> None:
             model.register_comm_hook(*pg.hook(name))
         return model
 
-    with joined_from_environment("gloo") as world:
-        models, watch = {name: made(name) for name in HOOKS}, Stopwatch(world)
-        torch.manual_seed(world.rank)
+    def losses() -> Callable[[nn.Module], torch.Tensor]:
         inputs = torch.randn(8, SIDE)
+        return lambda model: model(inputs).square().mean()
 
-        def answer(name: Any) -> float:
-            def once() -> None:
-                models[name].zero_grad()
-                models[name](inputs).square().mean().backward()
-            return watch.seconds(name, once)
-        serve(address, answer)
+    serve_backwards(address, lambda: {name: made(name) for name in HOOKS}, losses)
 
 
 if __name__ == "__main__":

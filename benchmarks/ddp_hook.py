@@ -10,10 +10,10 @@ round; there are no bars.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Callable
 
 from common import Bench, alternated, ratios
-from workers import Stopwatch, Workers, serve
+from workers import Workers, serve_backwards
 
 OWN = "DDP's own"
 NAMES = (OWN, "native", "ring", "ring_async", "halving", "tree")
@@ -39,8 +39,6 @@ def worker(address: str) -> None:
     from torch import nn
 
     import paragrad as pg
-    from paragrad.world.joining import joined_from_environment
-    torch.set_num_threads(1)
 
     def made(name: str) -> nn.Module:
         torch.manual_seed(0)
@@ -50,17 +48,11 @@ def worker(address: str) -> None:
             model.register_comm_hook(*pg.hook(name))
         return model
 
-    with joined_from_environment("gloo") as world:
-        models, watch = {name: made(name) for name in NAMES}, Stopwatch(world)
-        torch.manual_seed(world.rank)
+    def losses() -> Callable[[nn.Module], torch.Tensor]:
         inputs, targets = torch.randn(BATCH, 784), torch.randint(10, (BATCH,))
+        return lambda model: nn.functional.cross_entropy(model(inputs), targets)
 
-        def answer(name: Any) -> float:
-            def once() -> None:
-                models[name].zero_grad()
-                nn.functional.cross_entropy(models[name](inputs), targets).backward()
-            return watch.seconds(name, once)
-        serve(address, answer)
+    serve_backwards(address, lambda: {name: made(name) for name in NAMES}, losses)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
-"""Our all-reduce under torch's DistributedDataParallel, and nothing else of this library.
+"""Our all-reduces and compressors under torch's DistributedDataParallel, and nothing else of this library.
 
     torchrun --standalone --nproc-per-node 2 examples/ddp_hook.py
     torchrun --standalone --nproc-per-node 2 examples/ddp_hook.py "halving(segments=2)"
+    torchrun --standalone --nproc-per-node 2 examples/ddp_hook.py "top_k(0.01)"
+    torchrun --standalone --nproc-per-node 2 examples/ddp_hook.py "dgc(0.01, warmup=0)"
+    torchrun --standalone --nproc-per-node 2 examples/ddp_hook.py bf16 shm
 """
 
 import sys
@@ -11,12 +14,17 @@ import torch.distributed as dist
 from torch import nn
 
 import paragrad as pg
+import paragrad.backends  # registers shm, for ranks of one host
 
-dist.init_process_group("gloo")
+named = sys.argv[1] if len(sys.argv) > 1 else "ring"
+dist.init_process_group(sys.argv[2] if len(sys.argv) > 2 else "gloo")
 torch.manual_seed(0)
-model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5)))
-model.register_comm_hook(*pg.hook(sys.argv[1] if len(sys.argv) > 1 else "ring"))        # proved before it is used
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(20, 256), nn.ReLU(), nn.Linear(256, 5)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+if named.startswith("dgc"):
+    model.register_comm_hook(*pg.hook(named, optimizer=optimizer))          # whose momentum it takes over
+else:
+    model.register_comm_hook(*pg.hook(named))                               # a schedule is proved before it is used
 
 torch.manual_seed(dist.get_rank())              # each rank has data of its own
 for _ in range(20):

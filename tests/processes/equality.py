@@ -20,10 +20,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from paragrad import Job
+from paragrad.datasets.loading import parted
 from paragrad.report.certificate import Difference
 from paragrad.strategies import compressors
 from paragrad.strategies.strategy import Here, Strategy
 from paragrad.strategies.table import resolve, strategy
+from paragrad.training.trainer import Trainer
 from paragrad.verbs.lockstep import STEPS, difference
 from paragrad.world.launching import Ranks
 from paragrad.world.world import World
@@ -42,6 +44,21 @@ def found(pool: Ranks, row: str, job: Job, steps: int = STEPS) -> Difference:
     answers = pool.run(asks, job, chosen, size=chosen.size)
     assert all(answer == answers[0] for answer in answers)
     return answers[0]                           # type: ignore[no-any-return]
+
+
+def seen(world: World, made: Job, chosen: Strategy, steps: int, look: Callable[[Trainer], Any]) -> list[Any]:
+    """What is seen of a trainer after each of so many steps."""
+    trainer, found = Trainer.of_job(world, made, chosen), []
+    try:
+        for epoch in range(made.epochs):
+            for fetched in trainer.batches(made.train, made.batch, epoch):
+                trainer.step(*parted(fetched))
+                found.append(look(trainer))
+                if len(found) == steps:
+                    return found
+    finally:
+        trainer.close()
+    raise AssertionError
 
 
 def however_small(function: Callable[..., Any], world: World, *args: Any, **more: Any) -> Any:

@@ -11,17 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from equality import COMPRESSED, JOBS, VECTORS, found, however_small, job, numbers, resolved
+from equality import COMPRESSED, JOBS, VECTORS, found, however_small, job, numbers, resolved, seen
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import paragrad as pg
-from paragrad.datasets.loading import parted
 from paragrad.strategies.compressors import count_of
 from paragrad.strategies.shares import divide
-from paragrad.strategies.strategy import Strategy
 from paragrad.training.settings import Settings
 from paragrad.training.trainer import Trainer
 from paragrad.verbs.lockstep import distances
@@ -46,21 +44,6 @@ def vectors(**changes: Any) -> pg.Job:
     return job("vectors", wide, VECTORS).replace(**{"epochs": 4, "dtype": torch.float64, "optimizer": plain, **changes})
 
 
-def after(world: World, made: pg.Job, chosen: Strategy, steps: int, look: Callable[[Trainer], Any]) -> list[Any]:
-    """What is seen of a trainer after each of so many steps."""
-    trainer, seen = Trainer.of_job(world, made, chosen), []
-    try:
-        for epoch in range(made.epochs):
-            for fetched in trainer.batches(made.train, made.batch, epoch):
-                trainer.step(*parted(fetched))
-                seen.append(look(trainer))
-                if len(seen) == steps:
-                    return seen
-    finally:
-        trainer.close()
-    raise AssertionError
-
-
 def weights(trainer: Trainer) -> State:
     return {name: each.detach().clone() for name, each in trainer.model.named_parameters()}
 
@@ -68,7 +51,7 @@ def weights(trainer: Trainer) -> State:
 def steps_on(pool: Ranks, made: pg.Job, text: str, steps: int = STEPS,
              look: Callable[[Trainer], Any] = weights) -> list[list[Any]]:
     chosen = resolved(text)
-    return pool.run(after, made, chosen, steps, look, size=chosen.size)
+    return pool.run(seen, made, chosen, steps, look, size=chosen.size)
 
 
 def equal(one: State, other: State) -> bool:

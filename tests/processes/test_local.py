@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from equality import IMAGES, LOOSER, TEXT, VECTORS, Clamped, TiedLstm, job, mlp, normed_cnn, resolved
+from equality import IMAGES, LOOSER, TEXT, VECTORS, Clamped, TiedLstm, job, mlp, normed_cnn, resolved, seen
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -40,21 +40,6 @@ STEPS = 7                       # of the vectors 3 are an epoch; its last batch 
 
 def vectors(**changes: Any) -> pg.Job:
     return job("vectors", mlp, VECTORS).replace(**{"epochs": 4, "dtype": torch.float64, "optimizer": plain, **changes})
-
-
-def seen(world: World, made: pg.Job, chosen: Strategy, steps: int, look: Callable[[Trainer], Any]) -> list[Any]:
-    """What is seen of a trainer after each of so many steps."""
-    trainer, found = Trainer.of_job(world, made, chosen), []
-    try:
-        for epoch in range(made.epochs):
-            for fetched in trainer.batches(made.train, made.batch, epoch):
-                trainer.step(*parted(fetched))
-                found.append(look(trainer))
-                if len(found) == steps:
-                    return found
-    finally:
-        trainer.close()
-    raise AssertionError
 
 
 def copied(tensors: Mapping[str, Tensor]) -> State:

@@ -55,7 +55,7 @@ class Feedback(Nothing):
 
     def compensated(self, name: str, gradient: Tensor, scale: float) -> Tensor:
         flat = real(gradient)
-        return there(self.residual, name, flat).add_(flat, alpha=scale)
+        return zeros_at_first(self.residual, name, flat).add_(flat, alpha=scale)
 
     def sent(self, name: str, codec: Codec, payload: Payload, agreed: Tensor | None) -> None:
         codec.take(payload, self.residual[name], agreed)
@@ -76,10 +76,10 @@ class Corrected(Feedback):
     def compensated(self, name: str, gradient: Tensor, scale: float) -> Tensor:
         momentum, nesterov = self.momentum(name)
         flat, residual = real(gradient), self.residual
-        velocity = there(self.velocity, name, flat).mul_(momentum).add_(flat, alpha=scale)
+        velocity = zeros_at_first(self.velocity, name, flat).mul_(momentum).add_(flat, alpha=scale)
         if not nesterov:
-            return there(residual, name, flat).add_(velocity)
-        return there(residual, name, flat).add_(velocity, alpha=momentum).add_(flat, alpha=scale)
+            return zeros_at_first(residual, name, flat).add_(velocity)
+        return zeros_at_first(residual, name, flat).add_(velocity, alpha=momentum).add_(flat, alpha=scale)
 
     def sent(self, name: str, codec: Codec, payload: Payload, agreed: Tensor | None) -> None:
         super().sent(name, codec, payload, agreed)
@@ -100,7 +100,7 @@ def shaped(flat: Tensor, like: Tensor) -> Tensor:
     return (torch.view_as_complex(flat.view(*like.shape, 2)) if like.is_complex() else flat.view(like.shape)).to(like.dtype)
 
 
-def there(kept: dict[str, Tensor], name: str, flat: Tensor) -> Tensor:
+def zeros_at_first(kept: dict[str, Tensor], name: str, flat: Tensor) -> Tensor:
     """What is kept of a parameter; nothing, at first."""
     if name not in kept:
         kept[name] = torch.zeros(flat.numel(), dtype=wide(flat.dtype), device=flat.device)

@@ -10,7 +10,7 @@ from torch import Tensor
 from paragrad.strategies.compressors import Bf16, Fp16
 from paragrad.techniques.compression.codec import Codec, Payload, finite
 
-MOST = 126                      # of float32's exponents
+EXPONENT = 126                  # the largest, of float32's exponents
 ROOM = 2.0**15                  # of float16's 65,504: the sum of all ranks is at most this, after scaling
 
 
@@ -45,7 +45,7 @@ class Scaled(Codec):
         """The largest power of two that leaves room for the sum; of nothing but zeros, 1."""
         assert agreed is not None
         most = float(agreed)
-        return 2.0 ** min(MOST, math.floor(math.log2(ROOM / most))) if most else 1.0
+        return 2.0 ** min(EXPONENT, math.floor(math.log2(ROOM / most))) if most else 1.0
 
 
 def codec(compressor: Bf16 | Fp16, shape: Sequence[int], key: int) -> Codec:
