@@ -487,6 +487,7 @@ def test_what_a_lost_worker_was_at_is_somebody_elses_once() -> None:
     desk.office.lost(0)
     assert desk.asks(1) == lost
     assert desk.asks(0) != lost                         # it comes back, and has done it after all
+    assert desk.office.begun_again == {0: [0, 1]}       # the other one's line of it was looked for nowhere, and written again
     while desk.asks(1):
         pass
     desk.asks(0)

@@ -88,7 +88,7 @@ class Office:
     members: dict[int, Member] = field(default_factory=dict)
     left: deque[Ticket] = field(default_factory=deque)
     open: dict[Ticket, int] = field(default_factory=dict)          # who is at it
-    begun_again: dict[int, list[int]] = field(default_factory=dict)         # shares by number, and which lost members had them
+    begun_again: dict[int, list[int]] = field(default_factory=dict)         # shares by number, and who was at them beside the last
     made: int | None = None         # updates of which all shares have been told of; of later ones somebody has
     told: dict[int, int] = field(default_factory=dict)             # of how many, by the number of the update
     gave: dict[int, Ticket] = field(default_factory=dict)          # to whom last
@@ -168,7 +168,10 @@ class Office:
         if member is None:
             fewest = min((each.done for each in self.members.values()), default=0)
             member = self.members[number] = Member(number, fewest, now)
-        if ticket is not None and self.open.pop(ticket, None) is not None:
+        holder = self.open.pop(ticket, None) if ticket is not None else None
+        if ticket is not None and holder is not None:
+            if holder != number:                        # it may have brought it, and not said so yet
+                self.begun_again.setdefault(ticket.number, []).append(holder)
             self._done(member, ticket, said)
         elif ticket is not None and ticket in self.left:        # it was late, and nobody else has begun
             self.left.remove(ticket)
