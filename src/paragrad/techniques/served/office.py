@@ -88,7 +88,7 @@ class Office:
     members: dict[int, Member] = field(default_factory=dict)
     left: deque[Ticket] = field(default_factory=deque)
     open: dict[Ticket, int] = field(default_factory=dict)          # who is at it
-    begun_again: dict[int, list[int]] = field(default_factory=dict)         # shares by number, and who was at them beside the last
+    begun_again: dict[int, list[int]] = field(default_factory=dict)     # by number of a share: who was at it beside the last
     made: int | None = None         # updates of which all shares have been told of; of later ones somebody has
     told: dict[int, int] = field(default_factory=dict)             # of how many, by the number of the update
     gave: dict[int, Ticket] = field(default_factory=dict)          # to whom last
