@@ -184,6 +184,14 @@ def test_dgc_of_everything_is_sgd_without_momentum_where_tensors_are_large(pool:
         assert close(one, other)
 
 
+def test_dgc_of_everything_without_masking_is_sgd(pool: Ranks) -> None:
+    """With its momentum and decay, which are in other hands: the sum of both is what SGD's buffer was."""
+    made = vectors(optimizer=functools.partial(heavy, weight_decay=0.01))
+    ours, serial = (steps_on(pool, made, text)[0] for text in ("data(2, compress=dgc(1.0, warmup=0, masking=false))", "serial"))
+    for one, other in zip(ours, serial, strict=True):
+        assert close(one, other)
+
+
 def cycled(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=99)
 
