@@ -12,7 +12,7 @@
 | the same of the time to 97 %: the best of the compressors | at least 4 |
 
 mnist-mlp of width 1024, batches of 128. Accuracy: ten epochs, three seeds. Correction: top_k(0.001), whose momentum is SGD's
-and comes after it, dgc without masking, without warm-up, and dgc itself, five seeds, and the same of mnist-cnn with its own five
+and comes after it, dgc without masking, without warm-up, and dgc itself, five seeds, and the same of mnist-cnn with its five
 epochs; differences of means with their standard errors. Links: hosts of this machine (root, iproute2) at 100 Mbit/s and at
 1 Gbit/s, and ranks of one host; medians of a step, of whole trainings by their records and of a loop over DDP, in turn; without
 warm-up. The time to 97 % is that of the steps to the first test above it. Nothing else may run beside that part. --quick: one

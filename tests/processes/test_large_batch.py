@@ -96,6 +96,7 @@ def test_a_job_remembers_for_which_batch_it_was_written() -> None:
     made = job("vectors", lambda: nn.Linear(10, 4), VECTORS).replace(batch=12, optimizer=plain)
     assert made.replace(batch=24).replace(batch=48).own_batch == 12
     assert made.replace(epochs=3).own_batch is None
+    assert made.replace(batch=24).replace(optimizer=plain).own_batch is None            # which is for 24
     large = made.replace(batch=24, scale_lr="linear").replace(batch=29)
     checked = admitted(large, "serial")
     assert checked.facts.scaled is not None
@@ -127,7 +128,7 @@ def test_a_training_of_a_larger_batch(text: str, tmp_path: Path) -> None:
     said = [line for line in Record(run.folder).choices if line["what"] == "learning rate"]
     assert [line["picked"] for line in said] == ["3 times the job's own"]
     plainly = made.replace(batch=12, scheduler=lambda optimizer: schedulers.LambdaLR(
-        optimizer, lambda step: (expected + [0.0])[step] / 0.05))
+        optimizer, lambda step: [*expected, 0.0][step] / 0.05))
     other = pg.train(plainly, "serial", runs=tmp_path)
     assert run.losses == pytest.approx(other.losses, rel=1e-9)
 

@@ -598,8 +598,9 @@ def large() -> nn.Module:
                                   "server(2, servers=2, sync=asp, compress={})", "server(2, sync=ssp(1), compress={})"])
 @pytest.mark.parametrize(("compressor", "bound", "less"), [("int8", 2 / 127, 7.5), ("bf16", 1 / 200, 3.9)])
 def test_pushes_may_be_compressed(text: str, compressor: str, bound: float, less: float, tmp_path: Path) -> None:
-    """Of the first step the gradient is off by what the compressor rounds: of int8 less than a unit of every share's largest."""
-    made = job("large", large, VECTORS).replace(dtype=torch.float64, epochs=1, optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+    """The first step's gradient is off by what the compressor rounds: of int8 less than a unit of every share's largest."""
+    made = job("large", large, VECTORS).replace(dtype=torch.float64, epochs=1,
+                                                optimizer=functools.partial(torch.optim.SGD, lr=0.1))
     run, serial = (pg.train(made, each, runs=tmp_path) for each in (text.format(compressor), "serial"))
     assert "sync" in text or run.losses[0] == pytest.approx(serial.losses[0], rel=1e-12)
     servers = [line for rank in range(len(Record(run.folder).ranks)) for line in Record(run.folder).of("server", rank)]
@@ -607,8 +608,9 @@ def test_pushes_may_be_compressed(text: str, compressor: str, bound: float, less
              for line in other.of("server", rank)]
     assert sum(line["received"] for line in servers) * less < sum(line["received"] for line in plain)
     assert all(not line["refused"] for line in servers)
-    one = pg.train(made, text.format(compressor), runs=tmp_path, limit=1).model().state_dict()
-    begun, exact = made.built_model().state_dict(), pg.train(made, text.format("none"), runs=tmp_path, limit=1).model().state_dict()
+    one, exact = (pg.train(made, text.format(each), runs=tmp_path, limit=1).model().state_dict()
+                  for each in (compressor, "none"))
+    begun = made.built_model().state_dict()
     assert not all(torch.equal(one[name], exact[name]) for name in exact)
     if "sync" not in text:
         moved = max(float((exact[name] - begun[name]).abs().max()) for name in exact)

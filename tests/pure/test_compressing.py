@@ -54,7 +54,7 @@ def test_where_all_would_send_more_than_whole_vectors_these_are_sent() -> None:
     assert not found.pays
 
 
-@pytest.mark.parametrize("text", ["data(4, compress=top_k(0.01))", "data(8, compress=int8)", "data(16, compress=bf16)",
+@pytest.mark.parametrize("text", ["data(4, compress=top_k(0.01))", "data(4, compress=int8)", "data(16, compress=bf16)",
                                   "data(64, compress=dgc(0.001))", "data(8, compress=power_sgd(4))"])
 def test_on_this_side_of_the_bandwidth_it_pays_and_on_the_other_it_does_not(text: str) -> None:
     found = priced(text, costs=(2e-9, 5e-10))

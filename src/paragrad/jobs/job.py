@@ -60,9 +60,11 @@ class Job:
     arguments: tuple[tuple[str, Any], ...] = ()         # of a built-in job, for the record
 
     def replace(self, **changes: Any) -> Job:
-        """The same job with some fields changed. Where that is the batch, it is remembered for which one its optimizer and
-        scheduler are."""
-        if "batch" in changes and self.own_batch is None and self.batch != "fit":
+        """The same job with some fields changed. Of a batch that is changed it is remembered for which one the optimizer is;
+        another optimizer is for the batch that the job has then."""
+        if "optimizer" in changes:
+            changes = {"own_batch": None, **changes}
+        elif "batch" in changes and self.own_batch is None and self.batch != "fit":
             changes = {"own_batch": self.batch, **changes}
         return replace(self, **changes)
 

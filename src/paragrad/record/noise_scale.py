@@ -7,8 +7,8 @@ as |g_B|^2 = |G|^2 + tr(S) / B. Measured at two sizes, b of a rank's first micro
 
 Both are unbiased. |g_b|^2 is the mean over ranks, and then b is the harmonic mean of what theirs weigh, for 1/b is averaged. A
 quotient of two noisy numbers is biased, so the two are smoothed apart over the steps, and then divided: B_simple, which is
-tr(S) / |G|^2, counts what the loss counts, samples or tokens. A batch of that size is the largest that is useful: it takes twice
-the least steps and twice the least samples (section 2.2); a larger one hardly saves steps any more.
+tr(S) / |G|^2, counts what the loss counts, samples or tokens. A batch of that size is the largest that is useful: it takes
+twice the least steps and twice the least samples (section 2.2); a larger one hardly saves steps any more.
 """
 
 from __future__ import annotations

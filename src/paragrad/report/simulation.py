@@ -48,8 +48,8 @@ def compressing(found: Compressing, as_json: bool) -> None:
         "vector": f"{found.bytes:,} bytes on each of {found.workers:,} ranks",
         "machine": found.machine.measured,
         "without compressing": f"{_seconds(found.plain)}, along {found.along}",
-        "with it": f"{_seconds(total)}: {_seconds(found.exchange)} of the exchange, and {_seconds(found.compute)} of compressing "
-                   "and extracting (measured here, on one thread)",
+        "with it": f"{_seconds(total)}: {_seconds(found.exchange)} of the exchange, and {_seconds(found.compute)} of "
+                   "compressing and extracting (measured here, on one thread)",
         "what stands for a vector": f"{found.payload:,.0f} bytes" + (
             ", which all ranks would send more of than of whole vectors: these are sent" if found.whole else ""),
         "does it pay?": f"yes, {found.plain / total:.3g} times as fast" if found.pays else

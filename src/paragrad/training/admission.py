@@ -25,8 +25,8 @@ from paragrad.schedules.sabotage import sabotaged
 from paragrad.strategies.strategy import KINDS, Here, Promise, Strategy, factors_of
 from paragrad.strategies.table import resolve, strategy
 from paragrad.techniques.layout import hollow
-from paragrad.techniques.served.entrance import read_place, refuse_place
 from paragrad.techniques.noise import unmeasured
+from paragrad.techniques.served.entrance import read_place, refuse_place
 from paragrad.techniques.slices import FOREACH
 from paragrad.techniques.table import bringing, checks_of, cuts, ours
 from paragrad.techniques.untouched import untouched

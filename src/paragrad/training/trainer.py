@@ -96,8 +96,7 @@ class Trainer:
         self.replicas = list(range(len(self.division.shares))) if like else [self.replicated.rank % len(self.division.shares)]
         self.leads = self.world.leads("samples")        # of the ranks with one share, the one that records it
         self.splits = strategy.exact and not like and not unchecked and (world.size > 1 or self.division.micro > 1)
-        self.parameters, self.noise = dict(model.named_parameters()), Noise(model.parameters(), noise)
-        self.precision = coarsest(model)
+        self.parameters, self.precision = dict(model.named_parameters()), coarsest(model)
         self.module, self.known_by = Summed(model, loss), {} if examined else {"model": described(model)}      # own loops
         self.dtype, self.everything = dtype or shared_type(model), list(self.module.parameters())
         self.layout = self.held = Layout()          # what of the model this rank holds, from the cut on; held: or its shards
@@ -111,7 +110,7 @@ class Trainer:
         self.steps = self.taken = self.batch_size = 0       # taken: by this trainer;  batch_size: once known
         self.restored: State = {}           # what exchanges of the strategy that was saved keep beside the optimizer's state
         self.activations, self.coarsest = 0, 0.0    # that backward keeps of a micro-batch: bytes; eps of the coarsest numbers
-        self.draws, self.alike = Draws(), Alike(seed, world.device)
+        self.draws, self.alike, self.noise = Draws(), Alike(seed, world.device), Noise(self.everything, noise)
         self.proof: Proof | None = None             # of the step under way, that it is one worker's; kept: what it began with
         self.kept: Before | None = None
         self.rehearsing = self.cast = False         # cast: the passes were under autocast
@@ -316,5 +315,6 @@ class Trainer:
         """Let go of the exchange; the model is a plain one again."""
         self.watch.close()
         self.log.failed(self.steps)             # spans that no step took
-        for each in filter(None, (self.passes, self.exchange, self.noise)):
-            each.close()
+        for each in (self.passes, self.exchange, self.noise):
+            if each is not None:
+                each.close()

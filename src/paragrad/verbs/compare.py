@@ -44,23 +44,21 @@ def compare(job: Job, chosen: str | Iterable[str | Strategy], *, runs: str | Pat
             overlap: bool = True, loaders: int = 0, until: str | None = None, sabotage: str | None = None,
             unproved: bool = False, unchecked: bool = False, machine: str | Path | None = None, slow: str | None = None,
             pace: float | None = None, noise_scale: int | None = None, resume: str | Path | None = None,
-            command: str | None = None,
-            progress: Callable[[str], Progress | None] | None = None) -> Table:
+            command: str | None = None, progress: Callable[[str], Progress | None] | None = None) -> Table:
     """Train a job under every strategy, check each against serial in float64 over 20 steps; one table, and one page.html.
 
     chosen: "serial; data(2)" or a list;  runs: the folder for the comparison's own folder;  seeds: trainings of each, with
     the job's seed and the following ones;  twin: also train serial with every batch back to front, to show what rounding
     alone does;  resume: the folder of such a comparison that ended early: what it has is kept, the rest is done;  command: what
-    to type to repeat it;  progress(strategy) gives what is told of that run's progress;
-    the others as in `paragrad.training.settings.Settings`.
+    to type to repeat it;  progress(strategy) gives what is told of that run's progress;  the others as in
+    `paragrad.training.settings.Settings`.
     All strategies are checked at the door (Refused) before the first run; one that fails while it runs says so in its row. On
     SIGTERM, or where nothing can be written any more, the table has the rows that are done and names the others
     (`table.ended`); Ctrl-C raises Interrupted, of whose folder `Table(folder)` is such a table.
     """
     if launched_size() is not None:
         raise Refused("compare starts its own ranks and cannot run under a launcher; call it with plain python")
-    if not isinstance(seeds, int) or seeds < 1:
-        raise Refused(f"seeds must be a whole number from 1, got {seeds!r}")
+    _check_seeds(seeds)
     how = Settings(data=data, device=device, backend=backend, overlap=overlap, loaders=loaders, until=until, sabotage=sabotage,
                    unproved=unproved, unchecked=unchecked, machine=machine, slow=slow, pace=pace,
                    noise_scale=noise_scale)
@@ -91,6 +89,11 @@ def compare(job: Job, chosen: str | Iterable[str | Strategy], *, runs: str | Pat
     if status == "interrupted":
         raise Interrupted(folder)
     return table
+
+
+def _check_seeds(seeds: int) -> None:
+    if not isinstance(seeds, int) or seeds < 1:
+        raise Refused(f"seeds must be a whole number from 1, got {seeds!r}")
 
 
 def rows_of(job: Job, listed: Sequence[str | Strategy], how: Settings, twin: bool,

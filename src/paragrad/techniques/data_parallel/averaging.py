@@ -78,7 +78,7 @@ class Averaging(OwnBuckets):
         self.keeps = (MOMENTUM,) if self.outer.momentum else ()
         self.said = Said(log)
         self.begun: Before | None = Before(self.summed)         # until it is told what forwards change in Python
-        self.compression = strategy.compress and Compression(
+        self.compression = None if strategy.compress is None else Compression(
             strategy.compress, world, self._sum, seed=replica.seed, log=log,
             count=lambda kind, sent: self.count(WEIGHTS, sent, computed=True))
         self._met()

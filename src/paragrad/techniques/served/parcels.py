@@ -1,7 +1,7 @@
 """A pushed vector, compressed: what stands for it travels, and the server makes the vector of it before anything else.
 
-Which vectors do both sides know by the strategy. What is drawn goes by step, share and place, so a push that is brought again is
-the same to the bit.
+Which vectors those are both sides know by the strategy. What is drawn goes by step, share and place, so a push that is brought
+again is the same to the bit.
 """
 
 from __future__ import annotations
