@@ -32,6 +32,7 @@ COPY, SORTED = "copy_", "torch.topk"
 OWN, TORCHS = "DDP's own", "torch's PowerSGD"
 HOOKS = (OWN, TORCHS, "power_sgd(1)", "bf16", "top_k(0.01)")
 REPEATS = 20
+SIZES = (4, 16, 64)     # ranks
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +64,22 @@ def page(bench: Bench, costs: dict[str, list[float]], hooks: dict[str, list[floa
              for name, each in hooks.items()]
     path = DOCS / "compression.md"
     text = filled(path.read_text(), "costs", table(("", "ms", "GB/s", "over `copy_`"), rows))
+    text = filled(text, "pays", table(("", *(f"{size} ranks" for size in SIZES)), [
+        (f"`{name}`", *(below(name, size) for size in SIZES)) for name in TEXTS if not name.startswith("threshold")]))
     path.write_text(filled(text, "hooks", table(("hook", "ms", "over DDP's own"), under)))
+
+
+def below(text: str, ranks: int) -> str:
+    """The bandwidth below which it pays, for vectors of 100 MB."""
+    from paragrad.players.machine import ASSUMED
+    from paragrad.strategies.compressors import compressor_of
+    from paragrad.strategies.table import strategy
+    from paragrad.verbs.pays import pays
+    chosen = strategy(f"data({ranks}, compress={text})")
+    compressor = compressor_of(chosen)
+    assert compressor is not None
+    found = pays(chosen, compressor, 100_000_000, ASSUMED)
+    return "never" if not found.bandwidth or found.whole else f"{8 * found.bandwidth / 1e9:.2g} Gbit/s"
 
 
 # ---- in this process ---------------------------------------------------------------------------------------------------
@@ -71,25 +87,14 @@ def measures() -> dict[str, Callable[[], float]]:
     import torch
 
     from paragrad.strategies.table import strategy
-    from paragrad.techniques.compression.codec import codec_of
-    from paragrad.techniques.compression.feedback import Corrected, Feedback, Nothing
+    from paragrad.techniques.compression.cost import steps_of
     torch.set_num_threads(1)
     torch.manual_seed(0)
     gradient, other = torch.randn(SIDE, SIDE), torch.empty(SIDE, SIDE)
 
-    def cost(text: str) -> Callable[[], None]:
-        compressor = strategy(f"data(2, compress={text})").compress         # type: ignore[attr-defined]
-        codec = codec_of(compressor, (SIDE, SIDE))
-        feedback = (Corrected(lambda name: (0.9, False)) if text.startswith("dgc") else
-                    Feedback() if compressor.feedback else Nothing())
-
-        def once() -> None:
-            vector = feedback.compensated("w", gradient, 0.5)
-            agreed = codec.asks(vector)
-            payload = codec.compress(vector, agreed)
-            feedback.sent("w", codec, payload, agreed)
-            codec.add(payload, torch.zeros_like(vector), agreed)
-        return once
+    def cost(text: str) -> Callable[[], Any]:
+        steps = steps_of(strategy(f"data(2, compress={text})").compress, (SIDE, SIDE))          # type: ignore[attr-defined]
+        return lambda: (torch.zeros(SIDE**2), *(step() for step in steps))          # what is extracted into
 
     steps: dict[str, Callable[[], Any]] = {name: cost(name) for name in TEXTS}
     steps[COPY] = lambda: other.copy_(gradient)

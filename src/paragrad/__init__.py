@@ -10,6 +10,7 @@ import typing
 if typing.TYPE_CHECKING:
     from paragrad.datasets.loading import WholeBatch
     from paragrad.errors import RankFailed, Refused, StepFailed
+    from paragrad.jobs import large_batch
     from paragrad.jobs.finding import job
     from paragrad.jobs.job import Job, accuracy
     from paragrad.notation.choices import Decimal, Flag, Integer, Word, option
@@ -55,13 +56,13 @@ __all__ = ["AllReduce", "Asp", "Axis", "Bf16", "Bsp", "Butterfly", "Certificate"
            "OneFOneB", "Passes", "Pipeline", "PipelineSchedule", "Place", "PowerSgd", "Promise", "RankFailed", "Recv",
            "Refused", "Ring", "RingAsync", "Run", "Send", "Serial", "Server", "Share", "Ssp", "Star", "StepFailed", "Strategy",
            "Sums", "Table", "Tensor", "Threshold", "TopK", "Tree", "TwoLevel", "WholeBatch", "Word", "ZeroBubble", "accuracy",
-           "compare", "hook", "job", "option", "parallelize", "strategy", "train", "verify"]
+           "compare", "hook", "job", "large_batch", "option", "parallelize", "strategy", "train", "verify"]
 
 # where each public name is, AllReduce and Strategy where all of ours are defined, so that no other takes a name before them;
 # tests/test_structure.py compares it with what type checkers are told above
 _HOMES = {name: home for home, names in {
     "datasets.loading": "WholeBatch", "errors": "RankFailed Refused StepFailed", "jobs.finding": "job",
-    "jobs.job": "Job accuracy",
+    "jobs.job": "Job accuracy", "jobs": "large_batch",
     "notation.choices": "Decimal Flag Integer Word option", "report.certificate": "Certificate", "report.run": "Run",
     "report.table": "Table", "schedules.actions": "Recv Send",
     "schedules.butterfly": "Butterfly", "schedules.direct": "Direct", "schedules.double_tree": "DoubleTree",
@@ -79,11 +80,16 @@ _HOMES = {name: home for home, names in {
     "verbs.verify": "verify", "version": "__version__", "world.axes": "Axis",
 }.items() for name in names.split()}
 
+_MODULES = {"large_batch"}          # of these names: what they hold has names of its own
+
 
 def __getattr__(name: str) -> typing.Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'paragrad' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"paragrad.{_HOMES[name]}"), name)
+    home = f"paragrad.{_HOMES[name]}"
+    if name in _MODULES:
+        importlib.import_module(f"{home}.{name}")
+    value = globals()[name] = getattr(importlib.import_module(home), name)
     return value
 
 

@@ -363,7 +363,7 @@ BRIEF = 9               # steps of a covering sample, three epochs of most jobs;
 
 # strategies that are another training, and say so (test_local)
 LOOSER = ("local(2, every=3)", "local(3, every=end)", "local(2, every=2, after=3)", "local(2, outer=nesterov)",
-          "local(4, every=2, outer=elastic)", "local(2, every=2, reduce=ring) * place(2)",
+          "local(4, every=2, outer=elastic)", "local(2, every=2, reduce=ring) * place(2)", "local(2, every=2, compress=int8)",
           "server(3, sync=asp)", "server(2, servers=2, sync=ssp(1), rate=by_staleness)")
 # of them, those that compress gradients (test_compressed)
 COMPRESSED = tuple(f"data(2, compress={text})" for text in (

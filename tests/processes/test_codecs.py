@@ -250,6 +250,21 @@ def test_momentum_correction_is_the_closed_form(steps: int, momentum: float, nes
         assert not feedback.velocity["w"][payload[0].long()].any()
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_without_masking_nothing_of_the_momentum_is_lost(nesterov: bool) -> None:
+    """What was sent and what waits is all that SGD with momentum would have made of all gradients."""
+    feedback, codec = Corrected(lambda name: (0.9, nesterov), masking=False), codec_of(compressor("dgc(0.05)"), (3000,))
+    sent, gradients = torch.zeros(3000, dtype=torch.float64), []
+    generator = torch.Generator().manual_seed(4)
+    for step in range(20):
+        gradients.append(torch.randn(3000, generator=generator, dtype=torch.float64))
+        payload = codec.compress(feedback.compensated("w", gradients[-1], 1.0))
+        feedback.sent("w", codec, payload, None)
+        codec.add(payload, sent)
+        whole = sum(each * updates(step - t, 0.9, nesterov) for t, each in enumerate(gradients))
+        assert torch.allclose(sent + feedback.residual["w"], whole, atol=1e-11)         # type: ignore[arg-type]
+
+
 def updates(after: int, momentum: float, nesterov: bool) -> float:
     """By how much a gradient has moved the weights so many steps after its own."""
     powers = [momentum**each for each in range(after + 2)]

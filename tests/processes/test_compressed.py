@@ -20,6 +20,7 @@ from torch.utils.data import TensorDataset
 import paragrad as pg
 from paragrad.strategies.compressors import count_of
 from paragrad.strategies.shares import divide
+from paragrad.techniques.data_parallel import own_buckets
 from paragrad.training.settings import Settings
 from paragrad.training.trainer import Trainer
 from paragrad.verbs.lockstep import distances
@@ -125,15 +126,21 @@ def test_top_k_with_feedback_is_as_published(pool: Ranks) -> None:
 
 
 def deep_steps(made: pg.Job, ranks: int, ratio: float, momentum: float, *, nesterov: bool = False, decay: float = 0.0,
-               clip: float | None = None, steps: int = STEPS) -> list[State]:
-    """Deep gradient compression in plain torch, without paragrad: algorithms 1 and 2 of Lin et al. 2018, decay beside them."""
+               clip: float | None = None, steps: int = STEPS, later: tuple[int, int] = (1000, 1)) -> list[State]:
+    """Deep gradient compression in plain torch, without paragrad: algorithms 1 and 2 of Lin et al. 2018, decay beside them.
+    later: (step, ranks): from there on as many go on, with equal parts of the sums."""
     model, rate = made.model_to_train().double(), 0.1
     named = dict(model.named_parameters())
     u = [torch.zeros(2200, dtype=torch.float64) for _ in range(ranks)]
     v = [torch.zeros(2200, dtype=torch.float64) for _ in range(ranks)]
     dense = {name: torch.zeros_like(each) for name, each in named.items()}
     seen = []
-    for _, parts in parts_of(made, model, ranks, steps):
+    for (step, parts), (_, then) in zip(parts_of(made, model, ranks, steps), parts_of(made, model, later[1], steps),
+                                        strict=True):
+        if step == later[0]:
+            u, v = ([sum(each[1:], each[0].clone()) / later[1] for _ in range(later[1])] for each in (u, v))
+        if step >= later[0]:
+            parts = then
         if clip is not None:
             for part in parts:
                 norm = math.sqrt(sum(float(each.square().sum()) for each in part.values()))
@@ -182,6 +189,41 @@ def test_dgc_of_everything_is_sgd_without_momentum_where_tensors_are_large(pool:
     ours = steps_on(pool, vectors(optimizer=heavy), "data(2, compress=dgc(1.0, warmup=0))")[0]
     for one, other in zip(ours, deep_steps(vectors(), 2, 1.0, 0.9), strict=True):
         assert close(one, other)
+
+
+def test_dgc_of_everything_without_masking_is_sgd(pool: Ranks) -> None:
+    """With its momentum and decay, which are in other hands: the sum of both is what SGD's buffer was."""
+    made = vectors(optimizer=functools.partial(heavy, weight_decay=0.01))
+    ours, serial = (steps_on(pool, made, text)[0] for text in ("data(2, compress=dgc(1.0, warmup=0, masking=false))", "serial"))
+    for one, other in zip(ours, serial, strict=True):
+        assert close(one, other)
+
+
+def deeper() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 220), nn.Tanh(), nn.Linear(220, 60), nn.Tanh(), nn.Linear(60, 4))
+
+
+def in_small_buckets(world: World, *args: Any) -> list[Any]:
+    before, own_buckets.BYTES = own_buckets.BYTES, 1000
+    try:
+        return seen(world, *args)
+    finally:
+        own_buckets.BYTES = before
+
+
+@pytest.mark.parametrize("text", ["threshold(0.02)", "threshold(1000)", "top_k(0.01)", "dgc(0.01, warmup=0)", "one_bit"])
+def test_what_travels_together_makes_no_difference(pool: Ranks, tmp_path: Path, text: str) -> None:
+    """Sparse messages of several buckets, of different lengths on each rank, and empty ones."""
+    made, strategy = vectors(model=deeper, optimizer=heavy), f"data(3, compress={text})"
+    apart = pool.run(in_small_buckets, made, resolved(strategy), STEPS, weights, size=3)
+    for one, other in zip(apart[0], steps_on(pool, made, strategy)[0], strict=True):
+        assert close(one, other)                        # small tensors are added up in another order
+    run = pg.train(made, strategy, runs=tmp_path, limit=2)
+    assert next(line["picked"] for line in run.of("choice") if line["what"] == "message").startswith(text[:-1].split(",")[0])
+    large = ("0.weight", "2.weight")
+    still = equal({name: run.model().get_parameter(name) for name in large},
+                  {name: made.built_model().get_parameter(name) for name in large})
+    assert still == (text == "threshold(1000)")
 
 
 def cycled(optimizer: torch.optim.Optimizer) -> Any:
@@ -329,6 +371,21 @@ def test_resumed_under_the_same_it_is_the_same_to_the_bit(tmp_path: Path, text: 
     assert equal(whole.model().state_dict(), resumed.model().state_dict())
 
 
+@pytest.mark.story
+def test_at_step_300_of_mnist(data: Path, tmp_path: Path) -> None:
+    """And under two workers, and serial, it goes on too, from the same weights."""
+    made = pg.job("mnist-mlp", width=1024).replace(test=None, metric=None)
+    whole = pg.train(made, "data(4, compress=dgc(0.01))", runs=tmp_path, data=data, save=300, limit=320)
+    folder = whole.folder / "checkpoint-00000300"
+    runs = {text: pg.train(made, text, runs=tmp_path, data=data, resume=folder, limit=320)
+            for text in ("data(4, compress=dgc(0.01))", "data(2, compress=dgc(0.01))", "serial")}
+    assert all(len(run.losses) == 20 for run in runs.values())
+    same = runs["data(4, compress=dgc(0.01))"]
+    assert same.losses == whole.losses[300:]
+    assert equal(whole.model().state_dict(), same.model().state_dict())
+    assert all(run.losses[0] == pytest.approx(whole.losses[300], rel=1e-4) for run in runs.values())
+
+
 def test_another_number_of_ranks_goes_on_with_the_sum(tmp_path: Path) -> None:
     made = vectors(optimizer=heavy)
     first = pg.train(made.replace(epochs=2), "data(4, compress=dgc(0.05, warmup=0))", runs=tmp_path, save=3)
@@ -337,6 +394,7 @@ def test_another_number_of_ranks_goes_on_with_the_sum(tmp_path: Path) -> None:
         f"{LARGE}/{what} of {rank}" for what in ("residual", "velocity") for rank in range(4)}
     second = pg.train(made.replace(epochs=3), "data(2, compress=dgc(0.05, warmup=0))", runs=tmp_path, resume=first.folder)
     assert len(second.losses) == 3
+    assert close(second.model().state_dict(), deep_steps(made, 4, 0.05, 0.9, steps=9, later=(6, 2))[-1])
     assert not [line for line in second.of("choice") if line["what"] == "checkpoint" and "without" in line["picked"]]
 
 
@@ -449,9 +507,57 @@ def test_a_hook_under_plain_ddp(pool: Ranks, text: str, backend: str) -> None:
 
 @pytest.mark.parametrize("text", ["bf16", "fp16", "int8", "one_bit", "threshold(0.01)", "power_sgd(1)"])
 def test_every_compressor_is_a_hook(pool: Ranks, text: str) -> None:
-    ranks = pool.run(hooked, text, False, size=2)
+    ranks, plain = (pool.run(hooked, each, False, size=2) for each in (text, "ring"))
     assert all(map(equal, *ranks))
     assert all(each.isfinite().all() for each in ranks[0][-1].values())
+    assert not torch.equal(ranks[0][0][LARGE], plain[0][0][LARGE])              # it really compresses
+    assert close(ranks[0][0], plain[0][0], 0.05)
+
+
+def beside_torchs(world: World, text: str, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Of the large weight in each step the gradient by our hook, by torch's own, and the mean, at fixed weights."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    def brain(state, bucket):  # type: ignore[no-untyped-def]       # DDP lets no hook of the other name through without NCCL
+        return default_hooks.bf16_compress_hook(state, bucket)
+    theirs: dict[str, tuple[Any, Any]] = {
+        "bf16": (None, brain), "fp16": (None, default_hooks.fp16_compress_hook),
+        "power_sgd(1)": (powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2,
+                                                     min_compression_rate=1), powerSGD_hook.powerSGD_hook)}
+    models = []
+    for hook in (pg.hook(text), theirs[text], pg.hook("ring")):
+        torch.manual_seed(0)
+        models.append(DistributedDataParallel(wide()))
+        models[-1].register_comm_hook(*hook)
+    inputs, targets = (each[8 * world.rank:][:8] for each in VECTORS.tensors)
+    found = []
+    for _ in range(steps):
+        for model in models:
+            model.zero_grad()
+            functional.cross_entropy(model(inputs), targets).backward()
+        found.append(tuple(model.module.get_parameter(LARGE).grad.clone() for model in models))
+    return found                                        # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("text", "eps"), [("bf16", 2**-8), ("fp16", 2**-11)])
+def test_halves_are_those_of_torchs_hooks(pool: Ranks, text: str, eps: float) -> None:
+    """Rounded before and after the sum, in both; fp16 is scaled here, so that small numbers keep their bits."""
+    (ours, theirs, mean), = pool.run(beside_torchs, text, 1, size=2, backend="gloo")[0]
+    most = float(mean.abs().max())
+    assert 0 < float((ours - mean).abs().max()) <= 2 * eps * most
+    assert float((ours - theirs).abs().max()) <= 3 * eps * most
+    assert float((ours - mean).norm()) <= 1.1 * float((theirs - mean).norm())
+
+
+def test_power_sgd_feeds_back_as_torchs_does(pool: Ranks) -> None:
+    """Of the same gradient again and again what was sent comes to its sum."""
+    found = pool.run(beside_torchs, "power_sgd(1)", 40, size=2, backend="gloo")[0][2:]        # torch's begins with the third
+    mean = found[0][2]
+    ours, theirs = (sum(each[which] for each in found) / len(found) for which in (0, 1))
+    away, peers = (float((each - mean).norm() / mean.norm()) for each in (ours, theirs))       # type: ignore[union-attr]
+    assert away < 0.15
+    assert away < 1.5 * peers
 
 
 def hook_refused(world: World, text: str, momentum: float, more: dict[str, Any]) -> str:

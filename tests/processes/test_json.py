@@ -21,11 +21,12 @@ from paragrad.verbs import cli
 
 ROOT = Path(__file__).parents[2]
 VERBS = {
-    "train": ["train", "digits", "--epochs", "1", "--strategy", "data(2, reduce=ring)", "--check"],
+    "train": ["train", "digits", "--epochs", "1", "--strategy", "data(2, reduce=ring)", "--check", "--noise-scale", "9"],
     "dry run": ["train", "digits", "--strategy", "federated(2)", "--dry-run"],
     "compare": ["compare", "digits", "--epochs", "1", "--strategies", "serial; data(2)", "--until", "accuracy=1"],
     "verify": ["verify", "digits", "--strategy", "data(2)"],
     "simulate": ["simulate", "data(4, reduce=ring)", "--bytes", "1MB"],
+    "simulate compressed": ["simulate", "data(4, compress=int8)", "--bytes", "1MB"],
     "work": ["work", "digits"], "jobs": ["jobs"], "strategies": ["strategies"]}
 
 

@@ -103,6 +103,59 @@ def test_replicas_are_apart_between_meetings_and_one_after_them(pool: Ranks) -> 
             assert close(stands[0], mean)               # type: ignore[arg-type]
 
 
+def wide() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 220), nn.Tanh(), nn.Linear(220, 4))
+
+
+LARGE = "0.weight"              # of that: 2,200 numbers; the others are sent as they are
+
+
+@pytest.mark.parametrize("text", ["local(3, every=3, compress={})", "local(2, every=3, compress={}, outer=nesterov)",
+                                  "local(2, every=3, compress={}, outer=elastic)",
+                                  "local(2, every=3, compress={}, reduce=ring)", "local(2, every=3, compress={}, after=3)"])
+@pytest.mark.parametrize("compressor", ["int8", "bf16", "fp16"])
+def test_how_far_weights_moved_may_be_compressed(pool: Ranks, text: str, compressor: str) -> None:
+    """Up to where they first meet it is the same training, and there the mean is off by what the compressor rounds of moves,
+    which for bfloat16 is a 256th of them; replicas are equal to the bit where the outer says so."""
+    if "reduce" in text and compressor == "int8":
+        with pytest.raises(pg.Refused, match="local: what int8 sends does not add up along an all-reduce"):
+            pg.strategy(text.format(compressor))
+        return
+    made = vectors(model=wide)
+    found, exact = (steps_on(pool, made, text.format(each), steps=6) for each in (compressor, "none"))
+    met = 6 if "after" in text else 3
+    for step in range(met):
+        assert close(found[0][step][1], exact[0][step][1], 1e-12)
+    together = exact[0][met - 3][1] if met == 6 else exact[0][0][1]
+    moved = max(float((rank[met - 1][1][LARGE] - together[LARGE]).abs().max()) for rank in exact) * 2
+    off = (found[0][met][0][LARGE] - exact[0][met][0][LARGE]).abs()
+    assert 0 < float(off.max()) <= moved * (3 / 127 if compressor == "int8" else 3 / 256)
+    if "elastic" not in text:
+        assert all(close(rank[met][1], found[0][met][1], 0.0) for rank in found)
+        small = [name for name in exact[0][0][1] if name != LARGE and compressor == "int8"]
+        assert all(torch.allclose(found[0][met][1][name], exact[0][met][1][name], rtol=0, atol=1e-12) for name in small)
+
+
+def test_a_compressed_meeting_sends_less_and_a_test_is_of_the_mean_itself(tmp_path: Path) -> None:
+    made = vectors(model=wide, test=VECTORS)
+    whole, less = (pg.train(made, text, runs=tmp_path, limit=3) for text in (
+        "local(2, every=3)", "local(2, every=3, compress=int8)"))
+    bytes_of = [sum(line["sent"].get("weights", {"bytes": 0})["bytes"] for line in Record(run.folder).of("step", 0))
+                for run in (whole, less)]
+    small = 8 * (220 + 4 * 220 + 4)
+    assert bytes_of[1] - small < (bytes_of[0] - small) / 4
+    between = [pg.train(made, text, runs=tmp_path) for text in ("local(2, every=9)", "local(2, every=9, compress=int8)")]
+    assert between[0].losses[:9] == between[1].losses[:9]
+    assert between[0].losses[9:] != between[1].losses[9:]
+    assert between[0].of("epoch")[1]["test"] == between[1].of("epoch")[1]["test"]
+
+
+@pytest.mark.parametrize("compressor", ["top_k(0.1)", "one_bit", "power_sgd(1)", "dgc(0.1)", "threshold(1)"])
+def test_what_feeds_back_is_for_gradients(compressor: str) -> None:
+    with pytest.raises(pg.Refused, match="compress by int8, bf16 or fp16"):
+        pg.strategy(f"local(2, compress={compressor})")
+
+
 def test_synchronous_steps_first_are_those_of_data(pool: Ranks) -> None:
     """Post-local SGD: with momentum, whose state all replicas then share."""
     local, data = (steps_on(pool, vectors(optimizer=heavy), text) for text in ("local(2, every=2, after=3)", "data(2)"))

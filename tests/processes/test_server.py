@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import itertools
 import json
+import math
 import os
 import signal
 import socket
@@ -35,9 +37,10 @@ from paragrad.record.record import Record, lines_of
 from paragrad.techniques.exchange import Replica
 from paragrad.techniques.served import shelf as shelf_of
 from paragrad.techniques.served.calling import Calling
-from paragrad.techniques.served.header import Header, Kind, bytes_of, unpacked, vector_of
+from paragrad.techniques.served.header import Header, Kind, Unfit, bytes_of, unpacked, vector_of
 from paragrad.techniques.served.keys import Address, Keys
 from paragrad.techniques.served.office import LATE, TEST, TRAIN, Office, Ticket
+from paragrad.techniques.served.parcels import parcel_of
 from paragrad.techniques.served.reception import AGAIN, APPLIED, Reception
 from paragrad.techniques.served.shard import Shard
 from paragrad.techniques.served.shelf import Shelf
@@ -585,6 +588,50 @@ def test_one_worker_that_waits_for_nobody_is_serial(made: pg.Job, servers: int, 
     assert rates[0] == rates[1]
     for name, tensor in serial.model().state_dict().items():
         assert torch.allclose(run.model().state_dict()[name], tensor, rtol=1e-9, atol=1e-12), name
+
+
+def large() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 500), nn.Tanh(), nn.Linear(500, 4))
+
+
+@pytest.mark.parametrize("text", ["server(2, compress={})", "server(3, servers=2, compress={})",
+                                  "server(2, servers=2, sync=asp, compress={})", "server(2, sync=ssp(1), compress={})"])
+@pytest.mark.parametrize(("compressor", "bound", "less"), [("int8", 2 / 127, 7.5), ("bf16", 1 / 200, 3.9)])
+def test_pushes_may_be_compressed(text: str, compressor: str, bound: float, less: float, tmp_path: Path) -> None:
+    """The first step's gradient is off by what the compressor rounds: of int8 less than a unit of every share's largest."""
+    made = job("large", large, VECTORS).replace(dtype=torch.float64, epochs=1,
+                                                optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+    run, serial = (pg.train(made, each, runs=tmp_path) for each in (text.format(compressor), "serial"))
+    assert "sync" in text or run.losses[0] == pytest.approx(serial.losses[0], rel=1e-12)
+    servers = [line for rank in range(len(Record(run.folder).ranks)) for line in Record(run.folder).of("server", rank)]
+    plain = [line for other in [pg.train(made, text.format("none"), runs=tmp_path)] for rank in range(len(other.ranks))
+             for line in other.of("server", rank)]
+    assert sum(line["received"] for line in servers) * less < sum(line["received"] for line in plain)
+    assert all(not line["refused"] for line in servers)
+    one, exact = (pg.train(made, text.format(each), runs=tmp_path, limit=1).model().state_dict()
+                  for each in (compressor, "none"))
+    begun = made.built_model().state_dict()
+    assert not all(torch.equal(one[name], exact[name]) for name in exact)
+    if "sync" not in text:
+        moved = max(float((exact[name] - begun[name]).abs().max()) for name in exact)
+        assert all(float((one[name] - exact[name]).abs().max()) <= 3 * bound * moved for name in exact)
+
+
+def test_a_push_that_is_no_parcel_is_refused() -> None:
+    chosen: Any = pg.strategy("server(2, compress=bf16)")
+    slot = Slot(torch.float64, (Stretch(0, 0, 60),))
+    parcel = parcel_of(chosen, slot)
+    assert parcel is not None
+    vector = torch.arange(60.0, dtype=torch.float64)
+    assert parcel.sent(vector, 1, 2) == parcel.sent(vector, 1, 2)
+    assert torch.equal(parcel.came(parcel.sent(vector)), vector)
+    with pytest.raises(Unfit, match="119 bytes, where what stands for this vector has 120"):
+        parcel.came(memoryview(bytes(119)))
+    served = server("server(2, compress=bf16)")
+    assert "where they are compressed" in said(served, push(lies=True))
+    assert "480 bytes" in said(served, push())
+    assert "not finite" in said(served, frames(replace(_header(), numbers=(6.0, 3.0, 0.0, 6.0, 6.0), step=0), b"\1\1\1",
+                                               bytes(torch.full((60,), math.inf).bfloat16().view(torch.uint8).numpy())))
 
 
 @pytest.mark.parametrize("text", ["server(3, servers=2, sync=asp)", "server(2, sync=ssp(1))", "server(3, sync=bsp(backup=1))"])

@@ -113,7 +113,7 @@ def _literal(text: str) -> Any:
         return text
 
 
-def as_typed(name: str, settings: list[str], **changes: int | str | None) -> Job:
+def as_typed(name: str, settings: list[str], **changes: Any) -> Job:
     """The job of a command: with what was set (NAME=VALUE) of a built-in one, and what was changed of it. Raises Refused."""
     pairs = [setting.partition("=") for setting in settings]
     for each, sign, _ in pairs:

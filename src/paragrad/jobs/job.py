@@ -35,6 +35,9 @@ class Job:
     norm of all gradients together;  metric: f(output, target) -> (sum, weight), such as paragrad.accuracy;  dtype: float32,
     float64, or bfloat16 (by autocast: parameters, gradients and optimizer stay in float32).
 
+    scale_lr: "linear" or "sqrt" with the batch, from own_batch on, for which optimizer and scheduler were chosen (`replace`
+    remembers it);  warm_up: epochs in which the rate gets there (`paragrad.large_batch.Scaled`).
+
     model(inputs) is called with a sample's input: a tuple in its order, a dict by name. The target of a dict is the dict.
     """
     model: Callable[[], nn.Module]
@@ -50,11 +53,19 @@ class Job:
     metric: Callable[[Any, Any], tuple[Any, Any]] | None = None
     dtype: torch.dtype = torch.float32
     collate: Collate | None = None
+    scale_lr: str | None = None
+    warm_up: float = 0.0
+    own_batch: int | None = None
     name: str = "job"
     arguments: tuple[tuple[str, Any], ...] = ()         # of a built-in job, for the record
 
     def replace(self, **changes: Any) -> Job:
-        """The same job with some fields changed."""
+        """The same job with some fields changed. Of a batch that is changed it is remembered for which one the optimizer is;
+        another optimizer is for the batch that the job has then."""
+        if "optimizer" in changes:
+            changes = {"own_batch": None, **changes}
+        elif "batch" in changes and self.own_batch is None and self.batch != "fit":
+            changes = {"own_batch": self.batch, **changes}
         return replace(self, **changes)
 
     def built_model(self) -> nn.Module:

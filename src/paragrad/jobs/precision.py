@@ -20,6 +20,11 @@ def shared_type(model: nn.Module) -> torch.dtype | None:
     return types.pop() if len(types) == 1 else None
 
 
+def coarsest(model: nn.Module) -> torch.dtype:
+    """Of the types of its parameters that are trained."""
+    return max((each.dtype for each in model.parameters() if each.requires_grad), key=lambda dtype: torch.finfo(dtype).eps)
+
+
 @torch.no_grad()
 def move(model: nn.Module, signs: torch.Generator) -> None:
     """Every parameter up or down by about one unit in its last place."""

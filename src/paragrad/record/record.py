@@ -6,7 +6,8 @@
 |            | strategy, resolved, exact, hands_out, seed, workers, servers, backend, device, threads, prediction,       |
 |            | reverse, machine {cpu, cores, load, torch, python, paragrad}, resumed {run, step} or null,                |
 |            | settings (those that are not the default), rounds {count, clients, taking, passes, steps} or null         |
-| step       | epoch, step, start, seconds, loss [sum, weight], order [first, stop], sent {kind: {bytes, computed}}, lr  |
+| step       | epoch, step, start, seconds, loss [sum, weight], order [first, stop], sent {kind: {bytes, computed}}, lr; |
+|            | noise [|g|^2 of the first micro-batch, what it weighs, |g|^2 of the mean of all] or null, where measured |
 | epoch      | epoch, test {value, weight} or null, start, seconds; sent, where ranks exchange something for a test; of  |
 |            | a round sent in it, clients [those that took part], samples [of each], lost [those that did not come back] |
 | checkpoint | step, sent: of one for which ranks exchange something                                                     |

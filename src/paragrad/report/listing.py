@@ -51,10 +51,23 @@ def _told(finished: Run, found: Mapping[str, Any]) -> dict[str, Any]:
         "bytes sent per rank and step": moved + (f" (*: {COMPUTED})" if "*" in moved else ""),
         "memory of a rank (the most that any holds)": held(found["memory"]) or None, "audit": str(finished.audit),
         "first step": found["first_step"], "what happened": some_of(found["events"]),
+        "gradient noise scale": noise(finished),
         "difference from serial (relative, float64, 20 steps)": found["difference"] and f"{found['difference']:.1e}",
         "where largest": found["tensor"], "stopped": found["stopped_at"] and f"at step {found['stopped_at']}",
         "go on with": found["go_on_with"], "record": found["folder"],
         "trace": found["trace"] and f"{found['trace']}, which https://ui.perfetto.dev opens"}
+
+
+def noise(run: Run) -> str | None:
+    """What was found of it, where that was asked for."""
+    if not run.header["settings"].get("noise_scale"):
+        return None
+    if run.noise is None:
+        return "not measured: no step had a gradient of a part and of all"
+    if run.noise.scale is None:
+        return f"the gradient is lost in its noise after {run.noise.count} measurements; measure more steps"
+    return (f"{run.noise.scale:.4g}: a larger batch than that is hardly useful, and this one is {run.header['job']['batch']} "
+            f"(smoothed over {run.noise.count} measurements)")
 
 
 def _whose(run: Record) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import asdict
+from functools import cached_property
 from math import inf
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from torch import nn
 
 from paragrad.errors import Refused
 from paragrad.jobs.job import Job
+from paragrad.record.noise_scale import Noise, noise_of
 from paragrad.record.record import Line, Record
 from paragrad.record.rounds import IDLE, LOST, NOBODY
 from paragrad.report.times import times_of
@@ -48,10 +51,15 @@ class Run(Record):
                 "seconds_per_step": self.seconds_per_step,
                 "seconds_per_step_between": taken and taken.between, "others": taken and taken.load and taken.load.others,
                 "sent": self.sent_per_step, "memory": self.memory, "audit": asdict(self.audit), "first_step": self.first_step,
-                "events": self.happened,
+                "events": self.happened, "noise": self.noise and {**asdict(self.noise), "scale": self.noise.scale},
                 "difference": difference.get("value"), "tensor": difference.get("tensor"),
                 "stopped_at": self.resumable if self.stopped else None, "folder": str(self.folder),
                 "trace": header.get("settings", {}).get("trace")}
+
+    @cached_property
+    def noise(self) -> Noise | None:
+        """Its gradient noise scale after the last step in which it was measured."""
+        return next(iter(deque(noise_of(self.steps()), maxlen=1)), None)
 
     @property
     def first_step(self) -> str | None:

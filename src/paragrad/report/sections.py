@@ -10,6 +10,7 @@ from itertools import accumulate
 from markupsafe import Markup
 
 from paragrad.planner.timeline import FORETOLD
+from paragrad.record.noise_scale import noise_of
 from paragrad.record.record import Record
 from paragrad.report import charts
 from paragrad.report.palette import COMPUTED, KINDS, themed
@@ -54,7 +55,7 @@ class Sections:
         return [self.pair("loss", "Training loss", "loss", losses, "this comparison has no finished step, so there is no loss",
                           self.of_loss),
                 self.pair("test", test, metric, tests, "this job has no test set, or no epoch was finished", self.of_test),
-                self.distance(), self.bytes(), self.memory(), self.timelines()]
+                self.distance(), *self.noise(), self.bytes(), self.memory(), self.timelines()]
 
     # ---- loss and test -------------------------------------------------------------------------------------------------
     def pair(self, name: str, title: str, y_label: str, points: Callable[[Record], list[tuple[float, float, float]]],
@@ -141,6 +142,21 @@ class Sections:
         picture = charts.lines("distance", list(drawn.values()), x_label="steps", y_label="relative difference",
                                logarithmic=True, alt=described("Distance from serial over steps", list(drawn.values())))
         return Section(name, title, [Picture("Over steps", says, Markup(picture))], self.legend(drawn))
+
+    def noise(self) -> list[Section]:
+        """Where it was measured."""
+        runs = [[[(float(each.step + 1), each.scale) for each in noise_of(self.table.records[run].steps()) if each.scale]
+                 for run in row.runs if run in self.table.records] for row in self.table.rows]
+        drawn = self.curves(runs)
+        if not drawn:
+            return []
+        batch, most = self.table.header["job"]["batch"], max(each.y[-1] for each in drawn.values())
+        says = (f"How noisy the gradient of one sample is, beside that of all (McCandlish et al. 2018): a batch of so many is "
+                f"the largest that is useful, twice the steps and twice the samples of the least. This one is of {batch}, "
+                f"{'below' if batch < most else 'above'} the last value, {most:.3g}; it grows while the loss falls.")
+        picture = charts.lines("noise", list(drawn.values()), x_label="steps", y_label="gradient noise scale",
+                               alt=described("Gradient noise scale over steps", list(drawn.values())))
+        return [Section("noise", "Gradient noise scale", [Picture("Over steps", says, Markup(picture))], self.legend(drawn))]
 
     def bytes(self) -> Section:
         name, title = "sent", "Bytes sent"

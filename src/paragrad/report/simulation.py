@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from math import isinf
 from pathlib import Path
 from typing import Any
 
 from paragrad.errors import Refused
+from paragrad.planner.compressing import Compressing
 from paragrad.planner.simulation import Simulation
 from paragrad.players.machine import Link, Machine
 from paragrad.report.printing import print_facts
@@ -26,6 +28,35 @@ def simulation(found: Simulation, as_json: bool) -> None:
                           "measured": found.machine.measured}, indent=1))
     else:
         print_facts((name, value) for name, value in _told(found).items() if value is not None)
+
+
+def compressing(found: Compressing, as_json: bool) -> None:
+    """The same of an exchange with a compressor, beside the one without."""
+    if as_json:
+        print(json.dumps({"strategy": str(found.strategy), "workers": found.workers, "bytes": found.bytes,
+                          "payload": found.payload, "sent_whole": found.whole, "plain": found.plain, "exchange": found.exchange,
+                          "compute": found.compute, "pays": found.pays,
+                          "bandwidth": None if isinf(found.bandwidth) else found.bandwidth,
+                          "shortest": None if isinf(found.shortest) else found.shortest,
+                          "measured": found.machine.measured}, indent=1))
+        return
+    total = found.exchange + found.compute
+    below = "of none" if not found.bandwidth else "of any bandwidth" if isinf(found.bandwidth) else (
+        f"below {found.bandwidth / 1e9:.3g} GB/s ({8 * found.bandwidth / 1e6:,.0f} Mbit/s)")
+    print_facts({
+        "strategy": str(found.strategy),
+        "vector": f"{found.bytes:,} bytes on each of {found.workers:,} ranks",
+        "machine": found.machine.measured,
+        "without compressing": f"{_seconds(found.plain)}, along {found.along}",
+        "with it": f"{_seconds(total)}: {_seconds(found.exchange)} of the exchange, and {_seconds(found.compute)} of "
+                   "compressing and extracting (measured here, on one thread)",
+        "what stands for a vector": f"{found.payload:,.0f} bytes" + (
+            ", which all ranks would send more of than of whole vectors: these are sent" if found.whole else ""),
+        "does it pay?": f"yes, {found.plain / total:.3g} times as fast" if found.pays else
+                        f"no: {total / found.plain:.3g} times as long" if found.plain else "no: nothing is exchanged",
+        "it pays on links": below,
+        "on this link it pays": "for no vector" if isinf(found.shortest) else "for vectors of any length"
+                                if not found.shortest else f"from {found.shortest:,.0f} bytes on"}.items())
 
 
 def _told(found: Simulation) -> dict[str, Any]:

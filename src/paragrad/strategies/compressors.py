@@ -13,7 +13,7 @@ from math import ceil, prod
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from paragrad.errors import Refused
-from paragrad.notation.choices import Decimal, Family, Integer, Word, option
+from paragrad.notation.choices import Decimal, Family, Flag, Integer, Word, option
 from paragrad.strategies.facts import Updating
 
 SMALL = 2048                # elements: of fewer, tensors are sent as they are
@@ -26,11 +26,12 @@ class Compressor(Family, abstract=True):
 
     One of your own says how many bytes it `sends`, and brings a `codec`. sums: what stands for the gradients of several ranks
     is added up by an all-reduce; otherwise every rank is given all of them;  feedback: what was not sent is added to the next
-    gradient;  lossless: nothing is lost.
+    gradient;  agrees: ranks tell each other something first;  lossless: nothing is lost.
     """
     __slots__ = ()
     sums: ClassVar[bool] = False
     feedback: ClassVar[bool] = True
+    agrees: ClassVar[bool] = False
     lossless = False
     if TYPE_CHECKING:                               # of one of a user's own
         def codec(self, shape: Any, dtype: Any) -> Any: ...
@@ -47,6 +48,17 @@ class Compressor(Family, abstract=True):
         """What it is in an epoch, counted from 0."""
         return self
 
+    @property
+    def unpriced(self) -> str:
+        """Why an all-reduce of what it sends is not priced, with the repair."""
+        return f"what is simulated is an all-reduce of whole vectors; leave out compress={self}"
+
+    def refuse_reduce(self, strategy: str, reduce: object) -> None:
+        """Refuse an all-reduce of ours for what does not add up."""
+        if not self.sums:
+            raise Refused(f"{strategy}: what {self.name} sends does not add up along an all-reduce: every rank is given all of "
+                          f"it; leave out reduce={reduce}, or compress by bf16, fp16 or power_sgd")
+
     def refuse_updates(self, updating: Updating, asked: object) -> None:
         """Refuse an optimizer, with the repair."""
 
@@ -54,6 +66,12 @@ class Compressor(Family, abstract=True):
         """The same of a hook of DDP's, which is given the optimizer and steps per epoch, or not."""
         if updating is not None or steps_per_epoch is not None:
             raise Refused(f"hook('{self}') wants no optimizer and no steps_per_epoch, which dgc has a use for; leave them out")
+
+
+def compressor_of(strategy: object) -> Compressor | None:
+    """What a strategy compresses by, if it is one that may."""
+    found = getattr(strategy, "compress", None)
+    return found if isinstance(found, Compressor) else None
 
 
 def count_of(ratio: float, elements: int) -> int:
@@ -103,7 +121,7 @@ class Int8(Compressor):
 class PowerSgd(Compressor):
     """A matrix as the product of two narrow ones (Vogels et al. 2019)."""
     columns: int = option(Integer(), default=1)
-    sums = True
+    sums = agrees = True
 
     def compresses(self, shape: Sequence[int]) -> bool:
         """Where it halves the bytes at least."""
@@ -136,18 +154,20 @@ class Bf16(Half):
 
 class Fp16(Half):
     """float16: 11 bits of precision; all ranks agree on a power of two by which a tensor's sum fits its range."""
+    agrees = True
 
 
 class Dgc(Compressor):
     """Deep gradient compression: the entries of largest magnitude of accumulated velocities (Lin et al. 2018).
 
     momentum: `auto` is taken over from the job's SGD;  warmup: epochs in which the ratio comes down to its own;  clip: norm of
-    the gradient of all ranks, to which each clips its own.
+    the gradient of all ranks, to which each clips its own;  masking: the velocity of what is sent is 0 from there on.
     """
     ratio: float = option(Decimal(most=1.0))
     momentum: float | str = option(Decimal(above=-1e-300, most=1.0), Word("auto"), default="auto")
     warmup: int = option(Integer(0), default=4)
     clip: float | None = option(Decimal(), Word("none"), default=None)
+    masking: bool = option(Flag(), default=True)
 
     def check(self) -> None:
         if self.momentum == 1:

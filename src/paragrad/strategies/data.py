@@ -46,9 +46,8 @@ class Data(Strategy):
         if self.compress is not None and self.state not in ("replicated", "auto"):
             raise Refused(f"data: compress={self.compress} does not fit state={self.state}, which has an exchange of its own, "
                           "of whole gradients; leave out one of them")
-        if self.compress is not None and not self.compress.sums and isinstance(self.reduce, AllReduce):
-            raise Refused(f"data: what {self.compress.name} sends does not add up along an all-reduce: every rank is given all "
-                          f"of it; leave out reduce={self.reduce}, or compress by bf16, fp16 or power_sgd")
+        if self.compress is not None and isinstance(self.reduce, AllReduce):
+            self.compress.refuse_reduce("data", self.reduce)
         if isinstance(self.shares, tuple):
             if isinstance(self.workers, int) and len(self.shares) != self.workers:
                 raise Refused(f"data({self.workers}) has {self.workers} workers and {len(self.shares)} shares; "
@@ -132,8 +131,7 @@ class Data(Strategy):
 
     def plans(self) -> tuple[Plan, ...]:
         assert isinstance(self.workers, int)
-        unpriced = None if self.compress is None else (
-            f"what is simulated is an all-reduce of whole vectors; leave out compress={self.compress}")
+        unpriced = None if self.compress is None else self.compress.unpriced
         return (Plan("all-reduce", self.reduce, self.workers, unpriced),) if isinstance(self.reduce, AllReduce) else ()
 
     def unplanned(self) -> str:

@@ -9,6 +9,7 @@ from typing import Self
 from paragrad.errors import Refused
 from paragrad.notation.choices import Choice, Decimal, Integer, One, Word, option
 from paragrad.schedules.all_reduce import AllReduce
+from paragrad.strategies.compressors import Compressor
 from paragrad.strategies.data import Native
 from paragrad.strategies.facts import Facts, Updating, refuse_replaced
 from paragrad.strategies.strategy import Here, Plan, Promise, Strategy
@@ -36,13 +37,15 @@ class Elastic(Choice):
 class Local(Strategy):
     """Local SGD: weights averaged every so many steps (Stich 2018), or at the end (ParallelSGD, Zinkevich et al. 2010).
 
-    after: so many synchronous steps come first (post-local SGD, Lin et al. 2018).
+    after: so many synchronous steps come first (post-local SGD, Lin et al. 2018);  compress: what is sent where they meet in
+    the place of how far weights moved.
     """
     workers: int | str = option(Integer(), Word("auto"))
     every: int | str = option(Integer(), Word("end"), default=8)
     outer: Choice = option(One(Mean, Nesterov, Elastic), default=Mean())
     after: int = option(Integer(0), default=0)
     reduce: Choice = option(One(Native, AllReduce), default=Native())
+    compress: Compressor | None = option(One(Compressor), Word("none"), default=None)
     replica = True
     batch_norm = "share"                            # there is nobody to ask in a step
 
@@ -50,6 +53,11 @@ class Local(Strategy):
         if self.every == "end" and not isinstance(self.outer, Mean):
             raise Refused(f"local(every=end) is the mean of replicas that never met, and outer={self.outer} steps where they "
                           "meet; leave out outer, or let them meet, such as every=16")
+        if self.compress is not None and self.compress.feedback:
+            raise Refused(f"local: {self.compress} adds what it does not send to the next gradient, and what replicas send is "
+                          "how far their weights moved; compress by int8, bf16 or fp16, or by that under data(n)")
+        if self.compress is not None and isinstance(self.reduce, AllReduce):
+            self.compress.refuse_reduce("local", self.reduce)
 
     @property
     def promise(self) -> Promise:
@@ -62,7 +70,8 @@ class Local(Strategy):
 
     def plans(self) -> tuple[Plan, ...]:
         assert isinstance(self.workers, int)
-        return (Plan("all-reduce", self.reduce, self.workers),) if isinstance(self.reduce, AllReduce) else ()
+        unpriced = None if self.compress is None else self.compress.unpriced
+        return (Plan("all-reduce", self.reduce, self.workers, unpriced),) if isinstance(self.reduce, AllReduce) else ()
 
     def unplanned(self) -> str:
         return "name an all-reduce for its averages, such as local(4, reduce=ring)"

@@ -8,6 +8,7 @@ from typing import Self
 
 from paragrad.errors import Refused
 from paragrad.notation.choices import Choice, Integer, One, Word, option
+from paragrad.strategies.compressors import Compressor
 from paragrad.strategies.facts import Facts
 from paragrad.strategies.strategy import Here, Promise, Strategy
 
@@ -29,12 +30,14 @@ class Asp(Choice):
 class Server(Strategy):
     """Servers hold parameters and optimizer state in slices; workers push gradients and pull parameters (Li et al. 2014).
 
-    sync: who waits for whom;  rate: of an update, divided by its staleness where that is above 1 (Zhang et al. 2015).
+    sync: who waits for whom;  rate: of an update, divided by its staleness where that is above 1 (Zhang et al. 2015);
+    compress: what is pushed in the place of gradients.
     """
     workers: int = option(Integer())
     servers: int = option(Integer(), default=1)
     sync: Choice = option(One(Bsp, Ssp, Asp), default=Bsp())
     rate: str = option(Word("constant", "by_staleness"), default="constant")
+    compress: Compressor | None = option(One(Compressor), Word("none"), default=None)
     replica = True
     bucketed = False
 
@@ -42,6 +45,12 @@ class Server(Strategy):
         if self.rate == "by_staleness" and self.waits:
             raise Refused(f"server(rate=by_staleness): under {self.sync} no gradient is stale; leave rate out, or give "
                           "sync=asp or sync=ssp(4)")
+        if self.compress is not None and self.compress.feedback:
+            raise Refused(f"server: {self.compress} adds what it does not send to the next gradient, and a worker that is lost "
+                          "takes that with it; compress by int8 or bf16, or by that under data(n)")
+        if self.compress is not None and self.compress.agrees:
+            raise Refused(f"server: for {self.compress} all ranks agree on a scale first, and workers push by themselves; "
+                          "compress by bf16 or int8")
 
     @property
     def waits(self) -> bool:
@@ -78,8 +87,8 @@ class Server(Strategy):
 
     @property
     def promise(self) -> Promise:
-        exact = self.sync == Bsp()
-        return Promise(exact=exact, replicas_equal=exact, buffers_equal=exact)
+        equal = self.sync == Bsp()
+        return Promise(exact=equal and self.compress is None, replicas_equal=equal, buffers_equal=equal)
 
     @property
     def verified(self) -> Self:

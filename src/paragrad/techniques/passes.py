@@ -22,6 +22,7 @@ from paragrad.techniques.alive import Alive
 from paragrad.techniques.batch_norm import BatchNorm
 from paragrad.techniques.draws import Calls, Draws, in_test
 from paragrad.techniques.exchange import Exchange
+from paragrad.techniques.noise import Noise
 from paragrad.techniques.probe import first_not_finite
 from paragrad.techniques.width.divided import Divided, View, whole
 from paragrad.world.world import World
@@ -38,13 +39,15 @@ class Sums(NamedTuple):
 
 class Within(Protocol):
     """What a trainer offers to its passes. casting: autocast, if any;  keyed: draws by a sample's place in the global batch
-    (first, calls: as draws.Keyed has them);  draws: all of them;  rehearsing: the step is put back when it was compared."""
+    (first, calls: as draws.Keyed has them);  draws: all of them;  noise: over backwards;  rehearsing: the step is put back when
+    it was compared."""
     world: World
     module: Summed
     batch_norm: BatchNorm
     draws: Draws
     seed: int
     log: Log
+    noise: Noise
     rehearsing: bool
 
     def casting(self) -> AbstractContextManager[Any]: ...
@@ -150,7 +153,7 @@ class OneByOne(Passes):
             # what is not linear in a gradient (a hook that clips) sees on one worker that of the mean, as without this library
             alone = count == 1 and (within.world.size == 1 or exchange.apart)
             scale = 1.0 / weight if alone and weight and not summed.linear else 1.0
-            with within.log.span(f"B{number}", "compute"):
+            with within.log.span(f"B{number}", "compute"), within.noise.over(number, weight * scale):
                 total.backward(None if scale == 1.0 else total.new_tensor(scale))
         return Sums(value, weight, scale)
 

@@ -25,6 +25,7 @@ from paragrad.schedules.sabotage import sabotaged
 from paragrad.strategies.strategy import KINDS, Here, Promise, Strategy, factors_of
 from paragrad.strategies.table import resolve, strategy
 from paragrad.techniques.layout import hollow
+from paragrad.techniques.noise import unmeasured
 from paragrad.techniques.served.entrance import read_place, refuse_place
 from paragrad.techniques.slices import FOREACH
 from paragrad.techniques.table import bringing, checks_of, cuts, ours
@@ -123,6 +124,8 @@ def admitted(job: Job, asked: str | Strategy, settings: Settings | None = None, 
                           + (f"{asked} divides each batch among its own; give server(n, sync=asp), ssp or bsp(backup=1)"
                              if here.ranks is None else "another one started this; start it without"))
         refuse_place(read_place("--listen", settings.listen), 1 + resolved.servers)
+    if settings.noise_scale and (why := unmeasured(resolved)):
+        raise Refused(f"{asked}: the gradient noise scale {why}")
     backend = backend_of(settings, resolved.size)
     checked = Admitted(job, asked, resolved, settings, facts, here, backend,
                        labels=labels_wanted(job, asked, resolved, settings.folder))

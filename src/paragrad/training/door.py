@@ -27,6 +27,7 @@ from paragrad.datasets.loading import (
 from paragrad.datasets.order import Order, refuse_endless
 from paragrad.errors import Refused, StepFailed, told
 from paragrad.jobs.job import CPU, DTYPES, Job, opened
+from paragrad.jobs.large_batch.scaled import rescaled
 from paragrad.jobs.loss import Summed, misshapen
 from paragrad.jobs.precision import in_precision
 from paragrad.techniques import batch_norm
@@ -59,9 +60,12 @@ class Findings:
     whole_loss: str | None = None       # why the loss of a batch is not that of its parts
     first_loss: float | None = None     # of samples from all over the dataset, in eval mode, before training; None: it has none
     lazy: Any = None                    # inputs that give lazy modules their shapes, where the model has some
+    scaled: str | None = None           # what the learning rate is multiplied by, and why
 
     def ready(self, job: Job) -> Job:
-        """The job as it can be trained: its model has shapes from the beginning, its collate is given what it needs."""
+        """The job as it can be trained: its model has shapes from the beginning, its collate is given what it needs, its rates
+        are those of its batch."""
+        job, _ = rescaled(job, self.samples)
         job = job if self.lazy is None else job.replace(model=Initialised(job.model, self.lazy))
         return job.replace(collate=WholeBatch(job.collate)) if self.whole_batch and job.collate else job
 
@@ -71,6 +75,7 @@ def examined(job: Job, data: Path | None = None) -> Findings:
     _check_fields(job)
     train = _dataset(job, "train", data)
     test = _dataset(job, "test", data) if job.test is not None else None
+    job, scaled = rescaled(job, len(train))
     model, lazy = _called(job, "model", job.built_model), None
     if lazy_names(model):
         few = job.samples(train)[0, list(range(min(len(train), 2)))]
@@ -90,7 +95,7 @@ def examined(job: Job, data: Path | None = None) -> Findings:
     shapes = {name: list(value.shape) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     facts = Findings(len(train), len(test) if test is not None else 0, sum(map(Tensor.numel, trainable)),
                      job.order(len(train)), shapes, beginning(job, model, optimizer, scheduler), probe, whole_batch, whole_loss,
-                     first_loss, lazy)
+                     first_loss, lazy, scaled)
     _check_step(job, optimizer)
     if scheduler is not None:
         warn_of_epochs(job, scheduler, len(train))

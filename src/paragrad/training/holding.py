@@ -77,7 +77,8 @@ def begun_of(world: World, job: Job, strategy: Strategy, settings: Settings) -> 
             "seed": job.seed, "examined": True, "scheduler": job.scheduler(optimizer) if job.scheduler else None,
             "clip_norm": job.clip_norm, "autocast": job.autocast, "collate": job.collate, "dtype": job.parameter_dtype,
             "begun": begun, "how": settings.how, "reverse": settings.reverse, "unchecked": settings.unchecked,
-            "tests": job.test is not None, "pace": Pace(settings.slowed, job.seed, world.rank, world.device.type != "cpu")}
+            "noise": settings.noise_scale or 0, "tests": job.test is not None,
+            "pace": Pace(settings.slowed, job.seed, world.rank, world.device.type != "cpu")}
 
 
 def divided(strategy: Strategy, module: Summed, optimizer: torch.optim.Optimizer, draws: Draws, world: World, example: Any,

@@ -10,6 +10,7 @@ from typing import Any
 from torch.optim.lr_scheduler import ExponentialLR, MultiStepLR, PolynomialLR, StepLR
 
 from paragrad.jobs.job import Job
+from paragrad.jobs.large_batch.scaled import Scaled
 
 # whose rate never rises again, and which call nothing of the user's: a look may step them
 FALLING = (ExponentialLR, MultiStepLR, PolynomialLR, StepLR)
@@ -19,7 +20,8 @@ GONE = 1e-6             # of the first rate
 
 def warn_of_epochs(job: Job, scheduler: Any, samples: int) -> None:
     """Warn of a rate that is gone before half of the steps are made. Steps a scheduler that nobody needs any more."""
-    if type(scheduler) not in FALLING:
+    own = scheduler.own if isinstance(scheduler, Scaled) else scheduler
+    if type(own) not in FALLING:
         return
     each = math.ceil(samples / job.batch)
     total, first = job.epochs * each, max(scheduler.get_last_lr())
@@ -29,7 +31,7 @@ def warn_of_epochs(job: Job, scheduler: Any, samples: int) -> None:
     if gone is None:
         return
     warnings.warn(f"job {job.name}: from step {gone:,} of {total:,} on the learning rate is below a millionth of the first: "
-                  f"{type(scheduler).__name__} is stepped once for every global batch; if it counts epochs, give it {each:,} "
+                  f"{type(own).__name__} is stepped once for every global batch; if it counts epochs, give it {each:,} "
                   "times as many", stacklevel=2)
 
 

@@ -58,8 +58,8 @@ class Settings:
     timeout: seconds that a rank waits for another;
     slow: ranks that wait on purpose, "1=3x" or "random:0.2=3x";  pace: seconds that a step of an equal share takes at least
     (`training.pace`);  listen: an address of this host, HOST or HOST:PORT, at which workers may join from other hosts, and
-    allow: the folder of their public keys;  reverse: every batch back to front (the rounding twin of serial);  limit: stop
-    after so many steps.
+    allow: the folder of their public keys;  noise_scale: measure the gradient noise scale in every so many steps;
+    reverse: every batch back to front (the rounding twin of serial);  limit: stop after so many steps.
     """
     data: str | Path | None = None
     device: str = "cpu"
@@ -81,6 +81,7 @@ class Settings:
     pace: float | None = None
     listen: str | None = None
     allow: str | Path | None = None
+    noise_scale: int | None = None
     reverse: bool = False
     limit: int | None = None
 
@@ -141,7 +142,7 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value not in known:
                 raise Refused(unknown(name, str(value), known))
-        for name, least in (("loaders", 0), ("save", 1), ("limit", 1)):
+        for name, least in (("loaders", 0), ("save", 1), ("limit", 1), ("noise_scale", 1)):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 raise Refused(f"{name} must be a whole number from {least}, got {value!r}")

@@ -23,7 +23,7 @@ from paragrad.errors import StepFailed
 from paragrad.jobs.described import described
 from paragrad.jobs.job import Job
 from paragrad.jobs.loss import Loss, Summed
-from paragrad.jobs.precision import shared_type
+from paragrad.jobs.precision import coarsest, shared_type
 from paragrad.planner.price import computed_bytes
 from paragrad.record.log import Log
 from paragrad.record.record import Recorder
@@ -37,6 +37,7 @@ from paragrad.techniques.exchange import Exchange, How, counted, unmoved
 from paragrad.techniques.keeping import attributes
 from paragrad.techniques.layout import Layout, State, filled
 from paragrad.techniques.modes import in_eval_mode
+from paragrad.techniques.noise import Noise
 from paragrad.techniques.passes import COUNTED, Passes, Sums, counting, sums_of
 from paragrad.techniques.probe import Probe, evaluating
 from paragrad.techniques.untouched import Before
@@ -76,7 +77,7 @@ class Trainer:
     looked at, at the door;  otherwise it is before the first step;  unchecked: do not compare the first step with one
     worker's, and go on where draws depend on the layout;  seen: what a look at the model showed at the door;  begun: how the
     model came here, where it is cut;  tests: before the first step of one that is cut a test is compared;  pace: whether this
-    rank is slowed on purpose.
+    rank is slowed on purpose;  noise: as in Noise.
     """
 
     def __init__(self, world: World, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, strategy: Strategy, *,
@@ -84,7 +85,7 @@ class Trainer:
                  collate: Collate | None = None, dtype: torch.dtype | None = None, record: Recorder | None = None,
                  how: How | None = None, like: Strategy | None = None, reverse: bool = False, examined: bool = False,
                  unchecked: bool = False, seen: Probe | None = None, begun: one_copy.Start | None = None,
-                 tests: bool = True, pace: Pace | None = None) -> None:
+                 tests: bool = True, pace: Pace | None = None, noise: int = 0) -> None:
         self.everyone, self.world, self.serves = world, placed(strategy, world), strategy.serves(world.rank)    # without steps
         self.model, self.optimizer, self.strategy, self.began = model, optimizer, strategy, attributes(optimizer)
         self.seed, self.scheduler, self.clip_norm, self.autocast, self.collate = seed, scheduler, clip_norm, autocast, collate
@@ -95,12 +96,9 @@ class Trainer:
         self.replicas = list(range(len(self.division.shares))) if like else [self.replicated.rank % len(self.division.shares)]
         self.leads = self.world.leads("samples")        # of the ranks with one share, the one that records it
         self.splits = strategy.exact and not like and not unchecked and (world.size > 1 or self.division.micro > 1)
-        self.parameters = dict(model.named_parameters())
-        self.precision = max((each.dtype for each in model.parameters() if each.requires_grad),
-                             key=lambda dtype: torch.finfo(dtype).eps)         # the coarsest
-        self.dtype = dtype or shared_type(model)
+        self.parameters, self.precision = dict(model.named_parameters()), coarsest(model)
         self.module, self.known_by = Summed(model, loss), {} if examined else {"model": described(model)}      # own loops
-        self.everything = list(self.module.parameters())
+        self.dtype, self.everything = dtype or shared_type(model), list(self.module.parameters())
         self.layout = self.held = Layout()          # what of the model this rank holds, from the cut on; held: or its shards
         self.groups: list[list[str]] = []           # then, serial names of the parameters in each group of the optimizer
         self.hollow, self.given = model, None if examined else Given(model, optimizer)     # without values once it is cut
@@ -112,7 +110,7 @@ class Trainer:
         self.steps = self.taken = self.batch_size = 0       # taken: by this trainer;  batch_size: once known
         self.restored: State = {}           # what exchanges of the strategy that was saved keep beside the optimizer's state
         self.activations, self.coarsest = 0, 0.0    # that backward keeps of a micro-batch: bytes; eps of the coarsest numbers
-        self.draws, self.alike = Draws(), Alike(seed, world.device)
+        self.draws, self.alike, self.noise = Draws(), Alike(seed, world.device), Noise(self.everything, noise)
         self.proof: Proof | None = None             # of the step under way, that it is one worker's; kept: what it began with
         self.kept: Before | None = None
         self.rehearsing = self.cast = False         # cast: the passes were under autocast
@@ -181,7 +179,7 @@ class Trainer:
         heap.give_back(self.taken == 0)                 # what the step was compared with, and a whole model
         mine, order = (own, batch.recorded) if self.leads and not self.exchange.again else (Sums(), [0, 0])
         self.log.step(self.steps, self.feed.began, epoch=batch.epoch, loss=[mine.loss, mine.weight], order=order, lr=rate,
-                      sent=dict(self.exchange.sent))
+                      sent=dict(self.exchange.sent), **self.noise.line)
         self.steps, self.taken = self.steps + 1, self.taken + 1
         return result
 
@@ -192,6 +190,7 @@ class Trainer:
         for parameter in self.everything:               # also those that the optimizer does not hold
             parameter.grad = None
         self.exchange.begin()
+        self.noise.begin(self.steps, self.rehearsing)
         samples, share = sum(len(each.positions) for each in batch.micros), self.batch_size / len(self.division.shares) or 1.0
         self.layout.sent, self.module.doubts, self.cast = 0, 0.0, False
         self.exchange.stop, self.exchange.own_samples, self.exchange.epoch = self.world.stop.is_set(), samples, batch.epoch
@@ -232,6 +231,7 @@ class Trainer:
                 self.exchange.average(weight * own.scale)
             else:
                 self.exchange.uncounted()
+            self.noise.mean(self.exchange.averaged)
             if self.proof is not None and not self.rehearsing:
                 prove(self, loss / weight, weight)
             self.alike("update", self.steps, self.exchange.update)
@@ -315,6 +315,6 @@ class Trainer:
         """Let go of the exchange; the model is a plain one again."""
         self.watch.close()
         self.log.failed(self.steps)             # spans that no step took
-        for each in (self.passes, self.exchange):
+        for each in (self.passes, self.exchange, self.noise):
             if each is not None:
                 each.close()

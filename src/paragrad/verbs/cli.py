@@ -23,6 +23,7 @@ from paragrad.planner.simulation import simulate as simulated
 from paragrad.players.machine import machine_of
 from paragrad.report import simulation
 from paragrad.report.progress import Shown
+from paragrad.strategies.compressors import compressor_of
 from paragrad.strategies.table import strategy as read_strategy
 from paragrad.verbs.answering import answering, spelled
 from paragrad.verbs.options import (
@@ -37,9 +38,11 @@ from paragrad.verbs.options import (
     Listen,
     Loaders,
     Machine,
+    NoiseScale,
     Pace,
     Runs,
     Sabotage,
+    ScaleLr,
     Seed,
     Set,
     Slow,
@@ -48,6 +51,7 @@ from paragrad.verbs.options import (
     Unchecked,
     Unproved,
     Until,
+    WarmUp,
 )
 from paragrad.version import __version__
 from paragrad.world.launched import cores
@@ -89,6 +93,7 @@ def train(job: JobName, strategy: Strategy = "serial",
           machine: Machine = None, loaders: Loaders = 0, slow: Slow = None, pace: Pace = None,
           batch: Annotated[str | None, typer.Option(help="global batch size, instead of the job's; fit: by --memory")] = None,
           memory: Annotated[str | None, typer.Option(metavar="BYTES", help="that a rank may hold, with --batch fit")] = None,
+          scale_lr: ScaleLr = None, warm_up: WarmUp = None, noise_scale: NoiseScale = None,
           epochs: Epochs = None, seed: Seed = None, set_: Set = None, sabotage: Sabotage = None, unproved: Unproved = False,
           unchecked: Unchecked = False, as_json: Json = False) -> None:
     """Train JOB under one strategy. SIGTERM saves a checkpoint and ends it."""
@@ -98,12 +103,13 @@ def train(job: JobName, strategy: Strategy = "serial",
     from paragrad.verbs.train import train as trained
     from paragrad.world.joining import launched_rank
     with answering():
-        chosen = _job(job, set_, batch, epochs, seed)
+        chosen = _job(job, set_, batch=batch, epochs=epochs, seed=seed, scale_lr=scale_lr, warm_up=warm_up)
         settings: dict[str, Any] = {
             "data": data, "device": device, "backend": backend, "overlap": overlap, "loaders": loaders, "save": save,
             "resume": resume, "until": until, "tensorboard": tensorboard, "trace": trace, "sabotage": sabotage,
             "unproved": unproved, "unchecked": unchecked, "machine": machine, "memory": memory,
             "slow": ",".join(slow) if slow else None, "pace": pace, "listen": listen, "allow": allow,
+            "noise_scale": noise_scale,
             **({} if timeout is None else {"timeout": timeout})}
         if dry_run:
             listing.dry_run(admitted(chosen, strategy, Settings(**settings)), as_json)
@@ -124,13 +130,14 @@ def join(address: Annotated[str, typer.Argument(help="of a training that listens
          server_key: Annotated[Path, typer.Option(metavar="FILE", help="its public key: office.key of the run's folder")],
          key: Annotated[Path, typer.Option(metavar="FILE", help="of this host, made where there is none: ME.key_secret")],
          threads: Annotated[int | None, typer.Option(help="of this worker; otherwise the cores of this host")] = None,
-         timeout: Timeout = None, data: Data = None, device: Device = "cpu", batch: Batch = None, seed: Seed = None,
-         set_: Set = None) -> None:
+         timeout: Timeout = None, data: Data = None, device: Device = "cpu", batch: Batch = None, scale_lr: ScaleLr = None,
+         warm_up: WarmUp = None, seed: Seed = None, set_: Set = None) -> None:
     """Be one worker more of a training that runs elsewhere, of the same JOB, until it is over. Ctrl-C leaves it."""
     from paragrad.verbs.join import join as joined
     with answering():
-        number, done = joined(address, _job(job, set_, batch, None, seed), server_key=server_key, key=key, threads=threads,
-                              data=data, device=device, **({} if timeout is None else {"timeout": timeout}))
+        number, done = joined(address, _job(job, set_, batch=batch, seed=seed, scale_lr=scale_lr, warm_up=warm_up),
+                              server_key=server_key, key=key, threads=threads, data=data, device=device,
+                              **({} if timeout is None else {"timeout": timeout}))
         print(f"worker {number}: " + (", ".join(f"{what} {count}" for what, count in done.items()) or "nothing was left to do"))
 
 
@@ -140,7 +147,7 @@ def compare(job: JobName, strategies: Annotated[str, typer.Option(help="separate
             twin: Annotated[bool, typer.Option("--twin", help="also train serial with every batch back to front")] = False,
             until: Until = None, runs: Runs = Path("runs"), data: Data = None, device: Device = "cpu",
             backend: Backend = "auto", machine: Machine = None, loaders: Loaders = 0, slow: Slow = None, pace: Pace = None,
-            batch: Batch = None,
+            batch: Batch = None, scale_lr: ScaleLr = None, warm_up: WarmUp = None, noise_scale: NoiseScale = None,
             epochs: Epochs = None, seed: Seed = None, set_: Set = None, sabotage: Sabotage = None, unproved: Unproved = False,
             unchecked: Unchecked = False,
             resume: Annotated[Path | None, typer.Option(metavar="FOLDER", help="finish a comparison that ended early")] = None,
@@ -150,14 +157,14 @@ def compare(job: JobName, strategies: Annotated[str, typer.Option(help="separate
     from paragrad.report.table import Table
     from paragrad.verbs.compare import compare as compared
     with answering():
-        chosen = _job(job, set_, batch, epochs, seed)
+        chosen = _job(job, set_, batch=batch, epochs=epochs, seed=seed, scale_lr=scale_lr, warm_up=warm_up)
         interrupted: Interrupted | None = None
         with Shown(Console(stderr=True)) as shown:
             try:
                 result = compared(chosen, strategies, runs=runs, seeds=seeds, twin=twin, until=until, data=data, device=device,
                                   backend=backend, machine=machine, loaders=loaders, sabotage=sabotage,
                                   unproved=unproved, unchecked=unchecked, resume=resume, pace=pace,
-                                  slow=",".join(slow) if slow else None,
+                                  slow=",".join(slow) if slow else None, noise_scale=noise_scale,
                                   progress=shown.run, command=shlex.join(["paragrad", *sys.argv[1:]]))
             except Interrupted as error:
                 interrupted, result = error, Table(error.folder)
@@ -170,13 +177,13 @@ def compare(job: JobName, strategies: Annotated[str, typer.Option(help="separate
 
 @app.command()
 def verify(job: JobName, strategy: Strategy, runs: Runs = Path("runs"), data: Data = None, device: Device = "cpu",
-           backend: Backend = "auto", batch: Batch = None, seed: Seed = None, set_: Set = None, sabotage: Sabotage = None,
-           as_json: Json = False) -> None:
+           backend: Backend = "auto", batch: Batch = None, scale_lr: ScaleLr = None, warm_up: WarmUp = None, seed: Seed = None,
+           set_: Set = None, sabotage: Sabotage = None, as_json: Json = False) -> None:
     """Is it the same training as serial? 20 steps in float64, tensor by tensor, and a certificate."""
     from paragrad.report import listing
     from paragrad.verbs.verify import verify as verified
     with answering():
-        chosen = _job(job, set_, batch, None, seed)
+        chosen = _job(job, set_, batch=batch, seed=seed, scale_lr=scale_lr, warm_up=warm_up)
         with Shown(Console(stderr=True)) as shown:
             certificate = verified(chosen, strategy, runs=runs, data=data, device=device, backend=backend, sabotage=sabotage,
                                    progress=shown.run(f"verify {strategy}"))
@@ -199,7 +206,7 @@ def draw(strategy: Annotated[str, typer.Argument(help="such as 'data(4, reduce=r
     from paragrad.verbs.memory import draw_memory
     with answering():
         with Console(stderr=True).status("drawing"):
-            chosen = _job(job, set_, batch, None, None) if job else None
+            chosen = _job(job, set_, batch=batch) if job else None
             if memory and chosen is None:
                 raise Refused("--memory draws what a model's activations weigh; say which with --job JOB")
             text = draw_memory(strategy, chosen, svg, data) if memory and chosen else drawn(strategy, chosen, svg, data)
@@ -212,7 +219,7 @@ def work(job: JobName, data: Data = None, batch: Batch = None, set_: Set = None,
     from paragrad.report.work import work as show_work
     from paragrad.verbs.work import profile
     with answering():
-        show_work(profile(_job(job, set_, batch, None, None), data), as_json)
+        show_work(profile(_job(job, set_, batch=batch), data), as_json)
 
 
 @app.command()
@@ -229,10 +236,17 @@ def simulate(strategy: Annotated[str, typer.Argument(help="such as 'data(4096, r
     """What one exchange of a strategy will cost, on thousands of ranks too: by a clock, by formula, beside the lower bounds."""
     with answering():
         if job:
-            _job(job, None, None, None, None)
+            _job(job)
+        if (compressor := compressor_of(chosen := read_strategy(strategy))) is not None:
+            from paragrad.verbs.pays import pays
+            if inside or slow or timeline or per_link > 1 or per_core > 1:
+                raise Refused(f"{chosen} is priced by closed form, with a link of every rank's own and none slow; leave out "
+                              "--inside, --slow, --timeline, --ranks-per-link and --ranks-per-core")
+            simulation.compressing(pays(chosen, compressor, read_bytes(size), machine_of(machine, cores()), link), as_json)
+            return
         with Shown(Console(stderr=True), transient=True) as shown:
             show = shown.run(f"simulate {strategy}", "message")
-            found = simulated(read_strategy(strategy), read_bytes(size), machine_of(machine, cores()), link=link, inside=inside,
+            found = simulated(chosen, read_bytes(size), machine_of(machine, cores()), link=link, inside=inside,
                               per_link=per_link, per_core=per_core, slow=tuple(map(read_slow, slow or ())),
                               spans=timeline is not None, tell=lambda done, of: show({"step": done, "steps": of}))
         simulation.simulation(found, as_json)
@@ -269,13 +283,13 @@ def strategies(job: OwnJob = None, as_json: Json = False) -> None:
     from paragrad.report import listing
     with answering():
         if job:
-            _job(job, None, None, None, None)
+            _job(job)
         listing.strategies(as_json)
 
 
-def _job(name: str, settings: list[str] | None, batch: int | str | None, epochs: int | None, seed: int | None) -> Job:
+def _job(name: str, settings: list[str] | None = None, **changes: Any) -> Job:
     from paragrad.jobs.finding import as_typed
-    return as_typed(name, settings or [], batch=batch, epochs=epochs, seed=seed)
+    return as_typed(name, settings or [], **changes)
 
 
 def main() -> None:

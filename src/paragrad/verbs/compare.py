@@ -19,8 +19,9 @@ from paragrad.report.results import TWIN
 from paragrad.report.table import Table
 from paragrad.strategies.serial import Serial
 from paragrad.strategies.strategy import Strategy
-from paragrad.strategies.table import strategies
-from paragrad.training.admission import Admitted, admitted
+from paragrad.strategies.table import strategies, strategy
+from paragrad.techniques.noise import unmeasured
+from paragrad.training.admission import Admitted, admitted, here_for, ready
 from paragrad.training.checkpoint import identity_of
 from paragrad.training.door import Findings, examined
 from paragrad.training.identity import refuse_another
@@ -42,25 +43,25 @@ def compare(job: Job, chosen: str | Iterable[str | Strategy], *, runs: str | Pat
             twin: bool = False, data: str | Path | None = None, device: str = "cpu", backend: str = "auto",
             overlap: bool = True, loaders: int = 0, until: str | None = None, sabotage: str | None = None,
             unproved: bool = False, unchecked: bool = False, machine: str | Path | None = None, slow: str | None = None,
-            pace: float | None = None, resume: str | Path | None = None, command: str | None = None,
-            progress: Callable[[str], Progress | None] | None = None) -> Table:
+            pace: float | None = None, noise_scale: int | None = None, resume: str | Path | None = None,
+            command: str | None = None, progress: Callable[[str], Progress | None] | None = None) -> Table:
     """Train a job under every strategy, check each against serial in float64 over 20 steps; one table, and one page.html.
 
     chosen: "serial; data(2)" or a list;  runs: the folder for the comparison's own folder;  seeds: trainings of each, with
     the job's seed and the following ones;  twin: also train serial with every batch back to front, to show what rounding
     alone does;  resume: the folder of such a comparison that ended early: what it has is kept, the rest is done;  command: what
-    to type to repeat it;  progress(strategy) gives what is told of that run's progress;
-    the others as in `paragrad.training.settings.Settings`.
+    to type to repeat it;  progress(strategy) gives what is told of that run's progress;  the others as in
+    `paragrad.training.settings.Settings`.
     All strategies are checked at the door (Refused) before the first run; one that fails while it runs says so in its row. On
     SIGTERM, or where nothing can be written any more, the table has the rows that are done and names the others
     (`table.ended`); Ctrl-C raises Interrupted, of whose folder `Table(folder)` is such a table.
     """
     if launched_size() is not None:
         raise Refused("compare starts its own ranks and cannot run under a launcher; call it with plain python")
-    if not isinstance(seeds, int) or seeds < 1:
-        raise Refused(f"seeds must be a whole number from 1, got {seeds!r}")
+    _check_seeds(seeds)
     how = Settings(data=data, device=device, backend=backend, overlap=overlap, loaders=loaders, until=until, sabotage=sabotage,
-                   unproved=unproved, unchecked=unchecked, machine=machine, slow=slow, pace=pace)
+                   unproved=unproved, unchecked=unchecked, machine=machine, slow=slow, pace=pace,
+                   noise_scale=noise_scale)
     listed = strategies(chosen) if isinstance(chosen, str) else list(chosen)
     if not listed:
         raise Refused("compare needs at least one strategy")
@@ -90,16 +91,28 @@ def compare(job: Job, chosen: str | Iterable[str | Strategy], *, runs: str | Pat
     return table
 
 
+def _check_seeds(seeds: int) -> None:
+    if not isinstance(seeds, int) or seeds < 1:
+        raise Refused(f"seeds must be a whole number from 1, got {seeds!r}")
+
+
 def rows_of(job: Job, listed: Sequence[str | Strategy], how: Settings, twin: bool,
             facts: Findings) -> tuple[list[Admitted], list[Admitted]]:
     """(rows, what else is trained for its speed): all checked at the door."""
-    rows, honest = [admitted(job, each, how, facts) for each in listed], replace(how, sabotage=None)
+    honest = replace(how, sabotage=None, noise_scale=None)
+    rows = [admitted(job, each, as_it_can(each, how), facts) for each in listed]
     if twin:
         rows.append(admitted(job, Serial(), replace(honest, reverse=True), facts))
     for_speed = {each.resolved: each for each in (admitted(job, each, replace(honest, limit=BASELINE_STEPS), facts)
                                                   for each in (Serial(), Serial(threads=1)))}
     timed = [row.resolved for row in rows if not row.settings.reverse]         # the twin's time is not plain serial's
     return rows, [each for resolved, each in for_speed.items() if resolved not in timed]
+
+
+def as_it_can(asked: str | Strategy, how: Settings) -> Settings:
+    """Without the noise scale where that cannot be measured: serial is in most comparisons."""
+    resolved = ready(strategy(asked), here_for(how))
+    return replace(how, noise_scale=None) if unmeasured(resolved) else how
 
 
 def identity(row: Admitted, how: Settings) -> Line:

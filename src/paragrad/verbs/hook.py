@@ -18,7 +18,7 @@ from paragrad.strategies.data import Data
 from paragrad.strategies.strategy import Here
 from paragrad.strategies.table import algorithms
 from paragrad.techniques.compression.compression import DENSE, Compression
-from paragrad.techniques.compression.feedback import Corrected, real, shaped
+from paragrad.techniques.compression.feedback import real, shaped
 from paragrad.techniques.compression.momentum import momentum_of
 from paragrad.techniques.data_parallel.bucket_queue import Bucket, BucketQueue, waiting_bucket
 from paragrad.training.admission import check_plans
@@ -79,7 +79,7 @@ class Compressing(BucketQueue):
         self.names: dict[Tensor, str] = {each: str(number) for number, each in enumerate(every)}
         self.momentum = momentum_of(compressor, optimizer, {name: each for each, name in self.names.items()})   # type: ignore[misc]
         super().__init__(algorithm, world)
-        feedback = None if self.momentum is None else Corrected(self.momentum.of)
+        feedback = None if self.momentum is None else self.momentum.corrected()
         if feedback is not None and self.momentum is not None:
             small = {name for each, name in self.names.items() if not compressor.compresses(each.shape)}
             self.momentum.goes_on(feedback, small, self.world.size, {})

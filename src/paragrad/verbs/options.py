@@ -18,6 +18,11 @@ Backend = Annotated[str, typer.Option(help="auto, shm, gloo or nccl")]
 Loaders = Annotated[int, typer.Option(help="processes per rank that load samples ahead")]
 Until = Annotated[str | None, typer.Option(metavar="METRIC=VALUE", help="stop after the epoch that reaches it: accuracy=97.5")]
 Batch = Annotated[int | None, typer.Option(help="global batch size, instead of the job's")]
+ScaleLr = Annotated[str | None, typer.Option("--scale-lr", metavar="RULE", help="linear or sqrt: the learning rate grows with "
+                                             "--batch, from the job's own")]
+WarmUp = Annotated[float | None, typer.Option("--warm-up", metavar="EPOCHS", help="in which --scale-lr gets there")]
+NoiseScale = Annotated[int | None, typer.Option("--noise-scale", metavar="STEPS",
+                                                help="measure the gradient noise scale every so many steps")]
 Epochs = Annotated[int | None, typer.Option(help="epochs, instead of the job's")]
 Seed = Annotated[int | None, typer.Option(help="seed, instead of the job's")]
 Machine = Annotated[Path | None, typer.Option(metavar="FILE", help="what `paragrad measure` wrote of a machine")]

@@ -226,6 +226,9 @@ def _choices(checked: Admitted) -> Iterator[tuple[str, str, str]]:
                                               if checked.rounds.asked is None else "asked for")
     if checked.fitted:
         yield "batch", str(checked.job.batch), checked.fitted
+    if checked.facts.scaled:
+        factor, _, because = checked.facts.scaled.partition(": ")
+        yield "learning rate", factor, because
     if settings.sabotage:
         yield "sabotage", settings.sabotage, "asked for; " + ("not proved" if settings.unproved else "proved")
     if checked.facts.whole_batch:

@@ -66,12 +66,12 @@ class Feedback(Nothing):
 
 class Corrected(Feedback):
     """Momentum correction and factor masking: u <- m u + g, v <- v + u (Nesterov's: v + m u + g); of v the largest are sent,
-    and there v and u are 0. momentum: (m, is it Nesterov's?) of a parameter."""
+    and there v and u are 0. momentum: (m, is it Nesterov's?) of a parameter;  masking: without it u stays."""
     names: tuple[str, ...] = (RESIDUAL, VELOCITY)
 
-    def __init__(self, momentum: Callable[[str], tuple[float, bool]]) -> None:
+    def __init__(self, momentum: Callable[[str], tuple[float, bool]], masking: bool = True) -> None:
         super().__init__()
-        self.momentum, self.velocity = momentum, dict[str, Tensor]()
+        self.momentum, self.masking, self.velocity = momentum, masking, dict[str, Tensor]()
 
     def compensated(self, name: str, gradient: Tensor, scale: float) -> Tensor:
         momentum, nesterov = self.momentum(name)
@@ -84,7 +84,8 @@ class Corrected(Feedback):
     def sent(self, name: str, codec: Codec, payload: Payload, agreed: Tensor | None) -> None:
         super().sent(name, codec, payload, agreed)
         assert isinstance(codec, Sparse)
-        codec.take(payload, self.velocity[name])
+        if self.masking:
+            codec.take(payload, self.velocity[name])
 
     def kept(self) -> dict[str, dict[str, Tensor]]:
         return {RESIDUAL: self.residual, VELOCITY: self.velocity}

@@ -29,15 +29,17 @@ def momentum_of(compressor: Compressor, optimizer: torch.optim.Optimizer | None,
     if not isinstance(compressor, Dgc):
         return None
     assert optimizer is not None
-    return Momentum(optimizer, named, None if compressor.momentum == "auto" else float(compressor.momentum))
+    own = None if compressor.momentum == "auto" else float(compressor.momentum)
+    return Momentum(optimizer, named, own, compressor.masking)
 
 
 class Momentum:
     """Of the groups of an SGD, which does without in its steps from here on, until `give_back`. named: the parameters that are
-    trained;  own: what there is in the place of the groups'."""
+    trained;  own: what there is in the place of the groups';  masking: as in Corrected."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], own: float | None) -> None:
-        self.optimizer, self.named, self.own = optimizer, named, own
+    def __init__(self, optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], own: float | None,
+                 masking: bool) -> None:
+        self.optimizer, self.named, self.own, self.masking = optimizer, named, own, masking
         self.groups, self.group_of = 0, dict[Tensor, dict[str, Any]]()
         self.aside: list[dict[str, Any]] = []           # of each group, within a step
         self.hooks = [optimizer.register_step_pre_hook(lambda *_: self._set_aside()),
@@ -61,6 +63,10 @@ class Momentum:
         self._put_back()
         for each in self.hooks:
             each.remove()
+
+    def corrected(self) -> Corrected:
+        """Where velocities are kept."""
+        return Corrected(self.of, self.masking)
 
     def goes_on(self, feedback: Corrected, small: set[str], ranks: int, sent: Mapping[str, Tensor]) -> None:
         """From the buffers that were there, of all ranks: each has an equal part of what is a velocity. sent: of tensors whose

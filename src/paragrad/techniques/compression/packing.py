@@ -17,7 +17,7 @@ def packed(payloads: Iterable[Payload], device: torch.device) -> Tensor:
     """The bytes of payloads, one after another."""
     pieces = []
     for payload in payloads:
-        for each in payload:
+        for each in filter(torch.numel, payload):       # of nothing torch makes no bytes
             pieces += [each.contiguous().view(-1).view(torch.uint8), torch.zeros(-each.nbytes % ALIGNED, dtype=torch.uint8,
                                                                                  device=device)]
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8, device=device)

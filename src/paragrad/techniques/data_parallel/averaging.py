@@ -7,6 +7,9 @@ on any of them (running statistics, frozen parameters that follow others) become
 Before a test, in a checkpoint and at the end the model is what the run stands for; training goes on from what each has. Of a
 replica without a sample that counts in a step nothing is updated in it.
 
+With `compress` the mean of weights is where all were together last, and the sum of how far each moved from there, compressed,
+for which this place is kept. Tests and checkpoints are of the mean itself.
+
 Nothing at all is sent between meetings: the loss of a step is this rank's, and that somebody was asked to stop all hear when
 they meet, in that step, or when they test, in the one after it.
 """
@@ -14,7 +17,7 @@ they meet, in that step, or when they test, in the one after it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +26,8 @@ from paragrad.errors import StepFailed
 from paragrad.planner.price import computed_bytes
 from paragrad.record.log import Log
 from paragrad.strategies.local import Local
+from paragrad.techniques.compression.compression import Compression
+from paragrad.techniques.compression.feedback import shaped
 from paragrad.techniques.copies import Copies
 from paragrad.techniques.data_parallel.means import (
     ONE_SHAPE,
@@ -34,7 +39,7 @@ from paragrad.techniques.data_parallel.means import (
     values_of,
 )
 from paragrad.techniques.data_parallel.outer import Outer, outer_of
-from paragrad.techniques.data_parallel.own_buckets import OwnBuckets
+from paragrad.techniques.data_parallel.own_buckets import OwnBuckets, buckets_of
 from paragrad.techniques.exchange import CHECKPOINTS, TESTS, Exchange, How, Replica
 from paragrad.techniques.keeping import taken
 from paragrad.techniques.layout import State, on_host
@@ -73,6 +78,9 @@ class Averaging(OwnBuckets):
         self.keeps = (MOMENTUM,) if self.outer.momentum else ()
         self.said = Said(log)
         self.begun: Before | None = Before(self.summed)         # until it is told what forwards change in Python
+        self.compression = None if strategy.compress is None else Compression(
+            strategy.compress, world, self._sum, seed=replica.seed, log=log,
+            count=lambda kind, sent: self.count(WEIGHTS, sent, computed=True))
         self._met()
         self.over = False                           # all replicas are what it stands for, for good
 
@@ -98,7 +106,11 @@ class Averaging(OwnBuckets):
         """Replicas are together now."""
         self.before = {name: each.detach().clone() for name, each in self._others().items()}
         self.alone, self.samples = 0, 0.0           # steps alone since then; the weight of all steps since
-        self.beside = sum(each.nbytes for each in (*self.before.values(), *self.outer.centre, *self.outer.momentum))
+        self.common: Sequence[Tensor] = ()          # where they are now
+        if self.compression:
+            self.common = self.outer.centre or [each.to(wide(each.dtype), copy=True) for each in self._weights()]
+        held = {id(each): each for each in (*self.before.values(), *self.outer.centre, *self.outer.momentum, *self.common)}
+        self.beside = sum(each.nbytes for each in held.values())
 
     # ---- in a step -----------------------------------------------------------------------------------------------------
     @property
@@ -171,8 +183,32 @@ class Averaging(OwnBuckets):
         averaged = anyway or bool(self.alone and samples)
         weights = dict(zip(self.names, self._weights(), strict=True)) if averaged else {}       # a part may have none at all
         beside = {name: others[name].detach().to(self.world.device, wide(others[name].dtype)) for name in changed}
-        means = self._summed({**weights, **beside}, share, total * self.twice)
+        if self.compression and kind == WEIGHTS:
+            means = self._compressed(weights, share / (total * self.twice))
+            means |= self._summed(beside, share, total * self.twice)
+        else:
+            means = self._summed({**weights, **beside}, share, total * self.twice)
         return {name: means[name] for name in weights} if averaged else None, {name: means[name] for name in beside}
+
+    def _compressed(self, weights: dict[str, Tensor], scale: float) -> dict[str, Tensor]:
+        """The means of weights, by what each replica sends of its way from where all were; of small ones, by themselves.
+        Collective."""
+        assert self.compression is not None
+        common = dict(zip(self.names, self.common, strict=True))
+        moved = {name: each - common[name] for name, each in weights.items()}
+        large = {each: name for name, each in moved.items() if self.compression.compressor.compresses(each.shape)}
+        self.sending = []
+        begun = [self.compression.begin({large[each]: each for each in bucket}, scale, self.step)
+                 for bucket in buckets_of(large)]
+        found = {name: shaped(each, common[name]) for bucket in begun
+                 for name, each in self.compression.finish(bucket).items()}
+        found |= self._summed({name: each for name, each in moved.items() if name not in found}, scale)
+        return {name: common[name] + each for name, each in found.items()}
+
+    def _sum(self, vector: Tensor, kind: str) -> Callable[[], Tensor]:
+        """Begin to sum a vector over ranks; waits for it."""
+        self._send(vector)
+        return self.sending[-1].future.wait
 
     def _told(self, kind: str, others: dict[str, Tensor]) -> tuple[list[float], list[str]]:
         """(samples of each replica since they met, names of what else any of them changed); of the wish to stop all hear.

@@ -19,7 +19,7 @@ from paragrad.errors import StepFailed
 from paragrad.record.log import Log
 from paragrad.strategies.compressors import Dgc
 from paragrad.strategies.data import Data
-from paragrad.techniques.compression.feedback import Corrected, shaped
+from paragrad.techniques.compression.feedback import shaped
 from paragrad.techniques.compression.momentum import buffers, momentum_of
 from paragrad.techniques.data_parallel.compressed import Compressed
 from paragrad.techniques.exchange import How, Replica
@@ -40,7 +40,7 @@ class Deep(Compressed):
         momentum = momentum_of(self.dgc, replica.optimizer, named)
         assert momentum is not None
         self.momentum = momentum
-        self.velocities = Corrected(momentum.of)
+        self.velocities = momentum.corrected()
         super().__init__(strategy, replica, world, log, how, self.velocities)
         self.clip, self.clip_norm = self.dgc.clip or self.clip_norm, None
         told = ", ".join(f"{momentum:g}" for momentum in sorted({self.momentum.of(name)[0] for name in named}))

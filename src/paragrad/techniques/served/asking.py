@@ -28,6 +28,7 @@ from paragrad.techniques.served.calling import Calling
 from paragrad.techniques.served.header import Header, Kind, Unfit
 from paragrad.techniques.served.keys import Keys
 from paragrad.techniques.served.meeting import Meeting, met, workers_of
+from paragrad.techniques.served.parcels import parcel_of
 from paragrad.techniques.served.reception import APPLIED
 from paragrad.techniques.served.shelf import Reader, Shelf
 from paragrad.techniques.served.slicing import Slot, cut_of, fill, held, marks, places, spread, state_of
@@ -72,6 +73,7 @@ class Asking(Exchange):
         against = "the servers are on several hosts" if not all(each.on_host for each in servers) else (
             "who is late may be at the next ones when they are read" if strategy.backup else "")
         self.shelf = Shelf([(slot.dtype, slot.elements) for _, _, slot in self.cut.every()], against)
+        self.parcels, self.seed = [parcel_of(strategy, slot) for _, _, slot in self.cut.every()], replica.seed
         # all workers at once to the same server would fill its link while those of the others rest
         self.order = sorted(enumerate(self.cut.every()), key=lambda each: (each[1][0] - self.number) % strategy.servers)
         self.reader = Reader(strategy.servers)
@@ -125,12 +127,13 @@ class Asking(Exchange):
 
         def questions() -> Iterator[tuple[int, Header, Any]]:
             for place, (server, number, slot) in self.order:
-                vector = self.shelf.vectors[place]
+                vector, parcel = self.shelf.vectors[place], self.parcels[place]
                 fill(slot, gradients, vector)           # while what came before travels
-                self.count("gradients", vector.nbytes, computed=False)
+                frame = parcel.sent(vector, self.seed, ticket, share, place) if parcel else self.shelf.sent(place, lies)
+                self.count("gradients", parcel.nbytes if parcel else vector.nbytes, computed=False)
                 yield server, self._header(Kind.PUSH, step=ticket, share=share, shares=shares, slot=number, dtype=slot.dtype,
-                                           elements=slot.elements, version=self.versions[server], lies=lies,
-                                           numbers=numbers), (marks(slot, gradients), self.shelf.sent(place, lies))
+                                           elements=slot.elements, version=self.versions[server],
+                                           lies=lies and not parcel, numbers=numbers), (marks(slot, gradients), frame)
         squares: dict[int, float] = {}
         with self.log.detail("push", "wait"):
             for server, header, _ in self.calling.asked(questions()):

@@ -49,7 +49,10 @@ def checked(shard: Shard, reader: Reader, header: Header, rest: Sequence[Any]) -
     marked = rest[0].bytes
     if len(marked) != len(slot.stretches) or not set(marked) <= {0, 1}:
         raise Unfit("marks that do not fit the slice")
-    vector = reader.vector(header, rest[1].buffer)
+    parcel, frame = shard.parcels[header.slot], rest[1].buffer
+    if parcel is not None and header.lies:
+        raise Unfit("a vector that lies, where they are compressed")
+    vector = reader.vector(header, frame) if parcel is None else parcel.came(frame)
     if not all(map(math.isfinite, header.numbers)):
         raise Unfit("numbers that are not finite")
     if shard.strategy.hands_out and not (0 <= header.numbers[3] <= shard.full and 1 <= header.shares <= shard.strategy.shares):
@@ -57,5 +60,5 @@ def checked(shard: Shard, reader: Reader, header: Header, rest: Sequence[Any]) -
     # what is not finite makes a sum so; each is looked at, which takes many times as long, where a sum is out of range
     if not vector.sum().isfinite() and not vector.isfinite().all():
         raise Unfit("a gradient that is not finite")
-    shard.received += vector.nbytes
+    shard.received += vector.nbytes if parcel is None else parcel.nbytes
     return vector, marked

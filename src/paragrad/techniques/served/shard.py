@@ -21,6 +21,7 @@ from paragrad.techniques.exchange import Replica
 from paragrad.techniques.keeping import attributes, without_place
 from paragrad.techniques.layout import hand_over
 from paragrad.techniques.modes import set_mode
+from paragrad.techniques.served.parcels import parcel_of
 from paragrad.techniques.served.shelf import Shelf
 from paragrad.techniques.served.slicing import Slot, fill, held
 from paragrad.techniques.served.snapshot import Snapshots
@@ -57,6 +58,7 @@ class Shard:
         self.began = attributes(self.optimizer)
         self.clip_norm = replica.clip_norm
         self.trained = [slot for slot in slots if not slot.added]       # they come first
+        self.parcels = [parcel_of(strategy, slot) for slot in slots]
         self.stretches = [each for slot in self.trained for each in slot.stretches]
         self.held = [held(each, names, tensors) for each in self.stretches]
         self.shelf = Shelf([(slot.dtype, slot.elements) for slot in slots], against)

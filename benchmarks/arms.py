@@ -1,0 +1,51 @@
+"""Trainings of one job that differ in one thing, over seeds: what their records say."""
+
+from __future__ import annotations
+
+import math
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from statistics import mean, stdev
+from typing import Any
+
+import paragrad as pg
+
+Arm = Callable[[int], tuple[pg.Job, str]]         # of a seed: what is trained, and under which strategy
+
+
+def trained(arms: Mapping[Any, Arm], seeds: int, read: Callable[[pg.Run], dict[str, Any]],
+            **settings: Any) -> dict[Any, list[dict[str, Any]]]:
+    """What `read` makes of every run, seed by seed, or of one that failed its message; folders go at once, for a run may be
+    large."""
+    found: dict[Any, list[dict[str, Any]]] = {name: [] for name in arms}
+    for seed in range(seeds):
+        for name, arm in arms.items():
+            with tempfile.TemporaryDirectory() as folder:
+                job, text = arm(seed)
+                try:
+                    found[name].append(read(pg.train(job.replace(seed=seed), text, runs=folder, **settings)))
+                except pg.RankFailed as error:
+                    found[name].append({"failed": str(error)})
+            told = ", ".join(f"{what} {value:.5g}" if isinstance(value, float) else f"{what}: {value}"
+                             for what, value in found[name][-1].items() if isinstance(value, float | str))
+            print(f"seed {seed}: {name}: {told}", file=sys.stderr, flush=True)
+    return found
+
+
+def of(found: Mapping[Any, list[dict[str, Any]]], name: Any, what: str) -> list[float]:
+    """One number of every seed of an arm; nan of one that failed."""
+    return [each.get(what, math.nan) for each in found[name]]
+
+
+def spread(values: list[float], digits: int = 2) -> str:
+    """Mean and standard deviation, as a table shows them."""
+    if any(map(math.isnan, values)):
+        return "failed"
+    return f"{mean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
+
+
+def apart(one: list[float], other: list[float]) -> tuple[float, float]:
+    """(difference of the means, its standard error), of independent samples."""
+    error = sum(stdev(each) ** 2 / len(each) for each in (one, other)) ** 0.5 if min(len(one), len(other)) > 1 else math.nan
+    return mean(one) - mean(other), error

@@ -1,0 +1,236 @@
+"""Compressed gradients on four workers: what they cost in accuracy, and what they gain on links.
+
+    python benchmarks/compressed.py --check --data DIR
+    python benchmarks/compressed.py --check --page --data DIR       # the same, written into docs/compression.md
+    python benchmarks/compressed.py --only links --data DIR         # a part: accuracy, correction, links
+
+| figure | bar |
+|---|---|
+| points of accuracy that dgc(0.01), and dgc(0.001), are below dense | at most 0.3, and 0.6 |
+| bytes of a step after warm-up, dense along a ring over theirs | at least 20, and 100 |
+| time of a step of DDP over gloo over dgc(0.001), dgc(0.01), bf16: hosts at 100 Mbit/s | at least 8, 5, 1.8 |
+| the same of the time to 97 %: the best of the compressors | at least 4 |
+
+mnist-mlp of width 1024, batches of 128. Accuracy: ten epochs, three seeds. Correction: top_k(0.001), whose momentum is SGD's
+and comes after it, dgc without masking, without warm-up, and dgc itself, five seeds, and the same of mnist-cnn with its five
+epochs; differences of means with their standard errors. Links: hosts of this machine (root, iproute2) at 100 Mbit/s and at
+1 Gbit/s, and ranks of one host; medians of a step, of whole trainings by their records and of a loop over DDP, in turn; without
+warm-up. The time to 97 % is that of the steps to the first test above it. Nothing else may run beside that part. --quick: one
+seed, two epochs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from arms import Arm, apart, of, spread, trained
+from common import Bench, alternated, between, ratios
+from hosts import Cluster, hosts
+from pages import DOCS, FIGURES, filled, table
+
+import paragrad as pg
+from paragrad.record.record import Record
+from paragrad.verbs.train import train
+
+RANKS, BATCH, GOAL = 4, 128, 97.0
+RING, DENSE = "data(4, reduce=ring)", "data(4, state=replicated)"
+CORRECTED = ("top_k(0.001)", "dgc(0.001, warmup=0, masking=false)", "dgc(0.001, warmup=0)", "dgc(0.001)")
+EVERY = ("bf16", "fp16", "int8", "one_bit", "power_sgd(1)", "power_sgd(4)", "top_k(0.01)", "top_k(0.001)",
+         "dgc(0.01, warmup=0)", "dgc(0.001, warmup=0)")
+DDP = "DDP"
+LINKS = {"100 Mbit/s": 100, "1 Gbit/s": 1000, "one host": None}
+PARTS = ("accuracy", "correction", "links")
+PAGE = DOCS / "compression.md"
+
+
+def compressing(compressor: str) -> str:
+    return f"data({RANKS}, compress={compressor})"
+
+
+def wide() -> pg.Job:
+    return pg.job("mnist-mlp", width=1024)
+
+
+def arm(job: pg.Job, text: str) -> Arm:
+    return lambda seed: (job, text)
+
+
+def read(run: pg.Run) -> dict[str, Any]:
+    """Bytes are those of the rank that sends most."""
+    record = Record(run.folder, spans=False)
+    each = [[sum(kind["bytes"] for kind in line["sent"].values()) for line in record.of("step", rank)] for rank in range(RANKS)]
+    per = max(each, key=sum)
+    tests = [line["test"]["value"] for line in record.of("epoch")]
+    return {"accuracy": run.test, "bytes of a step": median(per[-len(per) // len(tests):]), "bytes": float(sum(per)),
+            "epochs": next((number for number, value in enumerate(tests, 1) if value >= GOAL), None), "steps": len(per),
+            "tests": tests}
+
+
+# ---- accuracy --------------------------------------------------------------------------------------------------------------
+def accuracies(bench: Bench, data: str) -> None:
+    job = wide().replace(epochs=2 if bench.quick else 10)
+    found = trained({"dense": arm(job, RING), **{text: arm(job, compressing(text)) for text in ("dgc(0.01)", "dgc(0.001)")}},
+                    bench.rounds(3, quick=1), read, data=data)
+    bench.measured["accuracy"] = found
+    for text, points, times in (("dgc(0.01)", 0.3, 20), ("dgc(0.001)", 0.6, 100)):
+        lost, _ = apart(of(found, "dense", "accuracy"), of(found, text, "accuracy"))
+        bench.figure(f"points of accuracy, dense over {text}", lost, at_most=points)
+        bench.figure(f"bytes of a step, dense over {text}", ratios(of(found, "dense", "bytes of a step"),
+                                                                   of(found, text, "bytes of a step")), at_least=times)
+        bench.figure(f"bytes of the run, dense over {text}", ratios(of(found, "dense", "bytes"), of(found, text, "bytes")))
+
+
+def corrections(bench: Bench, data: str) -> None:
+    jobs = {"mnist-mlp": wide().replace(epochs=10), "mnist-cnn": pg.job("mnist-cnn")}
+    for name, job in jobs.items():
+        job = job.replace(epochs=2) if bench.quick else job
+        found = trained({"dense": arm(job, DENSE), **{text: arm(job, compressing(text)) for text in CORRECTED}},
+                        bench.rounds(5, quick=1), read, data=data)
+        bench.measured[f"correction, {name}"] = found
+        for text in CORRECTED[1:]:
+            difference, error = apart(of(found, text, "accuracy"), of(found, CORRECTED[0], "accuracy"))
+            bench.figure(f"{name}: points of accuracy, {text} over {CORRECTED[0]}", difference)
+            bench.figure(f"{name}: standard error of that", error)
+
+
+# ---- links -----------------------------------------------------------------------------------------------------------------
+def ours(cluster: Cluster | None, folder: Path, text: str, data: str, steps: int) -> float:
+    """Milliseconds of a step, of a whole training."""
+    place = Path(tempfile.mkdtemp(dir=folder))
+    if cluster is None:
+        train(wide().replace(test=None, metric=None), text, runs=place, limit=steps, data=data, backend="gloo")
+    else:
+        cluster.run([str(Path(__file__).resolve()), "--worker", text, str(place), str(steps)], timeout=900)
+    run, = place.iterdir()
+    return between([line["start"] for line in Record(run).of("step", 0)])
+
+
+def theirs(cluster: Cluster | None, folder: Path, steps: int) -> float:
+    """The same of a loop over DDP."""
+    words = [str(Path(__file__).resolve()), "--worker", DDP, str(folder), str(steps)]
+    if cluster is not None:
+        return float(cluster.run(words, timeout=900)[0].split()[-1])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    said = subprocess.run([*launcher, *words], capture_output=True, text=True, check=True, timeout=900).stdout
+    return float(said.split()[-1])
+
+
+def worker(text: str, folder: str, steps: str) -> None:
+    if text != DDP:
+        train(wide().replace(test=None, metric=None), text, runs=folder, limit=int(steps), data=os.environ["PARAGRAD_DATA"])
+        return
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    from paragrad.jobs.job import opened
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    job, starts = wide(), []
+    samples = opened(job.train, Path(os.environ["PARAGRAD_DATA"]))
+    inputs, targets = (torch.stack([torch.as_tensor(samples[number][place]) for number in range(BATCH)])[dist.get_rank()::RANKS]
+                       for place in (0, 1))
+    model = torch.nn.parallel.DistributedDataParallel(job.built_model())
+    optimizer = job.optimizer(model.parameters())
+    for _ in range(int(steps)):
+        starts.append(time.perf_counter())
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    if dist.get_rank() == 0:
+        print(between(starts))
+    dist.destroy_process_group()
+
+
+def linked(bench: Bench, data: str) -> None:
+    """Times of a step everywhere; steps to the goal, which no link changes, on one host."""
+    goals = trained({text: arm(wide(), compressing(text)) for text in EVERY} | {DDP: arm(wide(), DENSE)}, 1, read, data=data)
+    steps_to = {text: each[0]["steps"] / len(each[0]["tests"]) * each[0]["epochs"] if each[0].get("epochs") else None
+                for text, each in goals.items()}
+    bench.measured |= {"to 97 %": goals, "milliseconds": {}}
+    for name, megabits in LINKS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            def measured(cluster: Cluster | None, steps: int, folder: Path = Path(folder)) -> dict[str, list[float]]:
+                return alternated({DDP: partial(theirs, cluster, folder, steps),
+                                   **{text: partial(ours, cluster, folder, compressing(text), data, steps) for text in EVERY}},
+                                  bench.rounds(3, quick=1))
+            if megabits is None:
+                found = measured(None, 60)
+            else:
+                with hosts(RANKS, megabits=megabits) as cluster:
+                    found = measured(cluster, 20)
+        bench.measured["milliseconds"][name] = found
+        slow = megabits == 100
+        for text, bar in (("dgc(0.001, warmup=0)", 8), ("dgc(0.01, warmup=0)", 5), ("bf16", 1.8)):
+            bench.figure(f"{name}: time of a step, DDP over {text}", ratios(found[DDP], found[text]),
+                         at_least=bar if slow else None)
+        times = {text: median(found[text]) * count for text, count in steps_to.items() if count}
+        best = min((each for each in times if each != DDP), key=lambda each: times[each])
+        bench.figure(f"{name}: time to {GOAL:g} %, DDP over {best}", times[DDP] / times[best], at_least=4 if slow else None)
+        bench.measured[f"seconds to {GOAL:g} %, {name}"] = {text: each / 1e3 for text, each in times.items()}
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------------
+def page(bench: Bench) -> None:
+    bench.keep(FIGURES / f"{'_'.join(['compressed', *(bench.options.only or ())])}.json")
+    text, measured = PAGE.read_text(), bench.measured
+    if "accuracy" in measured:
+        found = measured["accuracy"]
+        text = filled(text, "accuracy", table(["", "accuracy [%]", "bytes of a step", "bytes of the run"], [
+            [f"`{name}`" if "(" in name else name, spread(of(found, name, "accuracy")),
+             f"{median(of(found, name, 'bytes of a step')):,.0f}", f"{median(of(found, name, 'bytes')):,.0f}"]
+            for name in found]))
+    for job in ("mnist-mlp", "mnist-cnn"):
+        if (found := measured.get(f"correction, {job}")) is not None:
+            text = filled(text, f"correction {job}", table(["", "accuracy [%]", f"beside `{CORRECTED[0]}`"], [
+                [f"`{name}`" if "(" in name else name, spread(of(found, name, "accuracy")), beside(found, name)]
+                for name in found]))
+    if "milliseconds" in measured:
+        text = filled(text, "links", table(["", *(f"{name}: ms a step, and s to {GOAL:g} %" for name in LINKS)], [
+            [f"`{each}`" if each != DDP else "DDP over gloo",
+             *(f"{median(measured['milliseconds'][name][each]):.3g}, "
+               + (f"{to:.3g}" if (to := measured[f'seconds to {GOAL:g} %, {name}'].get(each)) else "-") for name in LINKS)]
+            for each in (DDP, *EVERY)]))
+    PAGE.write_text(text)
+
+
+def beside(found: Mapping[str, Any], name: str) -> str:
+    if name == CORRECTED[0]:
+        return ""
+    return "{:+.2f} ± {:.2f}".format(*apart(of(found, name, "accuracy"), of(found, CORRECTED[0], "accuracy")))
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--data", default=os.environ.get("PARAGRAD_DATA"), help="folder of mnist")
+    parser.add_argument("--only", choices=PARTS, action="append", help="this part alone")
+    parser.add_argument("--page", action="store_true", help="write the tables of docs/compression.md, and its figures")
+
+
+def main() -> None:
+    bench = Bench(__doc__, options)
+    if bench.options.worker:
+        worker(*bench.options.worker)
+        return
+    os.environ["PARAGRAD_DATA"] = data = str(Path(bench.options.data).resolve())
+    for name, part in zip(PARTS, (accuracies, corrections, linked), strict=True):
+        if name in (bench.options.only or PARTS):
+            part(bench, data)
+    if bench.options.page:
+        page(bench)
+    bench.finish()
+
+
+if __name__ == "__main__":
+    main()

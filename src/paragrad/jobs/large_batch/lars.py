@@ -1,0 +1,61 @@
+"""LARS: a learning rate for every layer, so that none is moved by much more of its length than another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Lars(Optimizer):
+    """Layer-wise adaptive rate scaling (You, Gitman, Ginsburg 2017, arXiv 1708.03888, algorithm 1): SGD with momentum, in which
+    a parameter w with gradient g has a rate of its own,
+
+        local = trust |w| / (|g| + weight_decay |w|)            1 where |w| or |g| is 0
+        v     = momentum v + lr local (g + weight_decay w)
+        w     = w - v
+
+    lr: the global rate, of which schedulers speak;  trust: how much of its length a layer may move at lr 1;  adapted: False in
+    a group whose parameters take lr as it is (local = 1): those of one dimension (biases, norms), as later papers have it.
+
+    v holds rates, unlike the buffer of torch's SGD, so a rate that changes needs Goyal's correction (arXiv 1706.02677, section
+    3, remark 3): v is multiplied by lr over that of the step before. It is kept as v / lr, which is the same and knows no step
+    before. The norms are those of whole tensors: under state=sharded, shared_memory or cut models each tensor is one rank's, or
+    the strategy refuses. Raises ValueError.
+    """
+
+    def __init__(self, params: Any, lr: float, momentum: float = 0.9, weight_decay: float = 0.0, trust: float = 0.001,
+                 adapted: bool = True) -> None:
+        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay), ("trust", trust)):
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"{name} must be a number from 0, got {value}")
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust,
+                                  "adapted": adapted})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:         # type: ignore[override]
+        """One update. closure: makes the loss anew, as torch's optimizers take it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        return loss
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        decay, state = group["weight_decay"], self.state[parameter]
+        move = parameter.grad.add(parameter, alpha=decay) if decay else parameter.grad.clone()     # type: ignore[union-attr]
+        if group["adapted"]:
+            length, slope = torch.linalg.vector_norm(parameter), torch.linalg.vector_norm(parameter.grad)
+            local = group["trust"] * length / (slope + decay * length)
+            move.mul_(torch.where((length > 0) & (slope > 0), local, 1.0))
+        if group["momentum"]:
+            if "velocity" not in state:
+                state["velocity"] = torch.zeros_like(parameter)
+            move = state["velocity"].mul_(group["momentum"]).add_(move)
+        parameter.sub_(group["lr"] * move)

@@ -1,0 +1,50 @@
+"""What compressing costs on this machine: measured, by what a step does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+from paragrad.strategies.compressors import Compressor
+from paragrad.techniques.compression.codec import codec_of
+from paragrad.techniques.compression.feedback import Corrected, Feedback, Nothing
+
+
+def steps_of(compressor: Compressor, shape: Sequence[int]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """(a gradient is added to what waits, compressed, and what was sent taken out; what the payload stands for is added to a
+    sum), of random numbers of a shape. The second needs the first once."""
+    generator = torch.Generator().manual_seed(0)
+    gradient, codec = torch.randn(*shape, generator=generator), codec_of(compressor, shape)
+    feedback = Corrected(lambda name: (0.9, False)) if compressor.name == "dgc" else (
+        Feedback() if compressor.feedback else Nothing())
+    total, last = torch.zeros(gradient.numel()), list[Any]()
+
+    def compress() -> None:
+        vector = feedback.compensated("w", gradient, 0.5)
+        agreed = codec.asks(vector)
+        last[:] = codec.compress(vector, agreed), agreed
+        feedback.sent("w", codec, last[0], agreed)
+
+    def extract() -> None:
+        codec.add(last[0], total, last[1])
+    return compress, extract
+
+
+def cost_of(compressor: Compressor, shape: Sequence[int], times: int = 9) -> tuple[float, float]:
+    """Seconds of the two, on one thread: medians of some."""
+    before, steps = torch.get_num_threads(), steps_of(compressor, shape)
+    torch.set_num_threads(1)
+    try:
+        return tuple(median(_timed(step) for _ in range(times)) for step in steps)     # type: ignore[return-value]
+    finally:
+        torch.set_num_threads(before)
+
+
+def _timed(step: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start

@@ -1,0 +1,26 @@
+"""When does compressing pay, by what it costs on this machine? `paragrad simulate` of a strategy that compresses."""
+
+from __future__ import annotations
+
+from paragrad.errors import Refused
+from paragrad.planner.compressing import ELEMENT, Compressing, compressing, square
+from paragrad.players.machine import Machine
+from paragrad.strategies.compressors import Compressor
+from paragrad.strategies.strategy import Here, Strategy
+from paragrad.strategies.table import resolve
+from paragrad.techniques.compression.cost import cost_of
+
+MOST = 1 << 22          # elements that are compressed to see what it costs
+
+
+def pays(chosen: Strategy, compressor: Compressor, size: int, machine: Machine, link: str | None = None) -> Compressing:
+    """The exchange of a strategy with its compressor, which is tried on a vector of that size, or of 16 MiB where it is longer.
+    Raises Refused."""
+    if chosen.workers == "auto" or chosen.servers:
+        raise Refused(f"{chosen}: say how many workers exchange, for example data(4, compress={compressor})")
+    resolved = resolve(chosen, Here())
+    elements = max(1, min(MOST, size // ELEMENT))
+    shape = square(elements) if compressor.sums else (elements,)
+    compress, extract = (each / (ELEMENT * shape[0] * shape[-1] if compressor.sums else ELEMENT * elements)
+                         for each in cost_of(compressor, shape))
+    return compressing(resolved, compressor, int(resolved.workers), size, machine, (compress, extract), link)

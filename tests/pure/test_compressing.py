@@ -1,0 +1,87 @@
+"""When compressing pays: by closed form, worked by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paragrad.errors import Refused
+from paragrad.planner.compressing import compressing, root, square
+from paragrad.players.machine import Link, Machine
+from paragrad.strategies.compressors import compressor_of
+from paragrad.strategies.table import strategy
+
+MACHINE = Machine({"gloo": Link(alpha=1e-4, beta=1e-8)}, gamma=1e-10, cores=1, measured="by hand")
+MB = 1_000_000
+
+
+def priced(text: str, size: int = 4 * MB, costs: tuple[float, float] = (1e-10, 1e-11), beta: float = 1e-8):  # type: ignore[no-untyped-def]
+    chosen = strategy(text)
+    compressor = compressor_of(chosen)
+    assert compressor is not None
+    machine = replace(MACHINE, links={"gloo": Link(alpha=1e-4, beta=beta)})
+    return compressing(chosen, compressor, int(chosen.workers), size, machine, costs)
+
+
+def test_what_goes_to_all() -> None:
+    """4 ranks, 4 MB, a hundredth of the entries with an index each: 80,000 bytes to each of three others."""
+    found = priced("data(4, compress=top_k(0.01))")
+    assert found.payload == 80_000
+    assert not found.whole
+    assert found.plain == pytest.approx(6 * 1e-4 + 1.5 * 4e6 * 1e-8 + 0.75 * 4e6 * 1e-10)
+    assert found.exchange == pytest.approx(3 * (1e-4 + 80_000 * 1e-8))
+    assert found.compute == pytest.approx(4e6 * (1e-10 + 4 * 1e-11))
+    assert found.pays
+
+
+def test_what_adds_up_travels_along_the_all_reduce() -> None:
+    found = priced("data(4, reduce=ring, compress=bf16)")
+    assert found.payload == 2 * MB
+    assert found.exchange == pytest.approx(6 * 1e-4 + 1.5 * 2e6 * 1e-8 + 0.75 * 2e6 * 1e-10)
+    assert found.compute == pytest.approx(4e6 * 1.1e-10)
+    matrix = priced("data(4, compress=power_sgd(1))", size=4 * MB)
+    assert matrix.payload == 4 * 2 * 1000                   # a square matrix of a million
+    assert matrix.exchange == pytest.approx(2 * (6 * 1e-4 + 1.5 * 4000 * 1e-8 + 0.75 * 4000 * 1e-10))
+
+
+def test_where_all_would_send_more_than_whole_vectors_these_are_sent() -> None:
+    """r p is the ratio on the wire: of a hundredth, 100 ranks send as much as of all."""
+    assert not priced("data(90, compress=top_k(0.01))").whole
+    found = priced("data(110, compress=top_k(0.01))")
+    assert found.whole
+    assert found.exchange == found.plain
+    assert not found.pays
+
+
+@pytest.mark.parametrize("text", ["data(4, compress=top_k(0.01))", "data(4, compress=int8)", "data(16, compress=bf16)",
+                                  "data(64, compress=dgc(0.001))", "data(8, compress=power_sgd(4))"])
+def test_on_this_side_of_the_bandwidth_it_pays_and_on_the_other_it_does_not(text: str) -> None:
+    found = priced(text, costs=(2e-9, 5e-10))
+    assert 0 < found.bandwidth < float("inf")
+    assert priced(text, costs=(2e-9, 5e-10), beta=1.02 / found.bandwidth).pays
+    assert not priced(text, costs=(2e-9, 5e-10), beta=0.98 / found.bandwidth).pays
+
+
+def test_from_some_length_on_it_pays_on_this_link() -> None:
+    """Of what is sent in two rounds where one would do, what is saved has to be worth a round."""
+    found = priced("data(4, compress=power_sgd(1))", costs=(1e-10, 1e-10))
+    assert 0 < found.shortest < 4 * MB
+    assert priced("data(4, compress=power_sgd(1))", int(2 * found.shortest), (1e-10, 1e-10)).pays
+    assert priced("data(4, compress=top_k(0.01))", costs=(1e-7, 1e-7)).shortest == float("inf")
+
+
+@pytest.mark.parametrize(("text", "size", "said"), [
+    ("data(4, compress=threshold(0.1))", MB, "how much threshold(0.1) sends depends on the gradients"),
+    ("data(4, compress=int8)", 3, "less than one number")])
+def test_what_cannot_be_priced_is_refused(text: str, size: int, said: str) -> None:
+    with pytest.raises(Refused, match=said.replace("(", "\\(").replace(")", "\\)")):
+        priced(text, size)
+
+
+def test_roots_and_squares() -> None:
+    assert root(lambda x: x - 3, 10.0) == 3
+    assert root(lambda x: x + 1, 10.0) == 0
+    assert root(lambda x: -1.0, 10.0) == float("inf")
+    assert square(1_000_000) == (1000, 1000)
+    assert square(10) == (3, 3)
