@@ -22,7 +22,7 @@ from paragrad.world.generators import generator_states, generators_kept
 LOOKED_AT = 8                       # samples by whose loss a training is known
 LOSS_BEFORE = "loss before training"
 SAME_LOSS = 1e-4                    # relative: sums in another order, by another processor, are closer
-SINCE = {"model", "loss", LOSS_BEFORE, "noise_scale"}          # what earlier versions did not save
+SINCE = {"model", "loss", LOSS_BEFORE}          # what earlier versions did not save
 
 
 def beginning(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:

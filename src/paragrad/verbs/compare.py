@@ -119,7 +119,8 @@ def identity(row: Admitted, how: Settings) -> Line:
     """What must be equal where a comparison goes on."""
     job, facts = row.job, row.facts
     return {**identity_of(job, facts), "epochs": job.epochs, "metric": job.metric_name, "test samples": facts.test_samples,
-            **{name: str(value) for name, value in vars(how).items() if name not in ("until", "data", "memory")}}
+            **{name: str(value) for name, value in vars(how).items() if name not in ("until", "data", "memory") and (
+                name != "noise_scale" or value is not None)}}       # which earlier versions did not know
 
 
 def _named(value: Any) -> str:
