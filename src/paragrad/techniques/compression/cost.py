@@ -8,15 +8,16 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paragrad.strategies.compressors import Compressor
 from paragrad.techniques.compression.codec import codec_of
 from paragrad.techniques.compression.feedback import Corrected, Feedback, Nothing
 
 
-def steps_of(compressor: Compressor, shape: Sequence[int]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def steps_of(compressor: Compressor, shape: Sequence[int]) -> tuple[Callable[[], Any], Callable[..., Any]]:
     """(a gradient is added to what waits, compressed, and what was sent taken out; what the payload stands for is added to a
-    sum), of random numbers of a shape. The second needs the first once."""
+    sum, or another flat vector), of random numbers of a shape. The second needs the first once."""
     generator = torch.Generator().manual_seed(0)
     gradient, codec = torch.randn(*shape, generator=generator), codec_of(compressor, shape)
     feedback = Corrected(lambda name: (0.9, False)) if compressor.name == "dgc" else (
@@ -29,8 +30,8 @@ def steps_of(compressor: Compressor, shape: Sequence[int]) -> tuple[Callable[[],
         last[:] = codec.compress(vector, agreed), agreed
         feedback.sent("w", codec, last[0], agreed)
 
-    def extract() -> None:
-        codec.add(last[0], total, last[1])
+    def extract(into: Tensor = total) -> None:
+        codec.add(last[0], into, last[1])
     return compress, extract
 
 
