@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from functools import partial
@@ -36,6 +35,8 @@ from arms import Arm, apart, of, spread, trained
 from common import Bench, alternated, between, ratios
 from hosts import Cluster, hosts
 from pages import DOCS, FIGURES, filled, table
+from trainings import of_ddp
+from workers import TORCHRUN
 
 import paragrad as pg
 from paragrad.record.record import Record
@@ -119,8 +120,7 @@ def theirs(cluster: Cluster | None, folder: Path, steps: int) -> float:
     words = [str(Path(__file__).resolve()), "--worker", DDP, str(folder), str(steps)]
     if cluster is not None:
         return float(cluster.run(words, timeout=900)[0].split()[-1])
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    said = subprocess.run([*launcher, *words], capture_output=True, text=True, check=True, timeout=900).stdout
+    said = subprocess.run([*TORCHRUN, str(RANKS), *words], capture_output=True, text=True, check=True, timeout=900).stdout
     return float(said.split()[-1])
 
 
@@ -128,29 +128,8 @@ def worker(text: str, folder: str, steps: str) -> None:
     if text != DDP:
         train(wide().replace(test=None, metric=None), text, runs=folder, limit=int(steps), data=os.environ["PARAGRAD_DATA"])
         return
-    import time
-
-    import torch
-    import torch.distributed as dist
-
-    from paragrad.jobs.job import opened
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    job, starts = wide(), []
-    samples = opened(job.train, Path(os.environ["PARAGRAD_DATA"]))
-    inputs, targets = (torch.stack([torch.as_tensor(samples[number][place]) for number in range(BATCH)])[dist.get_rank()::RANKS]
-                       for place in (0, 1))
-    model = torch.nn.parallel.DistributedDataParallel(job.built_model())
-    optimizer = job.optimizer(model.parameters())
-    for _ in range(int(steps)):
-        starts.append(time.perf_counter())
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
-    if dist.get_rank() == 0:
-        print(between(starts))
-    dist.destroy_process_group()
+    starts = of_ddp(wide(), BATCH, int(steps), Path(os.environ["PARAGRAD_DATA"]))
+    print(between(starts))
 
 
 def linked(bench: Bench, data: str) -> None:

@@ -19,19 +19,16 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 
-import torch
-import torch.distributed as dist
 from common import Bench, alternated, between, ratios
 from hosts import Cluster, hosts
 from pages import DOCS, FIGURES, filled, table
+from trainings import of_ddp
 
 import paragrad as pg
-from paragrad.jobs.job import opened
 from paragrad.record.record import Record
 from paragrad.verbs.train import train
 
@@ -66,22 +63,7 @@ def worker(kind: str, folder: str, steps: str) -> None:
     if kind == "ours":
         train(wide(), LOCAL, runs=folder, limit=int(steps), data=os.environ["PARAGRAD_DATA"])
         return
-    dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    job, starts = wide(), []
-    inputs, targets = zip(*(opened(job.train, Path(os.environ["PARAGRAD_DATA"]))[number] for number in range(BATCH)),
-                          strict=True)
-    inputs, targets = torch.stack(inputs)[dist.get_rank()::RANKS], torch.as_tensor(targets)[dist.get_rank()::RANKS]
-    model = torch.nn.parallel.DistributedDataParallel(job.built_model())
-    optimizer = job.optimizer(model.parameters())
-    for _ in range(int(steps)):
-        starts.append(time.perf_counter())
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
-    if dist.get_rank() == 0:
-        print(1000 * BATCH / between(starts))
-    dist.destroy_process_group()
+    print(1000 * BATCH / between(of_ddp(wide(), BATCH, int(steps), Path(os.environ["PARAGRAD_DATA"]))))
 
 
 # ---- on one host -----------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from workers import Workers, serve
 
 import paragrad as pg
+from paragrad.jobs.job import opened
 from paragrad.record.record import lines_of
 from paragrad.training.admission import admitted
 from paragrad.training.settings import Settings
@@ -47,6 +48,26 @@ def ours(ranks: Ranks, strategy: str, setting: Setting, folder: Path,
 
 def theirs(workers: Workers, setting: Setting) -> Callable[[], float]:
     return lambda: between(workers.ask(setting)[0])
+
+
+def of_ddp(job: pg.Job, batch: int, steps: int, data: Path) -> list[float]:
+    """In a rank that torchrun started: when each step of a plain loop over DDP on gloo began, on parts of a job's first
+    samples."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    samples = opened(job.train, data)
+    inputs, targets = (torch.stack([torch.as_tensor(samples[number][place]) for number in range(batch)])
+                       [dist.get_rank()::dist.get_world_size()] for place in (0, 1))
+    model = nn.parallel.DistributedDataParallel(job.built_model())
+    optimizer, starts = job.optimizer(model.parameters()), list[float]()
+    for _ in range(steps):
+        starts.append(time.perf_counter())
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    dist.destroy_process_group()
+    return starts
 
 
 # ---- in a rank of a peer -------------------------------------------------------------------------------------------------

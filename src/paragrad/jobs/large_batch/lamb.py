@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+
+from paragrad.jobs.large_batch.layered import Layered
 
 
-class Lamb(Optimizer):
+class Lamb(Layered):
     """Layer-wise adaptive moments for batch training (You et al. 2020, arXiv 1904.00962, algorithm 2). In step t, for a
     parameter w with gradient g,
 
@@ -24,30 +25,13 @@ class Lamb(Optimizer):
 
     def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-6,
                  weight_decay: float = 0.0, adapted: bool = True) -> None:
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not 0 <= value < float("inf"):
-                raise ValueError(f"{name} must be a number from 0, got {value}")
         if len(betas) != 2 or not all(0 <= each < 1 for each in betas):
             raise ValueError(f"betas must be two numbers from 0 and below 1, got {betas}")
-        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay,
-                                  "adapted": adapted})
+        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay}, betas=tuple(betas), adapted=adapted)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:         # type: ignore[override]
-        """One update. closure: makes the loss anew, as torch's optimizers take it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-        return loss
-
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         first, second = group["betas"]
-        state, gradient = self.state[parameter], parameter.grad
+        state = self.state[parameter]
         if not state:
             state.update(step=0, mean=torch.zeros_like(parameter), square=torch.zeros_like(parameter))
         state["step"] += 1

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+
+from paragrad.jobs.large_batch.layered import Layered
 
 
-class Lars(Optimizer):
+class Lars(Layered):
     """Layer-wise adaptive rate scaling (You, Gitman, Ginsburg 2017, arXiv 1708.03888, algorithm 1): SGD with momentum, in which
     a parameter w with gradient g has a rate of its own,
 
@@ -28,30 +29,14 @@ class Lars(Optimizer):
 
     def __init__(self, params: Any, lr: float, momentum: float = 0.9, weight_decay: float = 0.0, trust: float = 0.001,
                  adapted: bool = True) -> None:
-        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay), ("trust", trust)):
-            if not 0 <= value < float("inf"):
-                raise ValueError(f"{name} must be a number from 0, got {value}")
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust,
-                                  "adapted": adapted})
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust},
+                         adapted=adapted)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:         # type: ignore[override]
-        """One update. closure: makes the loss anew, as torch's optimizers take it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-        return loss
-
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         decay, state = group["weight_decay"], self.state[parameter]
-        move = parameter.grad.add(parameter, alpha=decay) if decay else parameter.grad.clone()     # type: ignore[union-attr]
+        move = gradient.add(parameter, alpha=decay) if decay else gradient.clone()
         if group["adapted"]:
-            length, slope = torch.linalg.vector_norm(parameter), torch.linalg.vector_norm(parameter.grad)
+            length, slope = torch.linalg.vector_norm(parameter), torch.linalg.vector_norm(gradient)
             local = group["trust"] * length / (slope + decay * length)
             move.mul_(torch.where((length > 0) & (slope > 0), local, 1.0))
         if group["momentum"]:

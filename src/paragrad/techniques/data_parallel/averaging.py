@@ -17,7 +17,7 @@ they meet, in that step, or when they test, in the one after it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ class Averaging(OwnBuckets):
         self.said = Said(log)
         self.begun: Before | None = Before(self.summed)         # until it is told what forwards change in Python
         self.compression = None if strategy.compress is None else Compression(
-            strategy.compress, world, self._sum, seed=replica.seed, log=log,
+            strategy.compress, world, lambda vector, kind: self._send(vector), seed=replica.seed, log=log,
             count=lambda kind, sent: self.count(WEIGHTS, sent, computed=True))
         self._met()
         self.over = False                           # all replicas are what it stands for, for good
@@ -204,11 +204,6 @@ class Averaging(OwnBuckets):
                  for name, each in self.compression.finish(bucket).items()}
         found |= self._summed({name: each for name, each in moved.items() if name not in found}, scale)
         return {name: common[name] + each for name, each in found.items()}
-
-    def _sum(self, vector: Tensor, kind: str) -> Callable[[], Tensor]:
-        """Begin to sum a vector over ranks; waits for it."""
-        self._send(vector)
-        return self.sending[-1].future.wait
 
     def _told(self, kind: str, others: dict[str, Tensor]) -> tuple[list[float], list[str]]:
         """(samples of each replica since they met, names of what else any of them changed); of the wish to stop all hear.

@@ -9,7 +9,7 @@ parameters have a gradient at all, travel in a message of their own: a part of a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -34,11 +34,13 @@ class Sending(Queued):
         super().__init__(replica, world, log, how, algorithm)
         self.sending: list[Bucket] = []
 
-    def _send(self, vector: Tensor) -> None:
+    def _send(self, vector: Tensor) -> Callable[[], Tensor]:
+        """Begin to sum a vector over ranks, in their order along the all-reduce; waits for it."""
         bucket = waiting_bucket(len(self.sending), vector)
         self.largest = max(self.largest, vector.nbytes)
         self.sending.append(bucket)
         self.queue.put(bucket)
+        return bucket.future.wait
 
     def _summed(self, tensors: Mapping[str, Tensor], share: float = 1.0, total: float = 1.0) -> dict[str, Tensor]:
         """The sum of each over ranks, of which this one's counts `share`, divided by `total`; in float32 or finer.
