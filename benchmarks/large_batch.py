@@ -49,7 +49,7 @@ def arm(batch: int, rule: str, epochs: int, text: str = "serial") -> Arm:
 
 def read(run: pg.Run) -> dict[str, Any]:
     return {"accuracy": run.test, "steps": float(len(run.losses)), "seconds": run.end["seconds"],
-            "noise": [(each.step, each.scale) for each in noise_of(run.steps())][::50]}
+            "noise": [(each.step, each.scale) for each in noise_of(run.steps()) if each.scale][::-50][::-1]}
 
 
 def options(parser: argparse.ArgumentParser) -> None:

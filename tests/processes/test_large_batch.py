@@ -20,6 +20,7 @@ import paragrad as pg
 from paragrad.jobs.large_batch import Lamb, Lars, Scaled
 from paragrad.record.noise_scale import measured, noise_of
 from paragrad.record.record import Record
+from paragrad.report import listing
 from paragrad.training.admission import admitted
 from paragrad.training.settings import Settings
 from paragrad.training.trainer import Trainer
@@ -337,9 +338,30 @@ def test_unequal_shares_count_by_the_harmonic_mean() -> None:
     lines = [{"noise": [9.0, 1.0, 3.5], "loss": [0.0, 1.0]}, {"noise": [3.0, 3.0, 3.5], "loss": [0.0, 3.0]}]
     found = measured(lines)
     assert found is not None
-    assert found == pytest.approx((2.5 / (1 / 1.5 - 1 / 4), (4 * 3.5 - 1.5 * 6) / 2.5))
+    assert found == pytest.approx((2.5 / (1 / 1.5 - 1 / 4), (4 * 3.5 - 1.5 * 6) / 2.5, 4))
     assert measured([{"noise": [9.0, 4.0, 3.5], "loss": [0.0, 4.0]}]) is None       # one part of one
     assert measured([{"noise": None, "loss": [0.0, 4.0]}]) is None
+
+
+def test_of_tokens_it_is_judged_beside_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was printed beside the batch, in sequences: a batch 64 times as large as the useful one was called too small."""
+    made = pg.Job(name="tokens", model=lambda: nn.Linear(10, 10), loss=lambda output, target: (
+        (output - target).square().sum(), output.numel()), optimizer=plain, train=TensorDataset(
+            numbers(64, 10, seed=1), numbers(64, 10, seed=2)), batch=16, epochs=1)
+    run = pg.train(made, "data(2)", runs=tmp_path, noise_scale=1)
+    assert run.noise is not None
+    assert run.noise.batch == 160
+    listing.run(run, False)
+    assert "this one weighs 160" in capsys.readouterr().out
+    assert pg.train(made.replace(epochs=2), "data(2)", runs=tmp_path, noise_scale=1, resume=pg.train(
+        made.replace(epochs=2), "data(2)", runs=tmp_path, noise_scale=1, limit=4, save=4).folder).noise.count == 8         # type: ignore[union-attr]
+
+
+def test_lamb_refuses_complex_numbers() -> None:
+    parameter = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(ValueError, match="complex"):
+        Lamb([parameter]).step()
 
 
 def test_it_is_on_the_page_and_printed(tmp_path: Path) -> None:

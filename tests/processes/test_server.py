@@ -623,7 +623,10 @@ def test_a_push_that_is_no_parcel_is_refused() -> None:
     parcel = parcel_of(chosen, slot)
     assert parcel is not None
     vector = torch.arange(60.0, dtype=torch.float64)
-    assert parcel.sent(vector, 1, 2) == parcel.sent(vector, 1, 2)
+    other: Any = pg.strategy("server(2, compress=int8)")
+    drawn, many = parcel_of(other, Slot(torch.float32, (Stretch(0, 0, 3000),))), torch.randn(3000)
+    assert drawn is not None
+    assert drawn.sent(many, 1, 2) == drawn.sent(many, 1, 2) != drawn.sent(many, 1, 3)
     assert torch.equal(parcel.came(parcel.sent(vector)), vector)
     with pytest.raises(Unfit, match="119 bytes, where what stands for this vector has 120"):
         parcel.came(memoryview(bytes(119)))

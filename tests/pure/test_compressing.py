@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from paragrad.errors import Refused
-from paragrad.planner.compressing import compressing, root, square
+from paragrad.planner.compressing import compressing, root, shortest, square
 from paragrad.players.machine import Link, Machine
 from paragrad.strategies.compressors import compressor_of
 from paragrad.strategies.table import strategy
@@ -66,14 +66,17 @@ def test_on_this_side_of_the_bandwidth_it_pays_and_on_the_other_it_does_not(text
 def test_from_some_length_on_it_pays_on_this_link() -> None:
     """Of what is sent in two rounds where one would do, what is saved has to be worth a round."""
     found = priced("data(4, compress=power_sgd(1))", costs=(1e-10, 1e-10))
-    assert 0 < found.shortest < 4 * MB
-    assert priced("data(4, compress=power_sgd(1))", int(2 * found.shortest), (1e-10, 1e-10)).pays
+    assert 4 * 2048 < found.shortest < 4 * MB
+    assert priced("data(4, compress=power_sgd(1))", int(1.01 * found.shortest), (1e-10, 1e-10)).pays
+    assert not priced("data(4, compress=power_sgd(1))", int(0.99 * found.shortest), (1e-10, 1e-10)).pays
+    assert priced("data(4, compress=top_k(0.01))").shortest >= 4 * 2048         # shorter ones are sent as they are
     assert priced("data(4, compress=top_k(0.01))", costs=(1e-7, 1e-7)).shortest == float("inf")
 
 
 @pytest.mark.parametrize(("text", "size", "said"), [
     ("data(4, compress=threshold(0.1))", MB, "how much threshold(0.1) sends depends on the gradients"),
-    ("data(4, compress=int8)", 3, "less than one number")])
+    ("data(4, compress=int8)", 3, "less than one number"),
+    ("data(4, compress=int8)", 4096, "sends a vector of 1024 numbers as it is")])
 def test_what_cannot_be_priced_is_refused(text: str, size: int, said: str) -> None:
     with pytest.raises(Refused, match=said.replace("(", "\\(").replace(")", "\\)")):
         priced(text, size)
@@ -83,5 +86,6 @@ def test_roots_and_squares() -> None:
     assert root(lambda x: x - 3, 10.0) == 3
     assert root(lambda x: x + 1, 10.0) == 0
     assert root(lambda x: -1.0, 10.0) == float("inf")
+    assert shortest(lambda length: length >= 12_340) == 12_340
     assert square(1_000_000) == (1000, 1000)
     assert square(10) == (3, 3)

@@ -6,7 +6,8 @@ With p ranks, vectors of n bytes, m bytes that stand for one, and links of alpha
     adds up      the all-reduce of m bytes
     to all       (p-1) (alpha + m beta); where that is no less than plain sends, whole vectors of what they stand for
 
-All are lines in beta and in n, so there is one bandwidth below which it pays, and one length. Most published set-ups are on the
+All are lines in beta, so there is one bandwidth below which it pays; and grow with n faster than what is sent, so there is one
+length. Most published set-ups are on the
 other side of it (Agarwal et al. 2022, arXiv 2103.00543). Under `data(n)` a plain exchange may hide behind backward, too, and a
 compressed one begins after it: on a link that is fast enough for that this counts for the plain one.
 """
@@ -27,6 +28,7 @@ from paragrad.strategies.compressors import Compressor
 from paragrad.strategies.strategy import Strategy
 
 ELEMENT = 4             # bytes
+LONGEST = 1 << 40       # bytes
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ def compressing(strategy: Strategy, compressor: Compressor, workers: int, size: 
         raise Refused(f"--bytes {size} is less than one number, which has {ELEMENT} bytes; give more")
     if type(compressor).sends is Compressor.sends:
         raise Refused(f"{strategy}: how much {compressor} sends depends on the gradients; simulate top_k(0.01) in its place")
+    if not compressor.compresses(shape_of(compressor, size)):
+        raise Refused(f"{strategy}: {compressor} sends a vector of {size // ELEMENT} numbers as it is; give more")
     try:
         price(schedule, workers, 1)
     except LookupError as error:
@@ -73,7 +77,7 @@ def compressing(strategy: Strategy, compressor: Compressor, workers: int, size: 
         """(bytes that stand for a vector, are whole ones sent, seconds of the plain exchange, of the other, of computing)."""
         at = replace(cluster.link, beta=beta, points=())
         elements = int(length) // ELEMENT
-        payload = compressor.sends(square(elements) if compressor.sums else (elements,), ELEMENT)
+        payload = compressor.sends(shape_of(compressor, length), ELEMENT)
         plain = price(schedule, workers, elements)
         dense = plain.seconds(at, cluster.gamma, ELEMENT)
         if compressor.sums:
@@ -91,7 +95,8 @@ def compressing(strategy: Strategy, compressor: Compressor, workers: int, size: 
     slowest = root(lambda beta: gained(size, beta), 1.0)
     return Compressing(strategy, workers, size, machine, cluster, str(schedule), payload, whole, dense, other, computed,
                        1 / slowest if slowest else float("inf"),
-                       root(lambda length: gained(length, cluster.link.beta), float(max(size, 1 << 30))))
+                       shortest(lambda length: compressor.compresses(shape_of(compressor, length))
+                                and gained(length, cluster.link.beta) > 0))
 
 
 def root(line: Callable[[float], float], far: float) -> float:
@@ -100,6 +105,23 @@ def root(line: Callable[[float], float], far: float) -> float:
     if last <= 0:
         return float("inf")
     return 0.0 if first >= 0 else far * first / (first - last)
+
+
+def shortest(pays: Callable[[float], bool]) -> float:
+    """The length in bytes from which on it pays, to an element; inf: up to LONGEST it does not."""
+    short, long = 0, LONGEST // ELEMENT
+    if not pays(LONGEST):
+        return float("inf")
+    while long - short > 1:
+        middle = (short + long) // 2
+        short, long = (short, middle) if pays(ELEMENT * middle) else (middle, long)
+    return float(ELEMENT * long)
+
+
+def shape_of(compressor: Compressor, length: float) -> tuple[int, ...]:
+    """Of a vector of so many bytes, as it is compressed."""
+    elements = int(length) // ELEMENT
+    return square(elements) if compressor.sums else (elements,)
 
 
 def square(elements: int) -> tuple[int, int]:

@@ -22,20 +22,22 @@ KEPT = 0.99             # of what was smoothed, with each measurement
 
 @dataclass(frozen=True)
 class Noise:
-    """After a step: tr(S) and |G|^2, smoothed, and how many measurements are in them."""
+    """After a step: tr(S) and |G|^2, smoothed, how many measurements are in them, and what a whole batch weighs, in what the
+    loss counts (samples, tokens, elements of a mean): the mean of the measured ones."""
     step: int
     trace: float
     signal: float
     count: int
+    batch: float
 
     @property
     def scale(self) -> float | None:
-        """B_simple, or None where the gradient is lost in its noise."""
+        """B_simple, or None where one of the two is lost beside the other."""
         return self.trace / self.signal if self.signal > 0 and self.trace >= 0 else None
 
 
-def measured(lines: Iterable[dict[str, Any]]) -> tuple[float, float] | None:
-    """(tr(S), |G|^2) of one step, from the lines of all ranks; None where it was not measured."""
+def measured(lines: Iterable[dict[str, Any]]) -> tuple[float, float, float] | None:
+    """(tr(S), |G|^2, what the batch weighs) of one step, from the lines of all ranks; None where it was not measured."""
     told = list(lines)
     parts = [line["noise"] for line in told if line.get("noise")]
     if not parts:
@@ -45,15 +47,15 @@ def measured(lines: Iterable[dict[str, Any]]) -> tuple[float, float] | None:
     every = sum(line["loss"][1] for line in told)
     if few >= every:                                    # a batch of one part
         return None
-    return (short - whole) / (1 / few - 1 / every), (every * whole - few * short) / (every - few)
+    return (short - whole) / (1 / few - 1 / every), (every * whole - few * short) / (every - few), every
 
 
 def noise_of(steps: Iterable[list[dict[str, Any]]], kept: float = KEPT) -> Iterator[Noise]:
     """After every step that was measured. steps: of each the lines of all ranks;  kept: 1: the mean of all so far."""
-    trace = signal = total = 0.0
+    trace = signal = total = weight = 0.0
     count = 0
     for lines in steps:
         if (found := measured(lines)) is not None:
             trace, signal, total = kept * trace + found[0], kept * signal + found[1], kept * total + 1
-            count += 1
-            yield Noise(lines[0]["step"], trace / total, signal / total, count)
+            count, weight = count + 1, weight + found[2]
+            yield Noise(lines[0]["step"], trace / total, signal / total, count, weight / count)

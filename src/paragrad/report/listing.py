@@ -65,9 +65,10 @@ def noise(run: Run) -> str | None:
     if run.noise is None:
         return "not measured: no step had a gradient of a part and of all"
     if run.noise.scale is None:
-        return f"the gradient is lost in its noise after {run.noise.count} measurements; measure more steps"
-    return (f"{run.noise.scale:.4g}: a larger batch than that is hardly useful, and this one is {run.header['job']['batch']} "
-            f"(smoothed over {run.noise.count} measurements)")
+        lost = "noise is lost beside the gradient" if run.noise.trace < 0 else "gradient is lost in its noise"
+        return f"the {lost} after {run.noise.count} measurements; measure more steps"
+    return (f"{run.noise.scale:.4g}: a batch that weighs more than that is hardly useful, and this one weighs "
+            f"{run.noise.batch:.4g} (in what the loss counts; smoothed over {run.noise.count} measurements)")
 
 
 def _whose(run: Record) -> str:

@@ -59,7 +59,10 @@ class Run(Record):
     @cached_property
     def noise(self) -> Noise | None:
         """Its gradient noise scale after the last step in which it was measured."""
-        return next(iter(deque(noise_of(self.steps()), maxlen=1)), None)
+        found: dict[int, list[Line]] = {}
+        for line in self.used():
+            found.setdefault(line["step"], []).append(line)
+        return next(iter(deque(noise_of(lines for _, lines in sorted(found.items())), maxlen=1)), None)
 
     @property
     def first_step(self) -> str | None:

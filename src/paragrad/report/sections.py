@@ -145,15 +145,18 @@ class Sections:
 
     def noise(self) -> list[Section]:
         """Where it was measured."""
-        runs = [[[(float(each.step + 1), each.scale) for each in noise_of(self.table.records[run].steps()) if each.scale]
-                 for run in row.runs if run in self.table.records] for row in self.table.rows]
+        found = [[list(noise_of(self.table.records[run].steps())) for run in row.runs if run in self.table.records]
+                 for row in self.table.rows]
+        runs = [[[(float(each.step + 1), each.scale) for each in run if each.scale] for run in row] for row in found]
         drawn = self.curves(runs)
         if not drawn:
             return []
-        batch, most = self.table.header["job"]["batch"], max(each.y[-1] for each in drawn.values())
-        says = (f"How noisy the gradient of one sample is, beside that of all (McCandlish et al. 2018): a batch of so many is "
-                f"the largest that is useful, twice the steps and twice the samples of the least. This one is of {batch}, "
-                f"{'below' if batch < most else 'above'} the last value, {most:.3g}; it grows while the loss falls.")
+        batch = next(run[-1].batch for row in found for run in row if run)
+        most = max(each.y[-1] for each in drawn.values())
+        says = (f"How noisy the gradient of one sample is, beside that of all (McCandlish et al. 2018): a batch that weighs as "
+                f"much is the largest that is useful, twice the steps and twice the samples of the least. This one weighs "
+                f"{batch:.4g} in what the loss counts (samples, tokens), {'below' if batch < most else 'above'} the last "
+                f"value, {most:.3g}; it grows while the loss falls.")
         picture = charts.lines("noise", list(drawn.values()), x_label="steps", y_label="gradient noise scale",
                                alt=described("Gradient noise scale over steps", list(drawn.values())))
         return [Section("noise", "Gradient noise scale", [Picture("Over steps", says, Markup(picture))], self.legend(drawn))]

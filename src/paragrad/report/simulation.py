@@ -47,7 +47,7 @@ def compressing(found: Compressing, as_json: bool) -> None:
         "strategy": str(found.strategy),
         "vector": f"{found.bytes:,} bytes on each of {found.workers:,} ranks",
         "machine": found.machine.measured,
-        "without compressing": f"{_seconds(found.plain)}, along {found.along}",
+        "without compressing": f"{_seconds(found.plain)}, along {found.along}, by closed form",
         "with it": f"{_seconds(total)}: {_seconds(found.exchange)} of the exchange, and {_seconds(found.compute)} of "
                    "compressing and extracting (measured here, on one thread)",
         "what stands for a vector": f"{found.payload:,.0f} bytes" + (
@@ -55,8 +55,7 @@ def compressing(found: Compressing, as_json: bool) -> None:
         "does it pay?": f"yes, {found.plain / total:.3g} times as fast" if found.pays else
                         f"no: {total / found.plain:.3g} times as long" if found.plain else "no: nothing is exchanged",
         "it pays on links": below,
-        "on this link it pays": "for no vector" if isinf(found.shortest) else "for vectors of any length"
-                                if not found.shortest else f"from {found.shortest:,.0f} bytes on"}.items())
+        "on this link it pays": "for no vector" if isinf(found.shortest) else f"from {found.shortest:,.0f} bytes on"}.items())
 
 
 def _told(found: Simulation) -> dict[str, Any]:

@@ -56,6 +56,9 @@ class Local(Strategy):
         if self.compress is not None and self.compress.feedback:
             raise Refused(f"local: {self.compress} adds what it does not send to the next gradient, and what replicas send is "
                           "how far their weights moved; compress by int8, bf16 or fp16, or by that under data(n)")
+        if self.compress is not None and self.every == "end":
+            raise Refused(f"local(every=end) averages once, in what is saved, which is not compressed; leave out "
+                          f"compress={self.compress}, or let replicas meet, such as every=16")
         if self.compress is not None and isinstance(self.reduce, AllReduce):
             self.compress.refuse_reduce("local", self.reduce)
 
@@ -92,9 +95,11 @@ class Local(Strategy):
     def refuse(self, facts: Facts, asked: Strategy, unchecked: bool = False) -> None:
         super().refuse(facts, asked, unchecked)
         refuse_replaced(facts, asked)
-        if self._never_meet(facts) and not isinstance(self.outer, Mean):
-            raise Refused(f"{asked}: {self._first(facts)}, and {self.outer.name} steps where they meet; give every of at most "
-                          f"{facts.steps - self.after}, or leave out outer")
+        if self._never_meet(facts) and (self.compress or not isinstance(self.outer, Mean)):
+            what, left = (f"{self.compress} is for what is sent", "compress") if isinstance(self.outer, Mean) else (
+                f"{self.outer.name} steps", "outer")
+            raise Refused(f"{asked}: {self._first(facts)}, and {what} where they meet; give every of at most "
+                          f"{facts.steps - self.after}, or leave out {left}")
 
     def refuse_updates(self, updating: Updating, asked: Strategy) -> None:
         if updating.has_modes and not isinstance(self.outer, Mean):

@@ -30,8 +30,9 @@ def warn_of_epochs(job: Job, scheduler: Any, samples: int) -> None:
         gone = next((step for step in range(1, min(total // 2, FEW) + 1) if _next(scheduler) < GONE * first), None)
     if gone is None:
         return
+    counted = scheduler.before if isinstance(scheduler, Scaled) else each       # of the batch that it is for
     warnings.warn(f"job {job.name}: from step {gone:,} of {total:,} on the learning rate is below a millionth of the first: "
-                  f"{type(own).__name__} is stepped once for every global batch; if it counts epochs, give it {each:,} "
+                  f"{type(own).__name__} is stepped once for every global batch; if it counts epochs, give it {counted:,} "
                   "times as many", stacklevel=2)
 
 

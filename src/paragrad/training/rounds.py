@@ -43,6 +43,9 @@ def refuse_many(rounds: Rounds | None, asked: Strategy) -> None:
 
 def refuse_schedule(rounds: Rounds | None, facts: Findings, asked: Strategy, job: str) -> None:
     """Refuse more rounds than a scheduler goes on for, which knows how many steps it makes."""
+    if rounds is not None and facts.scaled:
+        raise Refused(f"{asked}: scale_lr follows the batch, which is a client's here, who may have fewer samples; give its "
+                      "optimizer the rate")
     if rounds is None or facts.training["scheduler"] != "OneCycleLR":
         return
     most, wanted = int(facts.training["total_steps of the scheduler"]), rounds.passed(rounds.count)

@@ -100,7 +100,11 @@ def rows_of(job: Job, listed: Sequence[str | Strategy], how: Settings, twin: boo
             facts: Findings) -> tuple[list[Admitted], list[Admitted]]:
     """(rows, what else is trained for its speed): all checked at the door."""
     honest = replace(how, sabotage=None, noise_scale=None)
-    rows = [admitted(job, each, as_it_can(each, how), facts) for each in listed]
+    hows = [as_it_can(each, how) for each in listed]
+    if how.noise_scale and not any(each.noise_scale for each in hows):
+        raise Refused("no strategy here has the gradient of parts and of the whole batch on a rank; add data(n), or leave out "
+                      "--noise-scale")
+    rows = [admitted(job, each, own, facts) for each, own in zip(listed, hows, strict=True)]
     if twin:
         rows.append(admitted(job, Serial(), replace(honest, reverse=True), facts))
     for_speed = {each.resolved: each for each in (admitted(job, each, replace(honest, limit=BASELINE_STEPS), facts)

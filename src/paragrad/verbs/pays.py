@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from paragrad.errors import Refused
-from paragrad.planner.compressing import ELEMENT, Compressing, compressing, square
+from paragrad.planner.compressing import ELEMENT, Compressing, compressing, shape_of
 from paragrad.players.machine import Machine
 from paragrad.strategies.compressors import Compressor
 from paragrad.strategies.strategy import Here, Strategy
@@ -16,11 +18,11 @@ MOST = 1 << 22          # elements that are compressed to see what it costs
 def pays(chosen: Strategy, compressor: Compressor, size: int, machine: Machine, link: str | None = None) -> Compressing:
     """The exchange of a strategy with its compressor, which is tried on a vector of that size, or of 16 MiB where it is longer.
     Raises Refused."""
-    if chosen.workers == "auto" or chosen.servers:
+    if chosen.servers:
+        raise Refused(f"{chosen} has no exchange of all workers to be priced; simulate data(4, compress={compressor})")
+    if chosen.workers == "auto":
         raise Refused(f"{chosen}: say how many workers exchange, for example data(4, compress={compressor})")
     resolved = resolve(chosen, Here())
-    elements = max(1, min(MOST, size // ELEMENT))
-    shape = square(elements) if compressor.sums else (elements,)
-    compress, extract = (each / (ELEMENT * shape[0] * shape[-1] if compressor.sums else ELEMENT * elements)
-                         for each in cost_of(compressor, shape))
+    shape = shape_of(compressor, ELEMENT * max(1, min(MOST, size // ELEMENT)))
+    compress, extract = (each / (ELEMENT * prod(shape)) for each in cost_of(compressor, shape))
     return compressing(resolved, compressor, int(resolved.workers), size, machine, (compress, extract), link)

@@ -31,6 +31,8 @@ class Lamb(Layered):
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         first, second = group["betas"]
+        if parameter.is_complex():
+            raise ValueError("a parameter is complex, of which the paper says nothing; use torch.optim.Adam, or Lars")
         state = self.state[parameter]
         if not state:
             state.update(step=0, mean=torch.zeros_like(parameter), square=torch.zeros_like(parameter))

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paragrad.errors import StepFailed
 from paragrad.strategies.compressors import Compressor
 from paragrad.strategies.server import Server
-from paragrad.techniques.compression.codec import codec_of
+from paragrad.techniques.compression.codec import Codec, codec_of
 from paragrad.techniques.compression.packing import length_of, packed, unpacked
 from paragrad.techniques.served.header import Unfit, bytes_of
 from paragrad.techniques.served.slicing import Slot
@@ -26,6 +27,9 @@ class Parcel:
 
     def __init__(self, compressor: Compressor, slot: Slot) -> None:
         self.dtype, self.codec = slot.dtype, codec_of(compressor, (slot.elements,))
+        if self.codec.varies or type(self.codec).asks is not Codec.asks:
+            raise StepFailed(f"{compressor}: what it sends varies in length, or its ranks agree on something first, and "
+                             "workers push by themselves; compress by int8 or bf16, or by that under data(n)")
         nothing = torch.zeros(slot.elements, dtype=wide(slot.dtype))
         self.kinds = [self.codec.like(self.codec.compress(nothing), None)]
         self.nbytes = length_of(self.kinds)
