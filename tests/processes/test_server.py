@@ -83,6 +83,9 @@ def frames(header: Header | bytes, *rest: bytes, whose: bytes = b"w0") -> list[A
     return [SimpleNamespace(bytes=each, buffer=memoryview(bytearray(each))) for each in (whose, first, *rest)]
 
 
+HANDED = 6.0, 2.0, 0.0, 6.0     # of a share that was handed out to one of two workers
+
+
 def push(value: float = 1.0, elements: int = 60, marks: bytes = b"\1\1\1", dtype: torch.dtype = torch.float64,
          whose: bytes = b"w0", **more: Any) -> list[Any]:
     vector = torch.full((elements,), value, dtype=dtype)
@@ -330,7 +333,7 @@ def test_where_every_worker_has_its_share_of_every_batch_servers_keep_the_bound(
 def test_asynchronous_updates_are_made_at_once_and_once() -> None:
     served = server("server(2, sync=asp)")
     for ticket in (3, 0, 3):                            # who brings it again is told that it is done
-        assert said(served, push(1.0, step=ticket)) == ""
+        assert said(served, push(1.0, step=ticket, numbers=HANDED)) == ""
     assert float(served.shard.values[0][0]) == -1.0
     assert served.shard.refused == {"samples that were applied before": 1}
     assert served.shard.samples == 12
@@ -342,6 +345,17 @@ def test_the_rate_is_divided_by_the_staleness() -> None:
         said(served, push(1.0, step=ticket, version=version))
     assert float(served.shard.values[0][0]) == 1 - 1 - 1 - 0.5
     assert served.shard.staleness == {0: 1, 1: 1, 2: 1}
+
+
+def test_of_more_workers_than_the_strategy_has_a_round_moves_as_far() -> None:
+    """Runs that others joined ended at 86 % where undisturbed ones had 97: staleness adds to momentum."""
+    served = server("server(2, sync=asp)")
+    for ticket, workers in enumerate((0, 1, 2, 4)):     # it was not said, one of two is dead, all are there, and two more
+        said(served, push(1.0, step=ticket, version=ticket, numbers=(6.0, workers, 0.0, 6.0)))
+    assert float(served.shard.values[0][0]) == 1 - 1 - 1 - 1 - 0.5
+    stale = server("server(2, sync=asp, rate=by_staleness)")
+    said(stale, push(1.0, step=0, numbers=(6.0, 4.0, 0.0, 6.0)))       # whose staleness says it already
+    assert float(stale.shard.values[0][0]) == 0.0
 
 
 def test_backup_workers_are_not_waited_for() -> None:
@@ -481,6 +495,28 @@ def test_nobody_is_further_ahead_than_the_bound() -> None:
     assert [desk.asks(0) is not None for _ in range(4)] == [True, True, False, False]
     desk.asks(1)
     assert 0 in desk.given
+
+
+def test_a_ticket_says_how_many_workers_are_there() -> None:
+    """And is the same ticket whoever is."""
+    desk = Desk()
+    desk.give(3)
+    assert [ticket and ticket.workers for ticket in map(desk.asks, (0, 1, 2))] == [1, 2, 3]
+    desk.office.lost(1)
+    again = desk.asks(0)
+    assert again == Ticket(TRAIN, 1)
+    assert again.workers == 2
+    desk.asks(0)
+    assert sorted(ticket.number for ticket in desk.heard) == [0, 1]
+
+
+def test_how_many_there_are_comes_to_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def many(ticket: Ticket, **changes: Any) -> Ticket:
+        return replace(ticket, **{**changes, "workers": 10**6})
+    monkeypatch.setattr("paragrad.techniques.served.office.replace", many)
+    one, more = (pg.train(vectors(epochs=epochs), "server(2, servers=2, sync=asp)", runs=tmp_path).model().state_dict()
+                 for epochs in (1, 3))
+    assert 0 < max(float((value - one[name]).abs().max()) for name, value in more.items()) < 1e-5
 
 
 def test_what_a_lost_worker_was_at_is_somebody_elses_once() -> None:

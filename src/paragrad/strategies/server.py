@@ -85,6 +85,12 @@ class Server(Strategy):
         """Shares that a synchronous step waits for."""
         return self.workers - self.backup
 
+    def rate_of(self, late: int, workers: float) -> float:
+        """What the rate of an update of one share is multiplied by. late: its staleness;  workers: that were there. Where more
+        are than the strategy has, theirs too move as far as one synchronous step, for staleness grows with their number, and
+        adds to momentum (Mitliagkas et al. 2016, arXiv 1605.09774)."""
+        return 1.0 / max(1, late) if self.rate == "by_staleness" else self.workers / max(self.workers, workers)
+
     @property
     def promise(self) -> Promise:
         equal = self.sync == Bsp()
@@ -130,3 +136,5 @@ class Server(Strategy):
             yield "optimizer", "an update for every share", (
                 f"of gradients divided by {self.workers}: plain SGD moves as far as in one step of all; Adam, which divides by "
                 f"their size, {self.workers} times as far, and momentum and decay act {self.workers} times as often")
+        if not self.waits and self.rate == "constant":
+            yield "rate", "as the job's", f"where others join, times {self.workers} over how many workers are there"

@@ -184,7 +184,7 @@ class Asking(Exchange):
     def update(self) -> None:
         self.optimizer._opt_called = True               # type: ignore[attr-defined]    # schedulers want to know
         ticket = self.ticket.number if self.ticket else self.step * self.strategy.workers + self.number
-        numbers = self.told[0], 0.0, 0.0, float(self.own_samples)
+        numbers = self.told[0], float(self.ticket.workers if self.ticket else 0), 0.0, float(self.own_samples)
         if not self.strategy.hands_out:
             factor = clip_factor(math.sqrt(self.square) / self.weight, self.clip_norm)
             self._values(Kind.UPDATE, numbers=(self.weight, factor))

@@ -25,7 +25,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.com
 class Kind(enum.IntEnum):
     """What a message is: what workers ask, and what they are answered."""
     PUSH = 1            # of a step: gradients of a slice, summed over a share;  numbers: weight, loss, stop, doubt, samples;
-                        # where samples are handed out, weight, 0, 0, samples
+                        # where samples are handed out, weight, workers that are there, 0, samples
     UPDATE = 2          # by the mean gradient, and a vector of parameters;  numbers: its divisor, what it is multiplied by then
     PULL = 3            # a vector of parameters;  numbers: 1 where they are wanted as for a test, 1 where it is for no step
     GRADIENTS = 4       # the same of gradients: as the last update used them, or will

@@ -32,7 +32,8 @@ LATE = 2                # of a ticket: its gradient was of older parameters, and
 class Ticket:
     """What one worker is to do. number: of all that are trained;  step, share: which part of which batch;  part of parts: of a
     test;  wanted: of how many shares the step after `after` updates is made (-1: nobody knows);  keep: a checkpoint
-    ("checkpoint") or the model ("model") is to be kept, of `step` steps."""
+    ("checkpoint") or the model ("model") is to be kept, of `step` steps;  workers: that were there when it was given,
+    by which tickets do not differ."""
     what: str
     number: int = 0
     epoch: int = 0
@@ -43,6 +44,7 @@ class Ticket:
     keep: str = ""
     wanted: int = 1
     after: int = -1
+    workers: int = field(default=0, compare=False)
 
 
 @dataclass
@@ -258,7 +260,7 @@ class Office:
                     remaining = 1 + sum(each.what == TRAIN for each in (*self.left, *self.open))
                     ticket = replace(ticket, wanted=min(self.wanted, remaining),
                                      after=-1 if self.made is None else self.made)
-                member.holds = ticket
+                member.holds = ticket = replace(ticket, workers=len(self.members))
                 self.open[ticket] = member.number
             self.gave[member.number] = ticket
             whose, header = member.asking

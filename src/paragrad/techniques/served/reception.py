@@ -127,7 +127,8 @@ class Reception:
         if self._is_whole(push):
             del self.pushes[header.step]
             self._done({header.step: push})
-            self.shard.at_once(push.vectors, header.version, int(header.numbers[3]), counts=header.numbers[0] > 0)
+            counted, workers, _, samples, *_ = header.numbers
+            self.shard.at_once(push.vectors, header.version, int(samples), workers, counts=counted > 0)
             self._say(push.asking(), APPLIED)
 
     def _sums(self) -> list[float]:

@@ -130,15 +130,15 @@ class Shard:
         self.anyone, self.complete = anyone, True
         return square
 
-    def at_once(self, vectors: Vectors, version: int, samples: int, counts: bool = True) -> None:
-        """An update by one share, of parameters of that version. counts: something in it does."""
+    def at_once(self, vectors: Vectors, version: int, samples: int, workers: float = 0, counts: bool = True) -> None:
+        """An update by one share, of parameters of that version. workers: that were there;  counts: something in it does."""
         self.add_up([vectors])
         self.complete, late = False, max(0, self.updates - version)
         self.staleness[late] += 1
         if not counts:
             self.samples += samples
             return
-        self.make(1.0 / max(1, late) if self.strategy.rate == "by_staleness" else 1.0, samples)
+        self.make(self.strategy.rate_of(late, workers), samples)
 
     # ---- updates -----------------------------------------------------------------------------------------------------------
     def divided(self, divisor: float, factor: float) -> None:
