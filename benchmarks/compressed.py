@@ -35,6 +35,7 @@ from arms import Arm, apart, of, spread, trained
 from common import Bench, alternated, between, ratios
 from hosts import Cluster, hosts
 from pages import DOCS, FIGURES, filled, table
+from plots import panels
 from trainings import of_ddp
 from workers import TORCHRUN
 
@@ -71,7 +72,9 @@ def read(run: pg.Run) -> dict[str, Any]:
     each = [[sum(kind["bytes"] for kind in line["sent"].values()) for line in record.of("step", rank)] for rank in range(RANKS)]
     per = max(each, key=sum)
     tests = [line["test"]["value"] for line in record.of("epoch")]
-    return {"accuracy": run.test, "bytes of a step": median(per[-len(per) // len(tests):]), "bytes": float(sum(per)),
+    steps = len(per) // len(tests)
+    return {"accuracy": run.test, "bytes of a step": median(per[-steps:]), "bytes": float(sum(per)),
+            "bytes until": [sum(per[:steps * epoch]) for epoch in range(1, len(tests) + 1)],
             "epochs": next((number for number, value in enumerate(tests, 1) if value >= GOAL), None), "steps": len(per),
             "tests": tests}
 
@@ -166,22 +169,48 @@ def page(bench: Bench) -> None:
     text, measured = PAGE.read_text(), bench.measured
     if "accuracy" in measured:
         found = measured["accuracy"]
+        plot_of_bytes(found)
         text = filled(text, "accuracy", table(["", "accuracy [%]", "bytes of a step", "bytes of the run"], [
             [f"`{name}`" if "(" in name else name, spread(of(found, name, "accuracy")),
              f"{median(of(found, name, 'bytes of a step')):,.0f}", f"{median(of(found, name, 'bytes')):,.0f}"]
-            for name in found]))
+            for name in found]) + shown("compressed_bytes", "accuracy of the first seed, epoch by epoch, over what the rank "
+                                        "that sends most has sent"))
     for job in ("mnist-mlp", "mnist-cnn"):
         if (found := measured.get(f"correction, {job}")) is not None:
             text = filled(text, f"correction {job}", table(["", "accuracy [%]", f"beside `{CORRECTED[0]}`"], [
                 [f"`{name}`" if "(" in name else name, spread(of(found, name, "accuracy")), beside(found, name)]
                 for name in found]))
     if "milliseconds" in measured:
+        plot_of_links(measured["milliseconds"])
         text = filled(text, "links", table(["", *(f"{name}: ms a step, and s to {GOAL:g} %" for name in LINKS)], [
             [f"`{each}`" if each != DDP else "DDP over gloo",
              *(f"{median(measured['milliseconds'][name][each]):.3g}, "
                + (f"{to:.3g}" if (to := measured[f'seconds to {GOAL:g} %, {name}'].get(each)) else "-") for name in LINKS)]
-            for each in (DDP, *EVERY)]))
+            for each in (DDP, *EVERY)]) + shown("compressed_links", "milliseconds of a step, by link"))
     PAGE.write_text(text)
+
+
+def shown(plot: str, told: str) -> str:
+    """A plot of the page, with what it shows."""
+    told = told[0].upper() + told[1:]
+    return f"\n\n![{told}](figures/{plot}.svg)\n\n{told}."
+
+
+def plot_of_bytes(found: Mapping[str, Any]) -> None:
+    def draw(axes: Any) -> None:
+        for name, (first, *_) in found.items():
+            axes[0].plot([each / 1e6 for each in first["bytes until"]], first["tests"], marker="o", markersize=3, label=name)
+        axes[0].set(xscale="log", xlabel="MB sent", ylabel="accuracy [%]")
+    panels(FIGURES / "compressed_bytes.svg", 1, 300, draw)
+
+
+def plot_of_links(found: Mapping[str, Mapping[str, list[float]]]) -> None:
+    def draw(axes: Any) -> None:
+        for each, (name, times) in zip(axes, found.items(), strict=True):
+            each.barh(list(times)[::-1], [median(values) for values in times.values()][::-1], color="gray")
+            each.set(title=name, xlabel="ms a step")
+            each.set_yticks(range(len(times)), list(times)[::-1] if each is axes[0] else [""] * len(times))
+    panels(FIGURES / "compressed_links.svg", len(found), 320, draw)
 
 
 def beside(found: Mapping[str, Any], name: str) -> str:
