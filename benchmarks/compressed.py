@@ -123,7 +123,7 @@ def theirs(cluster: Cluster | None, folder: Path, steps: int) -> float:
     words = [str(Path(__file__).resolve()), "--worker", DDP, str(folder), str(steps)]
     if cluster is not None:
         return float(cluster.run(words, timeout=900)[0].split()[-1])
-    said = subprocess.run([*TORCHRUN, str(RANKS), *words], capture_output=True, text=True, check=True, timeout=900).stdout
+    said = subprocess.run([*TORCHRUN, str(RANKS), *words], stdout=subprocess.PIPE, text=True, check=True, timeout=900).stdout
     return float(said.split()[-1])
 
 

@@ -66,6 +66,7 @@ def of_ddp(job: pg.Job, batch: int, steps: int, data: Path) -> list[float]:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(inputs), targets).backward()
         optimizer.step()
+    dist.barrier()                              # who is done first would close what the others still read
     dist.destroy_process_group()
     return starts
 
