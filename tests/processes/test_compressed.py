@@ -341,11 +341,17 @@ def test_a_gradient_that_is_not_finite_is_named(pool: Ranks, text: str) -> None:
     assert caught.value.step is not None
 
 
+def cycling(optimizer: torch.optim.Optimizer) -> Any:
+    """Of momentum too: what it made of an SGD without any came on top of dgc's, and was left out in silence."""
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=100)
+
+
 REFUSED = {
     "data(2, compress=dgc(0.1))": ({"optimizer": functools.partial(torch.optim.Adam, lr=0.01)}, "Adam has a memory of its own"),
     "data(2, compress=dgc(0.2))": ({"optimizer": functools.partial(heavy, dampening=0.1)}, "dampening=0.1"),
     "data(2, compress=dgc(0.3))": ({"optimizer": functools.partial(plain, maximize=True)}, "maximize=True"),
     "data(2, compress=dgc(0.4, momentum=0.9))": ({"optimizer": heavy}, "momentum is given twice, 0.9 here and 0.9 by group 0"),
+    "data(2, compress=dgc(0.4, momentum=0.8))": ({"optimizer": plain, "scheduler": cycling}, "0.8 here and 0.95 by group 0"),
     "data(2, compress=dgc(0.5, clip=1.0))": ({"clip_norm": 2.0}, "clipping is given twice, 1 here and clip_norm=2"),
 }
 

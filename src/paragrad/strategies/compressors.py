@@ -193,7 +193,8 @@ class Dgc(Compressor):
                                   f"over; leave it out, or compress=top_k({self.ratio:g})")
             if self.momentum != "auto" and group["momentum"]:
                 raise Refused(f"{asked}: momentum is given twice, {self.momentum:g} here and {group['momentum']:g} by group "
-                              f"{number} of the optimizer; leave it out here, or build SGD with momentum=0")
+                              f"{number} of the optimizer; leave it out here (what a scheduler makes of it is taken over too), "
+                              "or let both begin and stay at 0 there")
         if self.clip is not None and updating.clip_norm is not None:
             raise Refused(f"{asked}: clipping is given twice, {self.clip:g} here and clip_norm={updating.clip_norm:g}; leave "
                           "out one of them (dgc takes clip_norm over)")

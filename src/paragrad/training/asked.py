@@ -119,7 +119,10 @@ class Asked:
 
     @functools.cached_property
     def _updating(self) -> Updates:
-        return Updates(self.named.optimizer(self.named.built_model().parameters()))
+        optimizer = self.named.optimizer(self.named.built_model().parameters())
+        if self.named.scheduler is not None:
+            self.named.scheduler(optimizer)             # OneCycleLR sets momentum, too
+        return Updates(optimizer)
 
     @property
     def optimizer(self) -> str:

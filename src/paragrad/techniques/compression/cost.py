@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paragrad.strategies.compressors import Compressor
+from paragrad.strategies.compressors import Compressor, Dgc
 from paragrad.techniques.compression.codec import codec_of
 from paragrad.techniques.compression.feedback import Corrected, Feedback, Nothing
 
@@ -20,7 +20,7 @@ def steps_of(compressor: Compressor, shape: Sequence[int]) -> tuple[Callable[[],
     sum, or another flat vector), of random numbers of a shape. The second needs the first once."""
     generator = torch.Generator().manual_seed(0)
     gradient, codec = torch.randn(*shape, generator=generator), codec_of(compressor, shape)
-    feedback = Corrected(lambda name: (0.9, False)) if compressor.name == "dgc" else (
+    feedback = Corrected(lambda name: (0.9, False), compressor.masking) if isinstance(compressor, Dgc) else (
         Feedback() if compressor.feedback else Nothing())
     total, last = torch.zeros(gradient.numel()), list[Any]()
 
