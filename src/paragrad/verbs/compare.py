@@ -105,8 +105,8 @@ def rows_of(job: Job, listed: Sequence[str | Strategy], how: Settings, twin: boo
         raise Refused("no strategy here has the gradient of parts and of the whole batch on a rank; add data(n), or leave out "
                       "--noise-scale")
     if without := [str(each) for each, own in zip(listed, hows, strict=True) if how.noise_scale and not own.noise_scale]:
-        warnings.warn(f"the noise scale is not measured under {', '.join(without)}: no rank there has the gradient of parts and "
-                      "of the whole batch", stacklevel=3)
+        warnings.warn(f"the noise scale is not measured under {', '.join(without)}: no rank there has the gradient of parts "
+                      "and of the whole batch", stacklevel=3)
     rows = [admitted(job, each, own, facts) for each, own in zip(listed, hows, strict=True)]
     if twin:
         rows.append(admitted(job, Serial(), replace(honest, reverse=True), facts))
