@@ -30,8 +30,8 @@ class Signs(Codec):
 
     def extract(self, payload: Payload, agreed: Tensor | None = None) -> Tensor:
         packed, means = payload
-        rows = chunked(flags_of(packed), CHUNK)
-        return torch.where(rows, means[:, :1], means[:, 1:]).view(-1)[:self.elements]
+        rows = chunked(flags_of(packed), CHUNK).to(means.dtype)             # 1 or 0: torch.where takes five times as long
+        return (rows * means[:, :1]).addcmul_(1 - rows, means[:, 1:]).view(-1)[:self.elements]
 
 
 def bits_of(flags: Tensor) -> Tensor:
