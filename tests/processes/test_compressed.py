@@ -63,12 +63,13 @@ def close(one: State, other: State, within: float = 1e-11) -> bool:
     return all(torch.allclose(one[name], other[name], rtol=0, atol=within) for name in one)
 
 
-def parts_of(made: pg.Job, model: nn.Module, ranks: int, steps: int) -> Any:
-    """For each step, this many ranks' parts of the mean gradient by the model's weights of then: plain torch."""
+def parts_of(made: pg.Job, model: nn.Module, shares: list[int], steps: int) -> Any:
+    """For each step, ranks' parts of the mean gradient by the model's weights of then, and how large they are: plain torch."""
     order = made.order(len(made.train))
     for step in range(steps):
         indices = order.indices(step // order.steps, order.at(step % order.steps))
-        starts = [0, *itertools.accumulate(divide(len(indices), [1] * ranks))]
+        sizes = divide(len(indices), shares)
+        starts = [0, *itertools.accumulate(sizes)]
         parts = []
         for first, stop in itertools.pairwise(starts):
             model.zero_grad()
@@ -77,7 +78,7 @@ def parts_of(made: pg.Job, model: nn.Module, ranks: int, steps: int) -> Any:
                 functional.cross_entropy(model(inputs.double()), targets, reduction="sum").backward()
             parts.append({name: torch.zeros_like(each) if each.grad is None else each.grad / len(indices)
                           for name, each in model.named_parameters()})
-        yield step, parts
+        yield step, parts, [size / len(indices) for size in sizes]
 
 
 # ---- where nothing is lost it is serial's --------------------
@@ -111,7 +112,7 @@ def test_top_k_with_feedback_is_as_published(pool: Ranks) -> None:
     ours = steps_on(pool, made, f"data({ranks}, compress=top_k({ratio}))")
     model = made.model_to_train().double()
     optimizer, waits = heavy(model.parameters()), [torch.zeros(220 * 10, dtype=torch.float64) for _ in range(ranks)]
-    for step, parts in parts_of(made, model, ranks, STEPS):
+    for step, parts, _ in parts_of(made, model, [1] * ranks, STEPS):
         for name, parameter in model.named_parameters():
             parameter.grad = sum(each[name] for each in parts)          # type: ignore[assignment]
         total = torch.zeros(2200, dtype=torch.float64)
@@ -126,7 +127,8 @@ def test_top_k_with_feedback_is_as_published(pool: Ranks) -> None:
 
 
 def deep_steps(made: pg.Job, ranks: int, ratio: float, momentum: float, *, nesterov: bool = False, decay: float = 0.0,
-               clip: float | None = None, steps: int = STEPS, later: tuple[int, int] = (1000, 1)) -> list[State]:
+               clip: float | None = None, steps: int = STEPS, later: tuple[int, int] = (1000, 1),
+               shares: list[int] | None = None) -> list[State]:
     """Deep gradient compression in plain torch, without paragrad: algorithms 1 and 2 of Lin et al. 2018, decay beside them.
     later: (step, ranks): from there on as many go on, with equal parts of the sums."""
     model, rate = made.model_to_train().double(), 0.1
@@ -135,17 +137,17 @@ def deep_steps(made: pg.Job, ranks: int, ratio: float, momentum: float, *, neste
     v = [torch.zeros(2200, dtype=torch.float64) for _ in range(ranks)]
     dense = {name: torch.zeros_like(each) for name, each in named.items()}
     seen = []
-    for (step, parts), (_, then) in zip(parts_of(made, model, ranks, steps), parts_of(made, model, later[1], steps),
-                                        strict=True):
+    for (step, parts, sizes), (_, then, _) in zip(parts_of(made, model, shares or [1] * ranks, steps),
+                                                  parts_of(made, model, [1] * later[1], steps), strict=True):
         if step == later[0]:
             u, v = ([sum(each[1:], each[0].clone()) / later[1] for _ in range(later[1])] for each in (u, v))
         if step >= later[0]:
             parts = then
         if clip is not None:
-            for part in parts:
+            for part, size in zip(parts, sizes, strict=True):
                 norm = math.sqrt(sum(float(each.square().sum()) for each in part.values()))
                 for each in part.values():
-                    each *= min(1.0, clip / math.sqrt(ranks) / (norm + 1e-6))
+                    each *= min(1.0, clip * math.sqrt(size) / (norm + 1e-6))
         total = torch.zeros(2200, dtype=torch.float64)
         for rank, part in enumerate(parts):
             gradient = part[LARGE].view(-1)
@@ -181,6 +183,13 @@ def test_dgc_is_as_published(pool: Ranks, ways: dict[str, Any], ranks: int) -> N
 def test_dgc_may_have_its_own_momentum_and_clipping(pool: Ranks) -> None:
     ours = steps_on(pool, vectors(), "data(2, compress=dgc(0.05, momentum=0.9, warmup=0, clip=0.3))")[0]
     for one, other in zip(ours, deep_steps(vectors(), 2, 0.05, 0.9, clip=0.3), strict=True):
+        assert close(one, other)
+
+
+def test_who_has_more_of_a_batch_may_have_more_of_its_norm(pool: Ranks) -> None:
+    """All parts were clipped alike, so the larger ones more than their sum would be."""
+    ours = steps_on(pool, vectors(optimizer=heavy, clip_norm=0.3), "data(3, shares=[4, 1, 1], compress=dgc(0.05, warmup=0))")[0]
+    for one, other in zip(ours, deep_steps(vectors(), 3, 0.05, 0.9, clip=0.3, shares=[4, 1, 1]), strict=True):
         assert close(one, other)
 
 

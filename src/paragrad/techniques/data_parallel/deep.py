@@ -2,8 +2,8 @@
 together are sent. The momentum, the decay and the clipping of a training are here, and nowhere else.
 
 * momentum correction and factor masking: `feedback.Corrected`; whose momentum it is: `momentum.py`.
-* clipping comes before accumulation, on each rank: the norm of its part of the mean gradient is at most that of all, over the
-  root of the number of ranks, for parts of independent samples add up so.
+* clipping comes before accumulation, on each rank: the norm of its part of the mean gradient is at most that of all, times the
+  root of its share of the batch (of n equal ones, over the root of n), for parts of independent samples add up so.
 * warm-up: what is sent of an epoch is more than of the next one (`Dgc.in_epoch`).
 * small tensors are sent whole, and keep the momentum of SGD, unmasked. Weight decay is dense and never sent: every rank has the
   weights. Inside of the accumulation it would wait there as a gradient does.
@@ -47,11 +47,14 @@ class Deep(Compressed):
         log.choice("momentum", told, "taken over from the optimizer, whose own is 0 within its steps, with its weight decay"
                    if self.momentum.own is None else "as asked")
         if self.clip is not None:
-            log.choice("clip", f"{self.clip / math.sqrt(world.size):g}", f"of each rank's part: {self.clip:g} over the root of "
-                       f"{world.size} ranks")
-        self.over = False
+            log.choice("clip", f"{self.clip:g}", "of each rank's part: times the root of its share of the batch")
+        self.own, self.over = 0.0, False                # what this rank's samples weigh
 
     # ---- in a step -----------------------------------------------------------------------------------------------------
+    def finish(self, weight: float, loss: float) -> None:
+        self.own = weight
+        super().finish(weight, loss)
+
     def average(self, weight: float) -> None:
         before = self.compression.compressor
         self.compression.become(now := self.dgc.in_epoch(self.epoch))
@@ -70,7 +73,7 @@ class Deep(Compressed):
             norm = float(nn.utils.get_total_norm([each for each in gradients.values() if each is not None]))
         if not math.isfinite(norm):
             raise StepFailed("the norm of this rank's gradient, by which it is clipped, is not finite; lower the rate")
-        return scale * min(1.0, self.clip / math.sqrt(self.world.size) / (norm * scale + 1e-6))
+        return scale * min(1.0, self.clip * math.sqrt(self.own * scale) / (norm * scale + 1e-6))
 
     def _take(self, means: dict[str, Tensor]) -> None:
         super()._take(means)
