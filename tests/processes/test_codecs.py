@@ -159,6 +159,30 @@ def test_power_sgd_goes_on_from_the_last_step() -> None:
     assert torch.allclose(codec.extract(payload, agreed).view(30, 20), best, atol=1e-6)
 
 
+def test_power_sgd_begins_anew_where_it_went_on_from_nothing() -> None:
+    """After a gradient of zeros (below a head that begins as zeros) the next factor is the first rows of the matrix, and where
+    those are always 0 (what an embedding pads with) nothing was sent any more."""
+    codec, feedback = codec_of(compressor("power_sgd(2)"), (100, 60)), Feedback()
+    generator = torch.Generator().manual_seed(5)
+    for step in range(30):
+        matrix = torch.randn(100, 60, generator=generator, dtype=torch.float64) * (step > 0)
+        matrix[:2] = 0.0
+        vector = feedback.compensated("w", matrix, 1.0)
+        payload, agreed = one_rank(codec, vector)
+        feedback.sent("w", codec, payload, agreed)
+        codec.summed(payload)
+    assert float(codec.extract(payload, agreed).norm()) > 0
+    assert float(feedback.residual["w"].norm()) < 30**0.5 * 60 * 10
+
+
+def test_fp16_of_float64_knows_its_range() -> None:
+    """What float32 does not hold came back as inf, and what is nearly nothing had no power of two."""
+    for most in (1e60, 1e-320, 1e300):
+        vector = torch.tensor([most, -most / 2, 0.0], dtype=torch.float64)
+        out = through("fp16", vector)
+        assert float((out - vector).abs().max()) <= most * 2.0**-11 + 2.0**-149
+
+
 # ---- sizes --------------------
 @pytest.mark.parametrize(("text", "shape"), [
     (text, shape) for text in ("top_k(0.01)", "one_bit", "int8", "power_sgd(2)", "bf16", "fp16", "dgc(0.01)")

@@ -18,8 +18,10 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import paragrad as pg
+from paragrad.errors import StepFailed
 from paragrad.strategies.compressors import count_of
 from paragrad.strategies.shares import divide
+from paragrad.techniques.compression.momentum import Momentum, momentum_of
 from paragrad.techniques.data_parallel import own_buckets
 from paragrad.training.settings import Settings
 from paragrad.training.trainer import Trainer
@@ -191,6 +193,46 @@ def test_who_has_more_of_a_batch_may_have_more_of_its_norm(pool: Ranks) -> None:
     ours = steps_on(pool, vectors(optimizer=heavy, clip_norm=0.3), "data(3, shares=[4, 1, 1], compress=dgc(0.05, warmup=0))")[0]
     for one, other in zip(ours, deep_steps(vectors(), 3, 0.05, 0.9, clip=0.3, shares=[4, 1, 1]), strict=True):
         assert close(one, other)
+
+
+def test_a_part_of_a_pipeline_is_clipped_by_its_replicas_share(tmp_path: Path) -> None:
+    """The share of ranks without the loss was taken for 0, and their part of the model stood still."""
+    made, dgc = vectors(optimizer=heavy, clip_norm=0.3), "data(2, compress=dgc(0.05, warmup=0))"
+    plainly, parts = (pg.train(made, text, runs=tmp_path).model() for text in (dgc, f"{dgc} * pipeline(2, micro=2)"))
+    assert close(plainly.state_dict(), parts.state_dict())
+
+
+def momentum_kept(text: str, momentum: float) -> tuple[Momentum, torch.optim.SGD, nn.Parameter]:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=momentum)
+    chosen: Any = pg.strategy(f"data(2, compress={text})")
+    kept = momentum_of(chosen.compress, optimizer, {"w": weight})
+    assert kept is not None
+    return kept, optimizer, weight
+
+
+def test_a_scheduler_that_sets_momentum_later_is_no_second_owner() -> None:
+    """In a loop of one's own nobody knows of it before: what it made was left out in silence."""
+    _, optimizer, weight = momentum_kept("dgc(0.01, momentum=0.9)", 0.0)
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    optimizer.param_groups[0]["momentum"] = 0.95
+    with pytest.raises(StepFailed, match=r"given twice, 0\.9 to dgc and 0\.95 to the optimizer"):
+        optimizer.step()
+
+
+def test_an_optimizer_that_is_loaded_later_is_looked_at_anew() -> None:
+    """Momentum went on by the groups of before, and buffers that were loaded lay unused."""
+    kept, optimizer, weight = momentum_kept("dgc(0.01)", 0.9)
+    assert kept.of("w") == (0.9, False)
+    other = torch.optim.SGD([weight], lr=0.1, momentum=0.5)
+    optimizer.load_state_dict(other.state_dict())
+    assert kept.of("w") == (0.5, False)
+    weight.grad = torch.ones(3)
+    other.step()
+    optimizer.load_state_dict(other.state_dict())
+    with pytest.raises(StepFailed, match="load it before the hook is made"):
+        optimizer.step()
 
 
 def test_dgc_of_everything_is_sgd_without_momentum_where_tensors_are_large(pool: Ranks) -> None:

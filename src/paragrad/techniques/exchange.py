@@ -80,10 +80,10 @@ class Exchange(ABC):
     What differs is replaced, at least `finish` and `counted`. Collective: all ranks make it together. Set in every step, after
     `begin`: `stop`, this rank was asked to stop, or, from `average` on, some other that it has heard of;  `own_samples`: of its
     share;  `epoch`;  before `finish`, `doubt`: of its weight, what may be that of nothing (`Summed.doubts`);  before `average`,
-    `weight`: of what gradients are of, as who has the loss told it. To be read: `sent`, bytes by kind in this step;  `largest`:
-    bytes it keeps in memory;  `sharing`: ranks that hold parameters together, each all of them;  `again`: its share was applied
-    before;  `apart`: this rank steps by the gradient of its own share, to which no other adds;  `asked`: ranks that were asked
-    to stop, where all heard of it in an update.
+    `weight`: of what gradients are of, and `share`, what of all is this replica's, as who has the loss told it. To be read:
+    `sent`, bytes by kind in this step;  `largest`: bytes it keeps in memory;  `sharing`: ranks that hold parameters together,
+    each all of them;  `again`: its share was applied before;  `apart`: this rank steps by the gradient of its own share, to
+    which no other adds;  `asked`: ranks that were asked to stop, where all heard of it in an update.
 
     shards: where replicas hold the parameters together, each some: of what `parts`, this rank's by name, are parts; so are
     gradients and state then, no rank can run the model alone but in `evaluating`, and `hollow` is the model without values.
@@ -96,7 +96,7 @@ class Exchange(ABC):
     hollow: nn.Module
     stop, own_samples, epoch, again = False, 0, 0, False
     apart = False
-    asked = doubt = weight = 0.0
+    asked = doubt = weight = share = 0.0
 
     def __init__(self, replica: Replica) -> None:
         self.summed, self.optimizer, self.clip_norm = replica.module, replica.optimizer, replica.clip_norm

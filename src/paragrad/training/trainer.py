@@ -215,7 +215,7 @@ class Trainer:
             told = self.layout.told([own.loss, own.weight, *counted(self.exchange)])
         check_given([each[1] for each in told], self.layout.givers)
         loss, weight, *sums = told[0]
-        sums[2] = max(each[4] for each in told)
+        sums[2], self.exchange.share = max(each[4] for each in told), weight / (sums[0] or 1.0)
         return own._replace(loss=loss, weight=weight), sums
 
     def _update(self, batch: Batch, inputs: Any, target: Any, own: Sums) -> tuple[Sums, Result, float]:

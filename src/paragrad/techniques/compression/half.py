@@ -10,7 +10,7 @@ from torch import Tensor
 from paragrad.strategies.compressors import Bf16, Fp16
 from paragrad.techniques.compression.codec import Codec, Payload, finite
 
-EXPONENT = 126                  # the largest, of float32's exponents
+EXPONENT = 126                  # the largest of a scale, and the least, of float32's exponents
 ROOM = 2.0**15                  # of float16's 65,504: the sum of all ranks is at most this, after scaling
 
 
@@ -39,13 +39,14 @@ class Scaled(Codec):
         return ((vector * self._scale(agreed)).half(),)
 
     def extract(self, payload: Payload, agreed: Tensor | None = None) -> Tensor:
-        return payload[0].float() / self._scale(agreed)
+        scale = self._scale(agreed)                     # which float32 has not for what float64 alone holds
+        return (payload[0].float() if scale >= 2.0**-EXPONENT else payload[0].double()) / scale
 
     def _scale(self, agreed: Tensor | None) -> float:
         """The largest power of two that leaves room for the sum; of nothing but zeros, 1."""
         assert agreed is not None
         most = float(agreed)
-        return 2.0 ** min(EXPONENT, math.floor(math.log2(ROOM / most))) if most else 1.0
+        return 2.0 ** min(EXPONENT, math.floor(math.log2(ROOM) - math.log2(most))) if most else 1.0
 
 
 def codec(compressor: Bf16 | Fp16, shape: Sequence[int], key: int) -> Codec:

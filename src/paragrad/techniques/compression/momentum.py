@@ -9,12 +9,14 @@ strategy goes on from it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from paragrad.errors import StepFailed
 from paragrad.strategies.compressors import Compressor, Dgc
 from paragrad.techniques.compression.feedback import Corrected, real
 from paragrad.techniques.values import wide
@@ -40,7 +42,7 @@ class Momentum:
     def __init__(self, optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], own: float | None,
                  masking: bool) -> None:
         self.optimizer, self.named, self.own, self.masking = optimizer, named, own, masking
-        self.groups, self.group_of = 0, dict[Tensor, dict[str, Any]]()
+        self.groups, self.group_of = list[dict[str, Any]](), dict[Tensor, dict[str, Any]]()
         self.aside: list[dict[str, Any]] = []           # of each group, within a step
         self.hooks = [optimizer.register_step_pre_hook(lambda *_: self._set_aside()),
                       optimizer.register_step_post_hook(lambda *_: self._put_back())]
@@ -49,6 +51,12 @@ class Momentum:
                       if isinstance(buffer := optimizer.state.get(parameter, {}).pop(BUFFER, None), Tensor)}
 
     def _set_aside(self) -> None:
+        theirs = [group["momentum"] for group in self.optimizer.param_groups if group["momentum"]]
+        if theirs and self.own is not None:
+            raise StepFailed(f"momentum is given twice, {self.own:g} to dgc and {theirs[0]:g} to the optimizer, by a scheduler; "
+                             "leave it out of dgc, where it is taken over")
+        if any(BUFFER in self.optimizer.state.get(each, ()) for each in self.named.values()):
+            raise StepFailed("the optimizer was loaded after dgc had taken over its momentum; load it before the hook is made")
         self.aside = [{what: group[what] for what in TAKEN} for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group.update(dict.fromkeys(TAKEN, 0.0))
@@ -84,8 +92,8 @@ class Momentum:
     def _group(self, name: str) -> dict[str, Any] | None:
         """None of a parameter that the optimizer does not hold."""
         groups = self.optimizer.param_groups
-        if len(groups) != self.groups:              # a user may add one
-            self.groups, self.group_of = len(groups), {each: group for group in groups for each in group["params"]}
+        if len(groups) != len(self.groups) or any(map(operator.is_not, groups, self.groups)):     # added, or loaded
+            self.groups, self.group_of = [*groups], {each: group for group in groups for each in group["params"]}
         parameter = self.named.get(name)
         return None if parameter is None else self.group_of.get(parameter)
 

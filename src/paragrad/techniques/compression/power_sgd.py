@@ -24,9 +24,10 @@ class Factors(Codec):
 
     def asks(self, vector: Tensor) -> Tensor:
         if self.memory is None or self.memory.shape != (self.others, self.columns):        # of other columns, or another cut
-            generator = torch.Generator().manual_seed(self.key)
-            self.memory = torch.randn(self.others, self.columns, generator=generator, dtype=torch.float64)
+            self.memory = self._anew()
         self.memory = self.memory.to(vector)
+        if not (there := self.memory.any(0)).all():         # a column of zeros, once of a gradient of zeros, would stay so
+            self.memory = self.memory.where(there, self._anew().to(vector))
         product = self._matrix(vector) @ self.memory
         finite(product)
         return product
@@ -39,6 +40,10 @@ class Factors(Codec):
 
     def summed(self, payload: Payload) -> None:
         self.memory = payload[0]
+
+    def _anew(self) -> Tensor:
+        generator = torch.Generator().manual_seed(self.key)
+        return torch.randn(self.others, self.columns, generator=generator, dtype=torch.float64)
 
     def _matrix(self, vector: Tensor) -> Tensor:
         return vector.view(self.rows, self.others)

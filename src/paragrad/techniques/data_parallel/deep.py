@@ -48,13 +48,9 @@ class Deep(Compressed):
                    if self.momentum.own is None else "as asked")
         if self.clip is not None:
             log.choice("clip", f"{self.clip:g}", "of each rank's part: times the root of its share of the batch")
-        self.own, self.over = 0.0, False                # what this rank's samples weigh
+        self.over = False
 
     # ---- in a step -----------------------------------------------------------------------------------------------------
-    def finish(self, weight: float, loss: float) -> None:
-        self.own = weight
-        super().finish(weight, loss)
-
     def average(self, weight: float) -> None:
         before = self.compression.compressor
         self.compression.become(now := self.dgc.in_epoch(self.epoch))
@@ -73,7 +69,7 @@ class Deep(Compressed):
             norm = float(nn.utils.get_total_norm([each for each in gradients.values() if each is not None]))
         if not math.isfinite(norm):
             raise StepFailed("the norm of this rank's gradient, by which it is clipped, is not finite; lower the rate")
-        return scale * min(1.0, self.clip * math.sqrt(self.own * scale) / (norm * scale + 1e-6))
+        return scale * min(1.0, self.clip * math.sqrt(self.share) / (norm * scale + 1e-6))
 
     def _take(self, means: dict[str, Tensor]) -> None:
         super()._take(means)
