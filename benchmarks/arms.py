@@ -9,8 +9,11 @@ from collections.abc import Callable, Mapping
 from statistics import mean, stdev
 from typing import Any
 
+from common import differences
+
 import paragrad as pg
 
+SPREAD = "\n\nMean ± standard deviation over seeds; of differences, which are taken seed by seed, the standard error."
 Arm = Callable[[int], tuple[pg.Job, str]]         # of a seed: what is trained, and under which strategy
 
 
@@ -46,6 +49,11 @@ def spread(values: list[float], digits: int = 2) -> str:
 
 
 def apart(one: list[float], other: list[float]) -> tuple[float, float]:
-    """(difference of the means, its standard error), of independent samples."""
-    error = sum(stdev(each) ** 2 / len(each) for each in (one, other)) ** 0.5 if min(len(one), len(other)) > 1 else math.nan
-    return mean(one) - mean(other), error
+    """(mean difference, its standard error), seed by seed: both began with the same weights and had the same order."""
+    found = differences(one, other)
+    return mean(found), stdev(found) / len(found) ** 0.5 if len(found) > 1 else math.nan
+
+
+def beside(one: list[float], other: list[float]) -> str:
+    """The same, as a table shows it."""
+    return "{:+.2f} ± {:.2f}".format(*apart(one, other))

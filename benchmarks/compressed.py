@@ -31,7 +31,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from arms import Arm, apart, of, spread, trained
+from arms import SPREAD, Arm, apart, beside, of, spread, trained
 from common import Bench, alternated, between, ratios
 from hosts import Cluster, hosts
 from pages import DOCS, FIGURES, filled, table
@@ -46,6 +46,7 @@ from paragrad.verbs.train import train
 RANKS, BATCH, GOAL = 4, 128, 97.0
 RING, DENSE = "data(4, reduce=ring)", "data(4, state=replicated)"
 CORRECTED = ("top_k(0.001)", "dgc(0.001, warmup=0, masking=false)", "dgc(0.001, warmup=0)", "dgc(0.001)")
+BASES = CORRECTED[:2]   # beside which differences are told: without the correction, and without masking
 EVERY = ("bf16", "fp16", "int8", "one_bit", "power_sgd(1)", "power_sgd(4)", "top_k(0.01)", "top_k(0.001)",
          "dgc(0.01, warmup=0)", "dgc(0.001, warmup=0)")
 DDP = "DDP"
@@ -86,8 +87,9 @@ def accuracies(bench: Bench, data: str) -> None:
                     bench.rounds(3, quick=1), read, data=data)
     bench.measured["accuracy"] = found
     for text, points, times in (("dgc(0.01)", 0.3, 20), ("dgc(0.001)", 0.6, 100)):
-        lost, _ = apart(of(found, "dense", "accuracy"), of(found, text, "accuracy"))
+        lost, error = apart(of(found, "dense", "accuracy"), of(found, text, "accuracy"))
         bench.figure(f"points of accuracy, dense over {text}", lost, at_most=points)
+        bench.figure(f"dense over {text}: standard error of that", error)
         bench.figure(f"bytes of a step, dense over {text}", ratios(of(found, "dense", "bytes of a step"),
                                                                    of(found, text, "bytes of a step")), at_least=times)
         bench.figure(f"bytes of the run, dense over {text}", ratios(of(found, "dense", "bytes"), of(found, text, "bytes")))
@@ -97,12 +99,13 @@ def corrections(bench: Bench, data: str) -> None:
     jobs = {"mnist-mlp": wide().replace(epochs=10), "mnist-cnn": pg.job("mnist-cnn")}
     for name, job in jobs.items():
         job = job.replace(epochs=2) if bench.quick else job
-        found = trained({"dense": arm(job, DENSE), **{text: arm(job, compressing(text)) for text in CORRECTED}},
+        texts = [text.replace("dgc(0.001)", "dgc(0.001, warmup=1)") if job.epochs < 10 else text for text in CORRECTED]
+        found = trained({"dense": arm(job, DENSE), **{text: arm(job, compressing(text)) for text in texts}},
                         bench.rounds(5, quick=1), read, data=data)
         bench.measured[f"correction, {name}"] = found
-        for text in CORRECTED[1:]:
-            difference, error = apart(of(found, text, "accuracy"), of(found, CORRECTED[0], "accuracy"))
-            bench.figure(f"{name}: points of accuracy, {text} over {CORRECTED[0]}", difference)
+        for base, text in ((base, text) for base in BASES for text in texts if text not in (base, *BASES[:1])):
+            difference, error = apart(of(found, text, "accuracy"), of(found, base, "accuracy"))
+            bench.figure(f"{name}: points of accuracy, {text} over {base}", difference)
             bench.figure(f"{name}: standard error of that", error)
 
 
@@ -177,9 +180,12 @@ def page(bench: Bench) -> None:
                                         "that sends most has sent"))
     for job in ("mnist-mlp", "mnist-cnn"):
         if (found := measured.get(f"correction, {job}")) is not None:
-            text = filled(text, f"correction {job}", table(["", "accuracy [%]", f"beside `{CORRECTED[0]}`"], [
-                [f"`{name}`" if "(" in name else name, spread(of(found, name, "accuracy")), beside(found, name)]
-                for name in found]))
+            def over(name: str, base: str, found: Mapping[str, Any] = found) -> str:
+                return "" if name in (base, "dense") else beside(of(found, name, "accuracy"), of(found, base, "accuracy"))
+            head = ["", "accuracy [%]", *(f"points beside `{base}`" for base in BASES)]
+            text = filled(text, f"correction {job}", table(head, [
+                [f"`{name}`" if "(" in name else name, spread(of(found, name, "accuracy")),
+                 *(over(name, base) for base in BASES)] for name in found]) + SPREAD)
     if "milliseconds" in measured:
         plot_of_links(measured["milliseconds"])
         text = filled(text, "links", table(["", *(f"{name}: ms a step, and s to {GOAL:g} %" for name in LINKS)], [
@@ -211,12 +217,6 @@ def plot_of_links(found: Mapping[str, Mapping[str, list[float]]]) -> None:
             each.set(title=name, xlabel="ms a step")
             each.set_yticks(range(len(times)), list(times)[::-1] if each is axes[0] else [""] * len(times))
     panels(FIGURES / "compressed_links.svg", len(found), 320, draw)
-
-
-def beside(found: Mapping[str, Any], name: str) -> str:
-    if name == CORRECTED[0]:
-        return ""
-    return "{:+.2f} ± {:.2f}".format(*apart(of(found, name, "accuracy"), of(found, CORRECTED[0], "accuracy")))
 
 
 def options(parser: argparse.ArgumentParser) -> None:

@@ -217,7 +217,7 @@ def test_a_scheduler_that_sets_momentum_later_is_no_second_owner() -> None:
     weight.grad = torch.ones(3)
     optimizer.step()
     optimizer.param_groups[0]["momentum"] = 0.95
-    with pytest.raises(StepFailed, match=r"given twice, 0\.9 to dgc and 0\.95 to the optimizer"):
+    with pytest.raises(StepFailed, match=r"given twice, 0\.9 to dgc and 0\.95 to SGD"):
         optimizer.step()
 
 

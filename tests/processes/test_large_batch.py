@@ -302,7 +302,7 @@ def test_the_scale_of_a_problem_of_which_it_is_known(text: str, tmp_path: Path) 
     run = pg.train(made, text, runs=tmp_path, noise_scale=1, limit=1000)
     steps = Record(run.folder).steps()
     assert len(steps) == 1000
-    *_, last = noise_of(steps, kept=1.0)
+    *_, last = noise_of(steps)
     assert last.count == 1000
     assert last.scale == pytest.approx(scale, rel=0.2)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from paragrad.errors import Refused
-from paragrad.planner.compressing import compressing, root, shortest, square
+from paragrad.planner.compressing import compressing, lengths, root, square
 from paragrad.players.machine import Link, Machine
 from paragrad.strategies.compressors import compressor_of
 from paragrad.strategies.table import strategy
@@ -65,12 +65,22 @@ def test_on_this_side_of_the_bandwidth_it_pays_and_on_the_other_it_does_not(text
 
 def test_from_some_length_on_it_pays_on_this_link() -> None:
     """Of what is sent in two rounds where one would do, what is saved has to be worth a round."""
-    found = priced("data(4, compress=power_sgd(1))", costs=(1e-10, 1e-10))
-    assert 4 * 2048 < found.shortest < 4 * MB
-    assert priced("data(4, compress=power_sgd(1))", int(1.01 * found.shortest), (1e-10, 1e-10)).pays
-    assert not priced("data(4, compress=power_sgd(1))", int(0.99 * found.shortest), (1e-10, 1e-10)).pays
-    assert priced("data(4, compress=top_k(0.01))").shortest >= 4 * 2048         # shorter ones are sent as they are
-    assert priced("data(4, compress=top_k(0.01))", costs=(1e-7, 1e-7)).shortest == float("inf")
+    (first, end), = priced("data(4, compress=power_sgd(1))", costs=(1e-10, 1e-10)).lengths
+    assert 4 * 2048 < first < 4 * MB
+    assert end == float("inf")
+    assert priced("data(4, compress=power_sgd(1))", int(1.01 * first), (1e-10, 1e-10)).pays
+    assert not priced("data(4, compress=power_sgd(1))", int(0.99 * first), (1e-10, 1e-10)).pays
+    assert priced("data(4, compress=top_k(0.01))").lengths[0][0] >= 4 * 2048    # shorter ones are sent as they are
+    assert not priced("data(4, compress=top_k(0.01))", costs=(1e-6, 1e-6)).lengths
+
+
+def test_a_costly_one_may_pay_for_short_vectors_alone() -> None:
+    """To all there are fewer messages than along a ring; it was said to pay for none, beside a vector for which it does."""
+    (first, end), = priced("data(4, compress=int8)", costs=(5e-9, 1e-9)).lengths
+    assert first == 4 * 2048
+    assert end < float("inf")
+    assert priced("data(4, compress=int8)", int(end) - 4, (5e-9, 1e-9)).pays
+    assert not priced("data(4, compress=int8)", int(end), (5e-9, 1e-9)).pays
 
 
 @pytest.mark.parametrize(("text", "size", "said"), [
@@ -86,6 +96,8 @@ def test_roots_and_squares() -> None:
     assert root(lambda x: x - 3, 10.0) == 3
     assert root(lambda x: x + 1, 10.0) == 0
     assert root(lambda x: -1.0, 10.0) == float("inf")
-    assert shortest(lambda length: length >= 12_340) == 12_340
+    assert lengths(lambda length: length >= 12_340) == ((12_340, float("inf")),)
+    assert lengths(lambda length: 64 <= length < 400 or length >= 12_340) == ((64, 400), (12_340, float("inf")))
+    assert lengths(lambda length: False) == ()
     assert square(1_000_000) == (1000, 1000)
     assert square(10) == (3, 3)

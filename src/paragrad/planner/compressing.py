@@ -6,10 +6,11 @@ With p ranks, vectors of n bytes, m bytes that stand for one, and links of alpha
     adds up      the all-reduce of m bytes
     to all       (p-1) (alpha + m beta); where that is no less than plain sends, whole vectors of what they stand for
 
-All are lines in beta, so there is one bandwidth below which it pays; and grow with n faster than what is sent, so there is one
-length. Most published set-ups are on the
-other side of it (Agarwal et al. 2022, arXiv 2103.00543). Under `data(n)` a plain exchange may hide behind backward, too, and a
-compressed one begins after it: on a link that is fast enough for that this counts for the plain one.
+All are lines in beta, so there is one bandwidth below which it pays. Of lengths there may be stretches: what goes to all saves
+(p-1) alpha whatever n is, so a costly compressor may pay for short vectors, not for long ones. What a call costs at any length
+is left out. Most published set-ups are on the other side (Agarwal et al. 2022, arXiv 2103.00543). Under `data(n)` a plain
+exchange may hide behind backward, too, and a compressed one begins after it: on a link that is fast enough for that this counts
+for the plain one.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ LONGEST = 1 << 40       # bytes
 class Compressing:
     """Seconds of one exchange of a vector of `bytes` on each of `workers` ranks. payload: bytes that stand for one;  whole: but
     they are sent as whole vectors;  plain: without compressing;  exchange: of what is sent;  compute: before and after it, on
-    every rank;  bandwidth: of links, in bytes a second, below which it pays (inf: on all, 0: on none);  shortest: vector from
-    which on it pays on this link, in bytes (inf: none)."""
+    every rank;  bandwidth: of links, in bytes a second, below which it pays (inf: on all, 0: on none);  lengths: of vectors for
+    which it pays on this link, in bytes: from, and up to but not with (inf: all from there on)."""
     strategy: Strategy
     workers: int
     bytes: int
@@ -49,7 +50,7 @@ class Compressing:
     exchange: float
     compute: float
     bandwidth: float
-    shortest: float
+    lengths: tuple[tuple[float, float], ...]
 
     @property
     def pays(self) -> bool:
@@ -75,7 +76,7 @@ def compressing(strategy: Strategy, compressor: Compressor, workers: int, size: 
 
     def parts(length: float, beta: float) -> tuple[float, bool, float, float, float]:
         """(bytes that stand for a vector, are whole ones sent, seconds of the plain exchange, of the other, of computing)."""
-        at = replace(cluster.link, beta=beta, points=())
+        at = cluster.link if beta == cluster.link.beta else replace(cluster.link, beta=beta, points=())
         elements = int(length) // ELEMENT
         payload = compressor.sends(shape_of(compressor, length), ELEMENT)
         plain = price(schedule, workers, elements)
@@ -85,7 +86,7 @@ def compressing(strategy: Strategy, compressor: Compressor, workers: int, size: 
             other = price(schedule, workers, int(payload / ELEMENT / rounds)).seconds(at, cluster.gamma, ELEMENT) * rounds
             return payload, False, dense, other, length * sum(costs)
         whole = (workers - 1) * payload >= ELEMENT * plain.sent
-        other = dense if whole else (workers - 1) * (at.alpha + payload * beta)
+        other = dense if whole else (workers - 1) * at.held(int(payload))
         return payload, whole, dense, other, length * (costs[0] + costs[1] * (1 if whole else workers))
 
     def gained(length: float, beta: float) -> float:
@@ -95,8 +96,8 @@ def compressing(strategy: Strategy, compressor: Compressor, workers: int, size: 
     slowest = root(lambda beta: gained(size, beta), 1.0)
     return Compressing(strategy, workers, size, machine, cluster, str(schedule), payload, whole, dense, other, computed,
                        1 / slowest if slowest else float("inf"),
-                       shortest(lambda length: compressor.compresses(shape_of(compressor, length))
-                                and gained(length, cluster.link.beta) > 0))
+                       lengths(lambda length: compressor.compresses(shape_of(compressor, length))
+                               and gained(length, cluster.link.beta) > 0))
 
 
 def root(line: Callable[[float], float], far: float) -> float:
@@ -107,15 +108,19 @@ def root(line: Callable[[float], float], far: float) -> float:
     return 0.0 if first >= 0 else far * first / (first - last)
 
 
-def shortest(pays: Callable[[float], bool]) -> float:
-    """The length in bytes from which on it pays, to an element; inf: up to LONGEST it does not."""
-    short, long = 0, LONGEST // ELEMENT
-    if not pays(LONGEST):
-        return float("inf")
-    while long - short > 1:
-        middle = (short + long) // 2
-        short, long = (short, middle) if pays(ELEMENT * middle) else (middle, long)
-    return float(ELEMENT * long)
+def lengths(pays: Callable[[float], bool]) -> tuple[tuple[float, float], ...]:
+    """The stretches of lengths in bytes, up to LONGEST, in which it pays, as powers of two see them; their ends to an
+    element."""
+    ends, before, last = list[float](), False, 0
+    for power in range((LONGEST // ELEMENT).bit_length()):
+        low, high = last, 1 << power
+        last, now = high, pays(ELEMENT * high)
+        while now != before and high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if pays(ELEMENT * middle) == now else (middle, high)
+        ends += [float(ELEMENT * high)] if now != before else []
+        before = now
+    return tuple(zip(ends[::2], [*ends[1::2], float("inf")], strict=False))
 
 
 def shape_of(compressor: Compressor, length: float) -> tuple[int, ...]:

@@ -17,7 +17,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-KEPT = 0.99             # of what was smoothed, with each measurement
+# of what was smoothed, with each measurement. On the tested problem the estimate is off by 5 % in the mean (root of squares);
+# with 0.99 by 16
+KEPT = 0.999
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,12 @@ def measured(lines: Iterable[dict[str, Any]]) -> tuple[float, float, float] | No
     return (short - whole) / (1 / few - 1 / every), (every * whole - few * short) / (every - few), every
 
 
-def noise_of(steps: Iterable[list[dict[str, Any]]], kept: float = KEPT) -> Iterator[Noise]:
-    """After every step that was measured. steps: of each the lines of all ranks;  kept: 1: the mean of all so far."""
+def noise_of(steps: Iterable[list[dict[str, Any]]]) -> Iterator[Noise]:
+    """After every step that was measured. steps: of each the lines of all ranks."""
     trace = signal = total = weight = 0.0
     count = 0
     for lines in steps:
         if (found := measured(lines)) is not None:
-            trace, signal, total = kept * trace + found[0], kept * signal + found[1], kept * total + 1
+            trace, signal, total = KEPT * trace + found[0], KEPT * signal + found[1], KEPT * total + 1
             count, weight = count + 1, weight + found[2]
             yield Noise(lines[0]["step"], trace / total, signal / total, count, weight / count)

@@ -37,7 +37,7 @@ def compressing(found: Compressing, as_json: bool) -> None:
                           "payload": found.payload, "sent_whole": found.whole, "plain": found.plain, "exchange": found.exchange,
                           "compute": found.compute, "pays": found.pays,
                           "bandwidth": None if isinf(found.bandwidth) else found.bandwidth,
-                          "shortest": None if isinf(found.shortest) else found.shortest,
+                          "lengths": [[first, None if isinf(end) else end] for first, end in found.lengths],
                           "measured": found.machine.measured}, indent=1))
         return
     total = found.exchange + found.compute
@@ -55,7 +55,9 @@ def compressing(found: Compressing, as_json: bool) -> None:
         "does it pay?": f"yes, {found.plain / total:.3g} times as fast" if found.pays else
                         f"no: {total / found.plain:.3g} times as long" if found.plain else "no: nothing is exchanged",
         "it pays on links": below,
-        "on this link it pays": "for no vector" if isinf(found.shortest) else f"from {found.shortest:,.0f} bytes on"}.items())
+        "on this link it pays": ", ".join(
+            f"from {first:,.0f} bytes " + ("on" if isinf(end) else f"to {end:,.0f}") for first, end in found.lengths)
+            or "for no vector"}.items())
 
 
 def _told(found: Simulation) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class Momentum:
     def _set_aside(self) -> None:
         theirs = [group["momentum"] for group in self.optimizer.param_groups if group["momentum"]]
         if theirs and self.own is not None:
-            raise StepFailed(f"momentum is given twice, {self.own:g} to dgc and {theirs[0]:g} to the optimizer, by a scheduler; "
+            raise StepFailed(f"momentum is given twice, {self.own:g} to dgc and {theirs[0]:g} to SGD by a scheduler; "
                              "leave it out of dgc, where it is taken over")
         if any(BUFFER in self.optimizer.state.get(each, ()) for each in self.named.values()):
             raise StepFailed("the optimizer was loaded after dgc had taken over its momentum; load it before the hook is made")
