@@ -69,6 +69,11 @@ def _read(algorithm: str | Choice) -> Any:
     return found
 
 
+def _called(number: int, parameter: Tensor) -> str:
+    """DDP tells no names."""
+    return f"parameter {number} of shape {tuple(parameter.shape)}"
+
+
 class Compressing(BucketQueue):
     """Compresses buckets, in DDP's order, over its group. A bucket's vector becomes what was sent of the mean of all ranks."""
 
@@ -76,7 +81,7 @@ class Compressing(BucketQueue):
                  steps_per_epoch: int) -> None:
         self.asked, self.steps_per_epoch, self.step = compressor, steps_per_epoch, 0
         every = [] if optimizer is None else [each for group in optimizer.param_groups for each in group["params"]]
-        self.names: dict[Tensor, str] = {each: str(number) for number, each in enumerate(every)}
+        self.names: dict[Tensor, str] = {each: _called(number, each) for number, each in enumerate(every)}
         self.momentum = momentum_of(compressor, optimizer, {name: each for each, name in self.names.items()})   # type: ignore[misc]
         super().__init__(algorithm, world)
         feedback = None if self.momentum is None else self.momentum.corrected()
@@ -92,7 +97,8 @@ class Compressing(BucketQueue):
 
     def _exchange(self, bucket: Bucket) -> Traffic:
         self.compression.become(self.asked.in_epoch(bucket.step // self.steps_per_epoch))
-        gradients = {self.names.setdefault(parameter, str(len(self.names))): each for parameter, each in bucket.pairs}
+        gradients = {self.names.setdefault(parameter, _called(len(self.names), parameter)): each
+                     for parameter, each in bucket.pairs}
         large = {name: each for name, each in gradients.items() if self.asked.compresses(each.shape)}
         means = self.compression.finish(self.compression.begin(large, 1.0 / self.world.size, bucket.step))
         if small := {name: real(each) for name, each in gradients.items() if name not in large}:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -14,18 +15,22 @@ from paragrad.strategies.compressors import Compressor, Dgc
 from paragrad.techniques.compression.codec import codec_of
 from paragrad.techniques.compression.feedback import Corrected, Feedback, Nothing
 
+FEW = 4                 # gradients that are compressed in turn
+
 
 def steps_of(compressor: Compressor, shape: Sequence[int]) -> tuple[Callable[[], Any], Callable[..., Any]]:
     """(a gradient is added to what waits, compressed, and what was sent taken out; what the payload stands for is added to a
-    sum, or another flat vector), of random numbers of a shape. The second needs the first once."""
+    sum, or another flat vector), of random numbers of a shape, a few in turn: what waits of one alone would be of no training.
+    The second needs the first once."""
     generator = torch.Generator().manual_seed(0)
-    gradient, codec = torch.randn(*shape, generator=generator), codec_of(compressor, shape)
+    gradients = itertools.cycle([torch.randn(*shape, generator=generator) for _ in range(FEW)])
+    codec = codec_of(compressor, shape)
     feedback = Corrected(lambda name: (0.9, False), compressor.masking) if isinstance(compressor, Dgc) else (
         Feedback() if compressor.feedback else Nothing())
-    total, last = torch.zeros(gradient.numel()), list[Any]()
+    total, last = torch.zeros(codec.elements), list[Any]()
 
     def compress() -> None:
-        vector = feedback.compensated("w", gradient, 0.5)
+        vector = feedback.compensated("w", next(gradients), 0.5)
         agreed = codec.asks(vector)
         last[:] = codec.compress(vector, agreed), agreed
         feedback.sent("w", codec, last[0], agreed)
