@@ -32,7 +32,8 @@ def compressor(text: str) -> Compressor:
 
 def one_rank(codec: Codec, vector: Tensor, draw: int = 0) -> tuple[Payload, Tensor | None]:
     """What a world of one sends."""
-    agreed = codec.asks(vector)
+    asked = codec.asks(vector)
+    agreed = None if asked is None else codec.settled(asked)
     return codec.compress(vector, agreed, draw), agreed
 
 

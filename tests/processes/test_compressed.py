@@ -639,3 +639,25 @@ def hook_refused(world: World, text: str, momentum: float, more: dict[str, Any])
 def test_a_hook_that_lacks_something_is_refused(pool: Ranks, text: str, momentum: float, more: dict[str, Any],
                                                 said: str) -> None:
     assert said in pool.run(hook_refused, text, momentum, more, size=2)[0]
+
+
+def hook_failing(world: World) -> str:
+    """What DDP's backward says of a gradient that is nan in the third step, on the last rank alone."""
+    from torch.nn.parallel import DistributedDataParallel
+    model = wide()
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(*pg.hook("top_k(0.01)"))
+    for step in range(4):
+        scale = math.nan if step == 2 and world.rank == world.size - 1 else 1.0
+        try:
+            (scale * functional.cross_entropy(ddp(VECTORS.tensors[0][:4]), VECTORS.tensors[1][:4])).backward()
+        except Exception as error:
+            return str(error)
+    return "went on"
+
+
+def test_a_hook_that_fails_names_step_and_parameter(pool: Ranks) -> None:
+    said = pool.run(hook_failing, size=2)
+    assert "step 2, tensor parameter" in said[1]
+    assert "of shape (" in said[1]
+    assert "is not finite" in said[1]

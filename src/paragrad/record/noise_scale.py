@@ -23,7 +23,7 @@ KEPT = 0.999
 
 
 @dataclass(frozen=True)
-class Noise:
+class NoiseScale:
     """After a step: tr(S) and |G|^2, smoothed, how many measurements are in them, and what a whole batch weighs, in what the
     loss counts (samples, tokens, elements of a mean): the mean of the measured ones."""
     step: int
@@ -52,7 +52,7 @@ def measured(lines: Iterable[dict[str, Any]]) -> tuple[float, float, float] | No
     return (short - whole) / (1 / few - 1 / every), (every * whole - few * short) / (every - few), every
 
 
-def noise_of(steps: Iterable[list[dict[str, Any]]]) -> Iterator[Noise]:
+def noise_of(steps: Iterable[list[dict[str, Any]]]) -> Iterator[NoiseScale]:
     """After every step that was measured. steps: of each the lines of all ranks."""
     trace = signal = total = weight = 0.0
     count = 0
@@ -60,4 +60,4 @@ def noise_of(steps: Iterable[list[dict[str, Any]]]) -> Iterator[Noise]:
         if (found := measured(lines)) is not None:
             trace, signal, total = KEPT * trace + found[0], KEPT * signal + found[1], KEPT * total + 1
             count, weight = count + 1, weight + found[2]
-            yield Noise(lines[0]["step"], trace / total, signal / total, count, weight / count)
+            yield NoiseScale(lines[0]["step"], trace / total, signal / total, count, weight / count)

@@ -12,7 +12,7 @@ from torch import nn
 
 from paragrad.errors import Refused
 from paragrad.jobs.job import Job
-from paragrad.record.noise_scale import Noise, noise_of
+from paragrad.record.noise_scale import NoiseScale, noise_of
 from paragrad.record.record import Line, Record
 from paragrad.record.rounds import IDLE, LOST, NOBODY
 from paragrad.report.times import times_of
@@ -57,7 +57,7 @@ class Run(Record):
                 "trace": header.get("settings", {}).get("trace")}
 
     @cached_property
-    def noise(self) -> Noise | None:
+    def noise(self) -> NoiseScale | None:
         """Its gradient noise scale after the last step in which it was measured."""
         found: dict[int, list[Line]] = {}
         for line in self.used():

@@ -18,7 +18,7 @@ from paragrad.strategies.strategy import Strategy
 from paragrad.techniques.values import wide
 
 
-class Noise:
+class GradientNorms:
     """Of one rank. every: measured in every so many steps, from the first on (0: never);  told: of this step [|g|^2 of the
     first micro-batch, what that weighs, |g|^2 of the whole batch], or None."""
 

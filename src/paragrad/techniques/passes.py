@@ -22,7 +22,7 @@ from paragrad.techniques.alive import Alive
 from paragrad.techniques.batch_norm import BatchNorm
 from paragrad.techniques.draws import Calls, Draws, in_test
 from paragrad.techniques.exchange import Exchange
-from paragrad.techniques.noise import Noise
+from paragrad.techniques.noise import GradientNorms
 from paragrad.techniques.probe import first_not_finite
 from paragrad.techniques.width.divided import Divided, View, whole
 from paragrad.world.world import World
@@ -47,7 +47,7 @@ class Within(Protocol):
     draws: Draws
     seed: int
     log: Log
-    noise: Noise
+    noise: GradientNorms
     rehearsing: bool
 
     def casting(self) -> AbstractContextManager[Any]: ...

@@ -25,7 +25,7 @@ from paragrad.techniques.model_parallel.part import share_of
 from paragrad.techniques.model_parallel.pipeline import InStages, Step
 from paragrad.techniques.model_parallel.split import Cut
 from paragrad.techniques.model_parallel.watch import calls_watched
-from paragrad.techniques.noise import Noise
+from paragrad.techniques.noise import GradientNorms
 from paragrad.world.world import World
 
 Given = tuple[Micro, Any, Any]              # a micro-batch, its inputs and its target
@@ -41,7 +41,7 @@ class AllHere:
     autocast: torch.dtype | None
     seed: int = 0
     log: Log = field(default_factory=lambda: Log(None))
-    noise: Noise = field(default_factory=lambda: Noise((), 0))
+    noise: GradientNorms = field(default_factory=lambda: GradientNorms((), 0))
     rehearsing: bool = False
 
     def casting(self) -> contextlib.AbstractContextManager[Any]:

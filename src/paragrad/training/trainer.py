@@ -37,7 +37,7 @@ from paragrad.techniques.exchange import Exchange, How, counted, unmoved
 from paragrad.techniques.keeping import attributes
 from paragrad.techniques.layout import Layout, State, filled
 from paragrad.techniques.modes import in_eval_mode
-from paragrad.techniques.noise import Noise
+from paragrad.techniques.noise import GradientNorms
 from paragrad.techniques.passes import COUNTED, Passes, Sums, counting, sums_of
 from paragrad.techniques.probe import Probe, evaluating
 from paragrad.techniques.untouched import Before
@@ -77,7 +77,7 @@ class Trainer:
     looked at, at the door;  otherwise it is before the first step;  unchecked: do not compare the first step with one
     worker's, and go on where draws depend on the layout;  seen: what a look at the model showed at the door;  begun: how the
     model came here, where it is cut;  tests: before the first step of one that is cut a test is compared;  pace: whether this
-    rank is slowed on purpose;  noise: as in Noise.
+    rank is slowed on purpose;  noise: as in GradientNorms.
     """
 
     def __init__(self, world: World, model: nn.Module, loss: Loss, optimizer: torch.optim.Optimizer, strategy: Strategy, *,
@@ -110,7 +110,7 @@ class Trainer:
         self.steps = self.taken = self.batch_size = 0       # taken: by this trainer;  batch_size: once known
         self.restored: State = {}           # what exchanges of the strategy that was saved keep beside the optimizer's state
         self.activations, self.coarsest = 0, 0.0    # that backward keeps of a micro-batch: bytes; eps of the coarsest numbers
-        self.draws, self.alike, self.noise = Draws(), Alike(seed, world.device), Noise(self.everything, noise)
+        self.draws, self.alike, self.noise = Draws(), Alike(seed, world.device), GradientNorms(self.everything, noise)
         self.proof: Proof | None = None             # of the step under way, that it is one worker's; kept: what it began with
         self.kept: Before | None = None
         self.rehearsing = self.cast = False         # cast: the passes were under autocast

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paragrad.errors import Refused
+from paragrad.errors import Refused, StepFailed
 from paragrad.notation.choices import Choice, build
 from paragrad.notation.grammar import parse_call
 from paragrad.players.wire import Traffic
@@ -49,7 +49,7 @@ def hook(algorithm: str | Choice, optimizer: torch.optim.Optimizer | None = None
     chosen = Data(size, reduce=found) if compressor is None else Data(size, compress=compressor)
     resolved = chosen.resolved(Here(ranks=size, group=ranks_here(), backend=world.backend or "gloo", own_loop=True))
     check_plans(chosen, resolved, Settings())
-    queue = BucketQueue(resolved.reduce, world) if compressor is None else Compressing(
+    queue = BucketQueue(resolved.reduce, world) if compressor is None else CompressedBuckets(
         compressor, resolved.reduce, world, optimizer, steps_per_epoch or 1)
     atexit.register(queue.close)                # a thread that is still there as the interpreter ends may abort it
     return queue, _mean if compressor is None else _sent
@@ -74,7 +74,7 @@ def _called(number: int, parameter: Tensor) -> str:
     return f"parameter {number} of shape {tuple(parameter.shape)}"
 
 
-class Compressing(BucketQueue):
+class CompressedBuckets(BucketQueue):
     """Compresses buckets, in DDP's order, over its group. A bucket's vector becomes what was sent of the mean of all ranks."""
 
     def __init__(self, compressor: Compressor, algorithm: Any, world: World, optimizer: torch.optim.Optimizer | None,
@@ -96,6 +96,13 @@ class Compressing(BucketQueue):
         return lambda: vector
 
     def _exchange(self, bucket: Bucket) -> Traffic:
+        try:
+            self._compressed(bucket)
+        except StepFailed as error:
+            raise StepFailed.of(error, bucket.step) from error
+        return Traffic(0)
+
+    def _compressed(self, bucket: Bucket) -> None:
         self.compression.become(self.asked.in_epoch(bucket.step // self.steps_per_epoch))
         gradients = {self.names.setdefault(parameter, _called(len(self.names), parameter)): each
                      for parameter, each in bucket.pairs}
@@ -107,7 +114,6 @@ class Compressing(BucketQueue):
         for name, flat in means.items():
             mean = shaped(flat, gradients[name])
             gradients[name].copy_(mean if self.momentum is None else self.momentum.moved(name, mean, small=name in small))
-        return Traffic(0)
 
 
 def _sent(compressing, bucket):  # type: ignore[no-untyped-def]        # DDP looks at annotations, and wants none or its own

@@ -1,6 +1,6 @@
 """The codec: what stands for one tensor in a message, and what becomes of it.
 
-    agreed  = the sum over ranks of codec.asks(vector)          # of codecs that must agree on something first
+    agreed  = codec.settled(the sum over ranks of codec.asks(vector))       # of codecs that must agree on something first
     payload = codec.compress(vector, agreed)
     codec.take(payload, vector)                                 # the vector is what was not sent: the next step's feedback
     codec.add(payload, into)                                    # of every rank, or of the sum of all where payloads add up
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -43,6 +44,10 @@ class Codec(ABC):
     def asks(self, vector: Tensor) -> Tensor | None:
         """What has to be summed over all ranks before anybody compresses; None for most."""
         return None
+
+    def settled(self, summed: Tensor) -> Tensor:
+        """What all ranks agree on, by the sum of what they asked."""
+        return summed
 
     @abstractmethod
     def compress(self, vector: Tensor, agreed: Tensor | None = None, draw: int = 0) -> Payload:
@@ -87,6 +92,11 @@ def finite(values: Tensor) -> None:
     """Raises StepFailed where some of these numbers, of which there are few, are not finite."""
     if not math.isfinite(float(values.sum(dtype=torch.float64))):         # one operation; no float32 overflows it
         raise StepFailed(NOT_FINITE)
+
+
+def seeded(*place: object) -> int:
+    """The seed of what is drawn at a place: the same whenever it is drawn again."""
+    return zlib.crc32("/".join(map(str, place)).encode())
 
 
 def chunked(vector: Tensor, chunk: int) -> Tensor:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,7 +17,7 @@ from paragrad.errors import StepFailed
 from paragrad.planner.price import computed_bytes
 from paragrad.record.log import Log
 from paragrad.strategies.compressors import Compressor
-from paragrad.techniques.compression.codec import Codec, Payload, codec_of
+from paragrad.techniques.compression.codec import Codec, Payload, codec_of, seeded
 from paragrad.techniques.compression.feedback import Feedback, Nothing
 from paragrad.techniques.compression.packing import Kinds, length_of, packed, unpacked
 from paragrad.world.world import World
@@ -29,7 +28,7 @@ Summed = Callable[[Tensor, str], Callable[[], Tensor]]  # begins to sum a vector
 
 @dataclass
 class Part:
-    """A tensor in a step. vector: flat, with what was fed back;  agreed: what all ranks summed up before."""
+    """A tensor in a step. vector: flat, with what was fed back;  agreed: what all ranks agreed on before."""
     name: str
     codec: Codec
     vector: Tensor
@@ -38,7 +37,7 @@ class Part:
 
 
 @dataclass
-class Sending:
+class InFlight:
     """Tensors whose payloads are on their way. wait: until they came, which gives one vector, the sum of all ranks', or the
     messages of all;  kinds: what is in the message of each rank;  dense: the vector is of what the payloads stand for."""
     parts: list[Part]
@@ -69,7 +68,7 @@ class Compression:
         if compressor != self.compressor:
             self.compressor, self.codecs = compressor, {}
 
-    def begin(self, gradients: Mapping[str, Tensor], scale: float, step: int) -> Sending:
+    def begin(self, gradients: Mapping[str, Tensor], scale: float, step: int) -> InFlight:
         """scale: of a rank's part of the mean, by its gradient. Raises StepFailed with the tensor's name."""
         with self.log.span("compress", "compute"):
             parts = [Part(name, self._codec(name, each), self.feedback.compensated(name, each, scale))
@@ -82,7 +81,7 @@ class Compression:
                 self.feedback.sent(part.name, part.codec, part.payload, part.agreed)
             return self._sent(parts)
 
-    def finish(self, sending: Sending) -> dict[str, Tensor]:
+    def finish(self, sending: InFlight) -> dict[str, Tensor]:
         """The sums over ranks of what was sent, flat."""
         with self.log.span("exchange", "wait"):
             came = sending.wait()
@@ -102,7 +101,7 @@ class Compression:
         return self.codecs[name]
 
     def _draw(self, step: int, rank: int, name: str) -> int:
-        return zlib.crc32(f"{self.seed}/{step}/{rank}/{self.known(name)}".encode())
+        return seeded(self.seed, step, rank, self.known(name))
 
     def _agree(self, parts: list[Part]) -> None:
         """What codecs must know of all ranks before they compress, in one message."""
@@ -117,14 +116,14 @@ class Compression:
             with self.log.span("exchange", "wait"):
                 vector = wait()
             for (part, asked), found in zip(asking, vector.split([asked.numel() for _, asked in asking]), strict=True):
-                part.agreed = found.view_as(asked)
+                part.agreed = part.codec.settled(found.view_as(asked))
 
-    def _sent(self, parts: list[Part]) -> Sending:
+    def _sent(self, parts: list[Part]) -> InFlight:
         if not parts:
-            return Sending(parts, lambda: [torch.empty(0)], dense=True)
+            return InFlight(parts, lambda: [torch.empty(0)], dense=True)
         if self.compressor.sums:
             wait = self.summed(torch.cat([part.payload[0].reshape(-1) for part in parts]), COMPRESSED)
-            return Sending(parts, lambda: [wait()])
+            return InFlight(parts, lambda: [wait()])
         kinds: list[list[Kinds]] = [[part.codec.like(part.payload, each) for part, each in zip(parts, entries, strict=True)]
                  for entries in self._entries(parts)]
         lengths = [length_of(each) for each in kinds]
@@ -134,8 +133,8 @@ class Compression:
         if dense:
             found = torch.cat([part.codec.extract(part.payload, part.agreed).to(part.vector.dtype) for part in parts])
             wait = self.summed(found, DENSE)
-            return Sending(parts, lambda: [wait()], dense=True)
-        return Sending(parts, self._passing(packed((part.payload for part in parts), parts[0].vector.device), lengths), kinds)
+            return InFlight(parts, lambda: [wait()], dense=True)
+        return InFlight(parts, self._passing(packed((part.payload for part in parts), parts[0].vector.device), lengths), kinds)
 
     def _entries(self, parts: list[Part]) -> Sequence[Sequence[int | None]]:
         """Of each rank, how many entries each tensor's payload has; where none varies, nobody asks."""
@@ -173,7 +172,7 @@ class Compression:
             found[part.name] = part.codec.extract(payload, part.agreed)
         return found
 
-    def _of_all(self, messages: list[Tensor], sending: Sending) -> dict[str, Tensor]:
+    def _of_all(self, messages: list[Tensor], sending: InFlight) -> dict[str, Tensor]:
         """Added up in the order of ranks, on all of them."""
         found = {part.name: torch.zeros_like(part.vector) for part in sending.parts}
         for message, kinds in zip(messages, sending.kinds, strict=True):

@@ -31,7 +31,8 @@ def steps_of(compressor: Compressor, shape: Sequence[int]) -> tuple[Callable[[],
 
     def compress() -> None:
         vector = feedback.compensated("w", next(gradients), 0.5)
-        agreed = codec.asks(vector)
+        asked = codec.asks(vector)
+        agreed = None if asked is None else codec.settled(asked)
         last[:] = codec.compress(vector, agreed), agreed
         feedback.sent("w", codec, last[0], agreed)
 

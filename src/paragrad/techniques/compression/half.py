@@ -26,7 +26,7 @@ class Brain(Codec):
         return payload[0].float()
 
 
-class Scaled(Codec):
+class Half(Codec):
     """A payload is the numbers in float16, times a power of two by which the sum of all ranks' largest fits."""
 
     def asks(self, vector: Tensor) -> Tensor:
@@ -35,19 +35,20 @@ class Scaled(Codec):
         finite(largest)
         return largest.double()
 
+    def settled(self, summed: Tensor) -> Tensor:
+        """The scale: the largest power of two that leaves room for the sum; of nothing but zeros, 1."""
+        most = float(summed)
+        return summed.new_tensor(2.0 ** min(EXPONENT, math.floor(math.log2(ROOM) - math.log2(most))) if most else 1.0)
+
     def compress(self, vector: Tensor, agreed: Tensor | None = None, draw: int = 0) -> Payload:
-        return ((vector * self._scale(agreed)).half(),)
+        assert agreed is not None
+        return ((vector * float(agreed)).half(),)
 
     def extract(self, payload: Payload, agreed: Tensor | None = None) -> Tensor:
-        scale = self._scale(agreed)                     # which float32 has not for what float64 alone holds
-        return (payload[0].float() if scale >= 2.0**-EXPONENT else payload[0].double()) / scale
-
-    def _scale(self, agreed: Tensor | None) -> float:
-        """The largest power of two that leaves room for the sum; of nothing but zeros, 1."""
         assert agreed is not None
-        most = float(agreed)
-        return 2.0 ** min(EXPONENT, math.floor(math.log2(ROOM) - math.log2(most))) if most else 1.0
+        scale = float(agreed)                           # which float32 has not for what float64 alone holds
+        return (payload[0].float() if scale >= 2.0**-EXPONENT else payload[0].double()) / scale
 
 
 def codec(compressor: Bf16 | Fp16, shape: Sequence[int], key: int) -> Codec:
-    return Scaled(shape) if isinstance(compressor, Fp16) else Brain(shape)
+    return Half(shape) if isinstance(compressor, Fp16) else Brain(shape)

@@ -13,9 +13,8 @@ from paragrad.techniques.compression.codec import Codec, Payload, finite
 
 
 class Factors(Codec):
-    """All ranks agree on P, of orthonormal columns: the sum of M Q over ranks, by the Q of the last step,
-    which is its memory. A payload is M' P, of
-    which the sum is the next Q; P Q' is what it stands for."""
+    """All ranks agree on P: the sum of M Q over ranks, by the Q of the last step, which is its memory, its columns made
+    orthonormal. A payload is M' P, of which the sum is the next Q; P Q' is what it stands for."""
 
     def __init__(self, shape: Sequence[int], columns: int, key: int) -> None:
         super().__init__(shape)
@@ -32,11 +31,16 @@ class Factors(Codec):
         finite(product)
         return product
 
+    def settled(self, summed: Tensor) -> Tensor:
+        return torch.linalg.qr(summed).Q
+
     def compress(self, vector: Tensor, agreed: Tensor | None = None, draw: int = 0) -> Payload:
-        return (self._matrix(vector).T @ self._orthonormal(agreed),)
+        assert agreed is not None
+        return (self._matrix(vector).T @ agreed,)
 
     def extract(self, payload: Payload, agreed: Tensor | None = None) -> Tensor:
-        return (self._orthonormal(agreed) @ payload[0].T).view(-1)
+        assert agreed is not None
+        return (agreed @ payload[0].T).view(-1)
 
     def summed(self, payload: Payload) -> None:
         self.memory = payload[0]
@@ -47,10 +51,6 @@ class Factors(Codec):
 
     def _matrix(self, vector: Tensor) -> Tensor:
         return vector.view(self.rows, self.others)
-
-    def _orthonormal(self, product: Tensor | None) -> Tensor:
-        assert product is not None
-        return torch.linalg.qr(product.view(self.rows, self.columns)).Q
 
 
 def codec(compressor: PowerSgd, shape: Sequence[int], key: int) -> Factors:

@@ -6,7 +6,6 @@ again is the same to the bit.
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from paragrad.errors import StepFailed
 from paragrad.strategies.compressors import Compressor
 from paragrad.strategies.server import Server
-from paragrad.techniques.compression.codec import Codec, codec_of
+from paragrad.techniques.compression.codec import Codec, codec_of, seeded
 from paragrad.techniques.compression.packing import length_of, packed, unpacked
 from paragrad.techniques.served.header import Unfit, bytes_of
 from paragrad.techniques.served.slicing import Slot
@@ -36,8 +35,8 @@ class Parcel:
 
     def sent(self, vector: Tensor, *place: int) -> memoryview:
         """The frame that stands for a vector. Raises StepFailed where it is not finite."""
-        draw = zlib.crc32("/".join(map(str, place)).encode())
-        return bytes_of(packed([self.codec.compress(vector.to(wide(vector.dtype)), None, draw)], vector.device))
+        payload = self.codec.compress(vector.to(wide(vector.dtype)), None, seeded(*place))
+        return bytes_of(packed([payload], vector.device))
 
     def came(self, frame: Any) -> Tensor:
         """The vector. Raises Unfit."""
