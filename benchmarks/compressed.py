@@ -36,7 +36,7 @@ from typing import Any
 from arms import SPREAD, Arm, apart, beside, of, spread, trained
 from common import Bench, alternated, between, ratios
 from hosts import Cluster, hosts
-from pages import DOCS, FIGURES, filled, table
+from pages import DOCS, FIGURES, filled, kept, shown, table
 from plots import panels
 from trainings import of_ddp
 from workers import TORCHRUN
@@ -173,7 +173,7 @@ def linked(bench: Bench, data: str) -> None:
 
 # ---- the page --------------------------------------------------------------------------------------------------------------
 def page(bench: Bench) -> None:
-    bench.keep(FIGURES / f"{'_'.join(['compressed', *(bench.options.only or ())])}.json")
+    bench.keep(kept("compressed", bench.options.only))
     text, measured = PAGE.read_text(), bench.measured
     if "accuracy" in measured:
         found = measured["accuracy"]
@@ -202,12 +202,6 @@ def page(bench: Bench) -> None:
              f"{median(of(measured['to 97 %'], each, 'bytes of a step')):,.0f}", *(of_link(name, each) for name in LINKS)]
             for each in (DDP, *EVERY)]) + shown("compressed_links", "milliseconds of a step, by link"))
     PAGE.write_text(text)
-
-
-def shown(plot: str, told: str) -> str:
-    """A plot of the page, with what it shows."""
-    told = told[0].upper() + told[1:]
-    return f"\n\n![{told}](figures/{plot}.svg)\n\n{told}."
 
 
 def plot_of_bytes(found: Mapping[str, Any]) -> None:

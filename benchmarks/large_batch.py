@@ -27,7 +27,7 @@ from typing import Any
 
 from arms import SPREAD, Arm, apart, beside, of, spread, trained
 from common import Bench
-from pages import DOCS, FIGURES, filled, table
+from pages import DOCS, FIGURES, filled, kept, shown, table
 from plots import panels
 
 import paragrad as pg
@@ -93,7 +93,7 @@ def sizes(bench: Bench, run: Callable[..., Any], epochs: int) -> None:
 
 # ---- the page ----------------------------------------------------------------------------------------------------------------
 def page(bench: Bench) -> None:
-    bench.keep(FIGURES / f"{'_'.join(['large_batch', *(bench.options.only or ())])}.json")
+    bench.keep(kept("large_batch", bench.options.only))
     text, measured = PAGE.read_text(), bench.measured
     if found := measured.get("arms"):
         text = filled(text, "arms", table(["batch", "accuracy [%]", f"points beside `{FIRST}`"], [
@@ -124,12 +124,11 @@ def over_batches(found: dict[Any, Any], noisy: list[tuple[int, float]]) -> str:
         axes[1].plot(*zip(*noisy, strict=True), color="gray")
         axes[1].set(xlabel=f"steps of batch {OWN}", ylabel="noise scale", yscale="log")
     panels(PLOT, 2, 300, draw)
-    told = "accuracy over batches by rule, and the noise scale over steps"
     ends = ", ".join(f"{rule} {until(found, rule):,}" for rule in RULES)
     quarter = noisy[len(noisy) // 4][1]
-    return (f"{table(['batch', *RULES], rows)}\n\n![{told.capitalize()}](figures/{PLOT.name})\n\n"
-            f"{told.capitalize()}. Within {NEAR} points of batch {OWN} is, up to a batch of: {ends}. The noise scale, measured "
-            f"from two micro-batches of batch {OWN}, was {quarter:,.0f} after a quarter of the steps, and {noisy[-1][1]:,.0f} "
+    told = shown(PLOT.stem, "accuracy over batches by rule, and the noise scale over steps")
+    return (f"{table(['batch', *RULES], rows)}{told} Within {NEAR} points of batch {OWN} is, up to a batch of: {ends}. "
+            f"The noise scale, measured from two micro-batches of batch {OWN}, was {quarter:,.0f} after a quarter of the steps, and {noisy[-1][1]:,.0f} "
             "in the end.")
 
 

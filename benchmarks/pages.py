@@ -20,6 +20,17 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)])
 
 
+def shown(plot: str, told: str) -> str:
+    """A plot of the figures, with what it shows, below a table."""
+    told = told[0].upper() + told[1:]
+    return f"\n\n![{told}](figures/{plot}.svg)\n\n{told}."
+
+
+def kept(name: str, parts: Sequence[str] | None) -> Path:
+    """Where the measurements of a benchmark are, or of some of its parts."""
+    return FIGURES / f"{'_'.join([name, *(parts or ())])}.json"
+
+
 def milliseconds(seconds: float) -> str:
     """As a table shows them."""
     return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"

@@ -27,7 +27,7 @@ from statistics import mean
 from typing import Any
 
 from common import Bench, ratios
-from pages import DOCS, FIGURES, filled, table
+from pages import DOCS, FIGURES, filled, shown, table
 from plots import panels
 
 import paragrad as pg
@@ -113,7 +113,7 @@ def main() -> None:
                  f"{mean(tested[text]):.2f}" if text in tested else ""] for text in CASES[ALWAYS]]
         head = ["strategy", "one always 3x slower (`--slow 1=3x`)", "a random fifth of all steps 3x slower", "accuracy [%]"]
         drawn(curves)
-        block = f"{table(head, rows)}\n\n![{TOLD}](figures/{PLOT.name})\n\n{TOLD}."
+        block = f"{table(head, rows)}{shown(PLOT.stem, TOLD)}"
         PAGE.write_text(filled(PAGE.read_text(), "stragglers", block))
     bench.finish()
 
