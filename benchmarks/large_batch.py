@@ -128,8 +128,8 @@ def over_batches(found: dict[Any, Any], noisy: list[tuple[int, float]]) -> str:
     quarter = noisy[len(noisy) // 4][1]
     told = shown(PLOT.stem, "accuracy over batches by rule, and the noise scale over steps")
     return (f"{table(['batch', *RULES], rows)}{told} Within {NEAR} points of batch {OWN} is, up to a batch of: {ends}. "
-            f"The noise scale, measured from two micro-batches of batch {OWN}, was {quarter:,.0f} after a quarter of the steps, and {noisy[-1][1]:,.0f} "
-            "in the end.")
+            f"The noise scale, from two micro-batches of batch {OWN}, was {quarter:,.0f} after a quarter of the steps, "
+            f"and {noisy[-1][1]:,.0f} in the end.")
 
 
 def options(parser: argparse.ArgumentParser) -> None:
