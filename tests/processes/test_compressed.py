@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -448,7 +450,7 @@ def test_another_number_of_ranks_goes_on_with_the_sum(tmp_path: Path) -> None:
     first = pg.train(made.replace(epochs=2), "data(4, compress=dgc(0.05, warmup=0))", runs=tmp_path, save=3)
     before = load_file(first.folder / "checkpoint-00000006" / "strategy.safetensors")
     assert {name for name in before if name.startswith(LARGE)} == {
-        f"{LARGE}/{what} of {rank}" for what in ("residual", "velocity") for rank in range(4)}
+        f"{LARGE}/{what} of {rank}" for what in ("unsent", "velocity") for rank in range(4)}
     second = pg.train(made.replace(epochs=3), "data(2, compress=dgc(0.05, warmup=0))", runs=tmp_path, resume=first.folder)
     assert len(second.losses) == 3
     assert close(second.model().state_dict(), deep_steps(made, 4, 0.05, 0.9, steps=9, later=(6, 2))[-1])
@@ -467,8 +469,28 @@ def test_serial_goes_on_with_the_momentum_and_names_what_it_leaves_out(tmp_path:
     assert torch.allclose(state[f"{LARGE}/momentum_buffer"], total, atol=1e-14)
     run = pg.train(made, "serial", runs=tmp_path, resume=first.folder)
     left = [line["picked"] for line in run.of("choice") if line["what"] == "checkpoint" and "without" in line["picked"]]
-    assert left == ["without decayed, residual of 0, residual of 1, velocity of 0, velocity of 1"]
+    assert left == ["without decayed, unsent of 0, unsent of 1, velocity of 0, velocity of 1"]
     assert len(run.losses) == 6
+
+
+@pytest.mark.parametrize(("first", "second", "left"), [
+    ("dgc(0.05, warmup=0)", "top_k(1.0)", "without unsent of 0, unsent of 1, velocity of 0, velocity of 1"),
+    ("top_k(0.05)", "dgc(0.5, warmup=0)", "without residual of 0, residual of 1"), ("top_k(0.05)", "one_bit", None)])
+def test_what_waits_of_velocities_is_no_residual(tmp_path: Path, first: str, second: str, left: str | None) -> None:
+    """What dgc had not sent went on under top_k as gradients, and had SGD's momentum once more: 4.8 times as far."""
+    run = pg.train(vectors(optimizer=heavy, epochs=2), f"data(2, compress={first})", runs=tmp_path, save=3)
+    on = pg.train(vectors(optimizer=heavy, epochs=3), f"data(2, compress={second})", runs=tmp_path, resume=run.folder)
+    told = [line["picked"] for line in on.of("choice") if line["what"] == "checkpoint"]
+    assert [each for each in told if each.startswith("without")] == ([left] if left else [])
+
+
+def test_a_terminal_is_told_what_is_left_out(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "paragrad", "train", "digits", "--epochs", "1", "--runs", str(tmp_path), "--set", "width=64"]
+    subprocess.run([*words, "--strategy", "data(2, compress=top_k(0.1))", "--save", "5"], check=True, capture_output=True)
+    run, = tmp_path.iterdir()
+    told = subprocess.run([*words, "--resume", str(sorted(run.glob("checkpoint-*"))[0])], check=True, capture_output=True,
+                          text=True).stdout
+    assert "of the checkpoint: without residual of 0, residual of 1: serial(threads=" in told
 
 
 def test_dgc_takes_over_the_momentum_of_a_checkpoint(tmp_path: Path) -> None:
@@ -661,3 +683,103 @@ def test_a_hook_that_fails_names_step_and_parameter(pool: Ranks) -> None:
     assert "step 2, tensor parameter" in said[1]
     assert "of shape (" in said[1]
     assert "is not finite" in said[1]
+
+
+class Turned(nn.Module):
+    """Two complex parameters, one of which is compressed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(60, 40, dtype=torch.complex128))
+        self.shift = nn.Parameter(torch.zeros(60, dtype=torch.complex128))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.view_as_real(inputs[:, :40].to(torch.complex128) @ self.turn.T + self.shift)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "complex": Turned,
+    "strides": lambda: nn.Sequential(nn.Unflatten(1, (16, 5, 5)), nn.Conv2d(16, 20, 3)).double().to(
+        memory_format=torch.channels_last)}             # type: ignore[call-overload]
+
+
+def beside_plain(world: World, case: str, text: str) -> State:
+    """The weights after some steps of DDP with a hook that loses nothing, or without one."""
+    from torch.nn.parallel import DistributedDataParallel
+    torch.manual_seed(0)
+    model = MODELS[case]() if case in MODELS else nn.Sequential(nn.Linear(400, 10), nn.Linear(10, 220)).double()
+    held, later = [*model.parameters()], list[nn.Parameter]()
+    if case == "added":
+        held, later = held[:2], held[2:]
+    optimizer = heavy(held, weight_decay=0.05)
+    ddp = DistributedDataParallel(model)
+    if text:
+        ddp.register_comm_hook(*pg.hook(text, optimizer=optimizer) if text.startswith("dgc") else pg.hook(text))
+    inputs = torch.randn(6, 8, 400, dtype=torch.float64, generator=torch.Generator().manual_seed(world.rank))
+
+    def backward(step: int) -> Tensor:
+        model.zero_grad()
+        loss = ddp(inputs[step]).square().mean()
+        loss.backward()
+        return loss                                     # type: ignore[no-any-return]
+
+    for step in range(6):
+        if case == "added" and step == 2:
+            optimizer.add_param_group({"params": later})
+        if case == "momentum from the third step on":
+            optimizer.param_groups[0]["momentum"] = 0.0 if step < 2 else 0.9
+        if case == "closure":
+            optimizer.step(functools.partial(backward, step))
+            continue
+        if case == "adding up":
+            with ddp.no_sync():
+                backward(step)
+            ddp(inputs[step - 1]).square().mean().backward()
+        else:
+            backward(step)
+        optimizer.step()
+    return {name: each.detach().clone() for name, each in model.named_parameters()}
+
+
+@pytest.mark.parametrize("text", ["dgc(1.0, warmup=0, masking=false)", "top_k(1.0)"])
+@pytest.mark.parametrize("case", ["complex", "strides", "added", "momentum from the third step on", "closure", "adding up"])
+def test_a_hook_that_loses_nothing_is_ddps_own(pool: Ranks, case: str, text: str) -> None:
+    """Of complex parameters half was exchanged; decay was that of other places where a parameter has strides of its own; a
+    group that was added had neither momentum nor decay; where momentum is 0 at first the last gradient stood for it; and in a
+    closure it was 0."""
+    ours, other = pool.run(beside_plain, case, text, size=2)
+    plainly = pool.run(beside_plain, case, "", size=2)[0]
+    assert equal(ours, other)
+    assert close(ours, plainly)
+
+
+def hook_misused(world: World, case: str) -> str:
+    from torch.nn.parallel import DistributedDataParallel
+    model = wide()
+    optimizer = heavy(model.parameters())
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(*pg.hook("dgc(0.1, warmup=0)", optimizer=optimizer))
+    try:
+        if case == "two models":
+            pg.hook("dgc(0.1, warmup=0)", optimizer=optimizer)
+        if case == "parameters of another model":
+            other = nn.Linear(4, 4)
+            optimizer.add_param_group({"params": [*other.parameters()]})
+            other(torch.ones(4)).sum().backward()
+        for _ in range(2):
+            functional.cross_entropy(ddp(VECTORS.tensors[0][:4]), VECTORS.tensors[1][:4]).backward()
+            if case != "two backwards":
+                optimizer.step()
+    except Exception as error:
+        return str(error)
+    return "taken"
+
+
+@pytest.mark.parametrize(("case", "said"), [
+    ("two models", "another dgc keeps the momentum of this optimizer already; give each model an optimizer of its own"),
+    ("parameters of another model", "group 1 of the optimizer has parameters whose gradients dgc is not given"),
+    ("two backwards", "dgc exchanged it twice, and the optimizer made no step in between; let several backwards add up "
+                      "under no_sync()")])
+def test_what_a_hook_of_dgc_cannot_be(pool: Ranks, case: str, said: str) -> None:
+    """Two hooks each put back what the other had set aside, and SGD ended without momentum."""
+    assert said in pool.run(hook_misused, case, size=2)[0]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from paragrad.errors import Refused
 from paragrad.notation.choices import Decimal, Family, Flag, Integer, Word, option
 from paragrad.strategies.facts import Updating
+from paragrad.strategies.strategy import Strategy, factors_of
 
 SMALL = 2048                # elements: of fewer, tensors are sent as they are
 CHUNK = 1024                # elements that share a scale
@@ -68,10 +69,10 @@ class Compressor(Family, abstract=True):
             raise Refused(f"hook('{self}') wants no optimizer and no steps_per_epoch, which dgc has a use for; leave them out")
 
 
-def compressor_of(strategy: object) -> Compressor | None:
-    """What a strategy compresses by, if it is one that may."""
-    found = getattr(strategy, "compress", None)
-    return found if isinstance(found, Compressor) else None
+def compressor_of(strategy: Strategy) -> Compressor | None:
+    """What a strategy, or a factor of it, compresses by, if one does."""
+    asked = (getattr(each, "compress", None) for each in factors_of(strategy))
+    return next((each for each in asked if isinstance(each, Compressor)), None)
 
 
 def count_of(ratio: float, elements: int) -> int:
@@ -206,8 +207,8 @@ class Dgc(Compressor):
         if self.clip is not None:
             raise Refused(f"{asked}: a hook sees some of the gradients at a time, and no norm of all; leave out clip, or train "
                           f"with data(n, compress={self})")
-        if steps_per_epoch is not None and steps_per_epoch < 1:
-            raise Refused(f"{asked}: an epoch has at least one step; got steps_per_epoch={steps_per_epoch}")
+        if steps_per_epoch is not None and steps_per_epoch not in Integer(most=float("inf")):
+            raise Refused(f"{asked}: an epoch has a whole number of steps, from 1; got steps_per_epoch={steps_per_epoch!r}")
         if self.warmup and not steps_per_epoch:
             raise Refused(f"{asked} warms up over {self.warmup} epochs, of which DDP does not tell; give it "
                           "steps_per_epoch=len(loader), or warmup=0")

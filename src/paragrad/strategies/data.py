@@ -207,6 +207,6 @@ class Data(Strategy):
         if self.follows and len(factors) > 1:
             raise Refused("data(shares=auto) measures forwards of whole models, and beside it the model is cut; say the "
                           "shares, such as shares=[3, 1]")
-        if self.micro != 1 and any(each.cuts_micro for each in factors):
-            raise Refused("data(micro=...) does not fit beside pipeline, which cuts micro-batches itself; "
-                          "give pipeline(micro=...)")
+        if self.micro != 1 and (other := next((each for each in factors if each.cuts_micro), None)):
+            raise Refused(f"data(micro=...) does not fit beside {other.name}, which says itself how a batch passes; leave it "
+                          "out, or give pipeline(micro=...)")

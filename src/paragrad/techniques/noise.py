@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from paragrad.strategies.compressors import compressor_of
 from paragrad.strategies.strategy import Strategy
 from paragrad.techniques.values import wide
 
@@ -80,6 +81,10 @@ def _sum(squares: Iterable[Tensor]) -> float:
 
 def unmeasured(strategy: Strategy) -> str | None:
     """Why a resolved strategy's noise scale cannot be measured, with the repair, or None."""
+    compressor = compressor_of(strategy)
+    if compressor is not None and not compressor.lossless:
+        return ("compares the gradient of each share with that of the whole batch, of which every rank has what was sent; "
+                "leave out compress for a while")
     divided = any(axis.divides != "samples" for axis in strategy.axes)
     if not strategy.exact or divided or strategy.sharded or strategy.servers:
         return ("compares the gradient of each share with that of the whole batch, and here no rank has both; train for a "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -69,11 +69,6 @@ def _read(algorithm: str | Choice) -> Any:
     return found
 
 
-def _called(number: int, parameter: Tensor) -> str:
-    """DDP tells no names."""
-    return f"parameter {number} of shape {tuple(parameter.shape)}"
-
-
 class CompressedBuckets(BucketQueue):
     """Compresses buckets, in DDP's order, over its group. A bucket's vector becomes what was sent of the mean of all ranks."""
 
@@ -81,8 +76,11 @@ class CompressedBuckets(BucketQueue):
                  steps_per_epoch: int) -> None:
         self.asked, self.steps_per_epoch, self.step = compressor, steps_per_epoch, 0
         every = [] if optimizer is None else [each for group in optimizer.param_groups for each in group["params"]]
-        self.names: dict[Tensor, str] = {each: _called(number, each) for number, each in enumerate(every)}
-        self.momentum = momentum_of(compressor, optimizer, {name: each for each, name in self.names.items()})   # type: ignore[misc]
+        self.names, self.named = dict[Tensor, str](), dict[str, Any]()
+        for each in every:
+            self._know(each)
+        self.momentum = momentum_of(compressor, optimizer, self.named)
+        self.exchanged = dict[str, int]()               # in which step of the optimizer a tensor was, last
         super().__init__(algorithm, world)
         feedback = None if self.momentum is None else self.momentum.corrected()
         if feedback is not None and self.momentum is not None:
@@ -95,17 +93,37 @@ class CompressedBuckets(BucketQueue):
         self._play(vector)
         return lambda: vector
 
+    def _know(self, parameter: Tensor) -> str:
+        """Its name, by the order in which they were seen: DDP tells none."""
+        if parameter not in self.names:
+            name = self.names[parameter] = f"parameter {len(self.names)} of shape {tuple(parameter.shape)}"
+            self.named[name] = parameter
+        return self.names[parameter]
+
     def _exchange(self, bucket: Bucket) -> Traffic:
         try:
             self._compressed(bucket)
         except StepFailed as error:
             raise StepFailed.of(error, bucket.step) from error
+        except RuntimeError as error:                   # of the backend, which says neither
+            raise StepFailed(f"compressed gradients could not be exchanged, another rank may be gone: {error}",
+                             step=bucket.step, tensor=self._know(bucket.pairs[0][0])) from error
         return Traffic(0)
+
+    def _once(self, names: Iterable[str]) -> None:
+        """What dgc sent last is a velocity with decay: added to the next gradient it would get momentum once more."""
+        assert self.momentum is not None
+        for name in names:
+            if self.exchanged.get(name) == self.momentum.steps:
+                raise StepFailed("dgc exchanged it twice, and the optimizer made no step in between; let several backwards add "
+                                 "up under no_sync(), and step after each that exchanges", tensor=name)
+            self.exchanged[name] = self.momentum.steps
 
     def _compressed(self, bucket: Bucket) -> None:
         self.compression.become(self.asked.in_epoch(bucket.step // self.steps_per_epoch))
-        gradients = {self.names.setdefault(parameter, _called(len(self.names), parameter)): each
-                     for parameter, each in bucket.pairs}
+        gradients = {self._know(parameter): each for parameter, each in bucket.pairs}
+        if self.momentum is not None:
+            self._once(gradients)
         large = {name: each for name, each in gradients.items() if self.asked.compresses(each.shape)}
         means = self.compression.finish(self.compression.begin(large, 1.0 / self.world.size, bucket.step))
         if small := {name: real(each) for name, each in gradients.items() if name not in large}:
@@ -116,12 +134,26 @@ class CompressedBuckets(BucketQueue):
             gradients[name].copy_(mean if self.momentum is None else self.momentum.moved(name, mean, small=name in small))
 
 
+def _pairs(parameters: Sequence[Tensor], vector: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Parameters with their gradients, views of DDP's vector: in real numbers where it is of complex ones, and each in its
+    parameter's own strides where these leave no gaps. DDP's own list of them has half of complex ones, and other strides."""
+    wide = [2 if each.is_complex() and not vector.is_complex() else 1 for each in parameters]
+    pieces = vector.view(-1).split([width * each.numel() for width, each in zip(wide, parameters, strict=True)])
+    found = []
+    for width, parameter, piece in zip(wide, parameters, pieces, strict=True):
+        flat = torch.view_as_complex(piece.view(-1, 2)) if width == 2 else piece
+        like = torch.empty_like(parameter, device="meta")               # has the same strides where they leave no gaps
+        found.append((parameter, flat.as_strided(like.shape, like.stride()) if like.stride() == parameter.stride()
+                      else flat.view(parameter.shape)))
+    return found
+
+
 def _sent(compressing, bucket):  # type: ignore[no-untyped-def]        # DDP looks at annotations, and wants none or its own
     waiting = waiting_bucket(bucket.index(), bucket.buffer())
-    waiting.step, waiting.pairs = compressing.step, list(zip(bucket.parameters(), bucket.gradients(), strict=True))
+    waiting.step, waiting.pairs = compressing.step, _pairs(bucket.parameters(), waiting.vector)
     compressing.put(waiting)
     compressing.step += bucket.is_last()
-    return waiting.future
+    return waiting.future.then(lambda future: future.value())       # raises what was set, which DDP would take for a tensor
 
 
 def _mean(queue, bucket):  # type: ignore[no-untyped-def]        # DDP looks at annotations, and wants none or its own

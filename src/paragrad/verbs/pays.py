@@ -7,8 +7,8 @@ from math import prod
 from paragrad.errors import Refused
 from paragrad.planner.compressing import ELEMENT, Compressing, compressing, shape_of
 from paragrad.players.machine import Machine
-from paragrad.strategies.compressors import Compressor
-from paragrad.strategies.strategy import Here, Strategy
+from paragrad.strategies.compressors import Compressor, compressor_of
+from paragrad.strategies.strategy import Here, Strategy, factors_of
 from paragrad.strategies.table import resolve
 from paragrad.techniques.compression.cost import cost_of
 
@@ -18,6 +18,9 @@ MOST = 1 << 22          # elements that are compressed to see what it costs
 def pays(chosen: Strategy, compressor: Compressor, size: int, machine: Machine, link: str | None = None) -> Compressing:
     """The exchange of a strategy with its compressor, which is tried on a vector of that size, or of 16 MiB where it is longer.
     Raises Refused."""
+    if len(factors := factors_of(chosen)) > 1:
+        raise Refused(f"{chosen}: what compresses is priced by itself; simulate "
+                      f"{next(each for each in factors if compressor_of(each))}")
     if chosen.servers:
         raise Refused(f"{chosen} has no exchange of all workers to be priced; simulate data(4, compress={compressor})")
     if chosen.workers == "auto":

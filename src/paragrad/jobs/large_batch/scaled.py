@@ -16,6 +16,8 @@ from paragrad.errors import Refused
 from paragrad.jobs.job import Job
 from paragrad.notation.choices import unknown
 
+MOST = 1_000_000                                # epochs of warm-up
+
 # what the rate is multiplied by where the batch is so many times as large
 RULES: dict[str, Callable[[float], float]] = {
     "linear": lambda times: times,              # Goyal et al. 2017, arXiv 1706.02677
@@ -98,8 +100,8 @@ def _check(job: Job) -> None:
                       "scale_lr='linear' or 'sqrt' too (--scale-lr)")
     if job.scale_lr not in RULES:
         raise Refused(f"job {job.name}: " + unknown("scale_lr", str(job.scale_lr), RULES))
-    if isinstance(job.warm_up, bool) or not isinstance(job.warm_up, int | float) or not 0 <= job.warm_up < math.inf:
-        raise Refused(f"job {job.name}: warm_up must be a number of epochs from 0, got {job.warm_up!r}")
+    if isinstance(job.warm_up, bool) or not isinstance(job.warm_up, int | float) or not 0 <= job.warm_up <= MOST:
+        raise Refused(f"job {job.name}: warm_up must be a number of epochs from 0 to {MOST:,}, got {job.warm_up!r}")
     if job.own_batch is None:
         raise Refused(f"job {job.name}: scale_lr wants to know for which batch the learning rate was chosen, and this one has "
                       f"had no other than {job.batch}; change it by job.replace(batch=...) (--batch), or say own_batch=...")

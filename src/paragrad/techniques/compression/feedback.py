@@ -22,7 +22,9 @@ from paragrad.techniques.compression.sparse import Sparse
 from paragrad.techniques.layout import State
 from paragrad.techniques.values import wide
 
-RESIDUAL, VELOCITY = "residual", "velocity"         # by which names a checkpoint has them, of each rank
+# by which names a checkpoint has them, of each rank. What waits of gradients the momentum is still to come to; what waits of
+# velocities has it: neither goes on as the other
+RESIDUAL, UNSENT, VELOCITY = "residual", "unsent", "velocity"
 
 
 class Nothing:
@@ -67,7 +69,7 @@ class Feedback(Nothing):
 class Corrected(Feedback):
     """Momentum correction and factor masking: u <- m u + g, v <- v + u (Nesterov's: v + m u + g); of v the largest are sent,
     and there v and u are 0. momentum: (m, is it Nesterov's?) of a parameter;  masking: without it u stays."""
-    names: tuple[str, ...] = (RESIDUAL, VELOCITY)
+    names: tuple[str, ...] = (UNSENT, VELOCITY)
 
     def __init__(self, momentum: Callable[[str], tuple[float, bool]], masking: bool = True) -> None:
         super().__init__()
@@ -76,6 +78,8 @@ class Corrected(Feedback):
     def compensated(self, name: str, gradient: Tensor, scale: float) -> Tensor:
         momentum, nesterov = self.momentum(name)
         flat, residual = real(gradient), self.residual
+        if not momentum:                                # SGD leaves its buffer as it is, too
+            return super().compensated(name, gradient, scale)
         velocity = zeros_at_first(self.velocity, name, flat).mul_(momentum).add_(flat, alpha=scale)
         if not nesterov:
             return zeros_at_first(residual, name, flat).add_(velocity)
@@ -84,11 +88,11 @@ class Corrected(Feedback):
     def sent(self, name: str, codec: Codec, payload: Payload, agreed: Tensor | None) -> None:
         super().sent(name, codec, payload, agreed)
         assert isinstance(codec, Sparse)
-        if self.masking:
+        if self.masking and name in self.velocity:
             codec.take(payload, self.velocity[name])
 
     def kept(self) -> dict[str, dict[str, Tensor]]:
-        return {RESIDUAL: self.residual, VELOCITY: self.velocity}
+        return {UNSENT: self.residual, VELOCITY: self.velocity}
 
 
 def real(tensor: Tensor) -> Tensor:

@@ -10,40 +10,47 @@ strategy goes on from it.
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paragrad.errors import StepFailed
+from paragrad.errors import Refused, StepFailed
 from paragrad.strategies.compressors import Compressor, Dgc
 from paragrad.techniques.compression.feedback import Corrected, real
 from paragrad.techniques.values import wide
 
 BUFFER = "momentum_buffer"              # by which name SGD keeps it
 TAKEN = ("momentum", "weight_decay")
+OWNED = weakref.WeakSet[torch.optim.Optimizer]()        # whose momentum is in other hands
 
 
 def momentum_of(compressor: Compressor, optimizer: torch.optim.Optimizer | None,
                 named: Mapping[str, nn.Parameter]) -> Momentum | None:
-    """What a compressor takes over of an optimizer, if it does."""
+    """What a compressor takes over of an optimizer, if it does. Raises Refused where it was taken over already."""
     if not isinstance(compressor, Dgc):
         return None
     assert optimizer is not None
+    if optimizer in OWNED:
+        raise Refused("another dgc keeps the momentum of this optimizer already; give each model an optimizer of its own, and "
+                      "a new DistributedDataParallel a new one (load the state of the old into it first)")
     own = None if compressor.momentum == "auto" else float(compressor.momentum)
     return Momentum(optimizer, named, own, compressor.masking)
 
 
 class Momentum:
     """Of the groups of an SGD, which does without in its steps from here on, until `give_back`. named: the parameters that are
-    trained;  own: what there is in the place of the groups';  masking: as in Corrected."""
+    trained, which may become more;  own: what there is in the place of the groups';  masking: as in Corrected."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], own: float | None,
                  masking: bool) -> None:
         self.optimizer, self.named, self.own, self.masking = optimizer, named, own, masking
-        self.groups, self.group_of = list[dict[str, Any]](), dict[Tensor, dict[str, Any]]()
+        self.groups, self.place = list[dict[str, Any]](), dict[Tensor, int]()
         self.aside: list[dict[str, Any]] = []           # of each group, within a step
+        self.steps = 0                                  # of the optimizer, begun
+        OWNED.add(optimizer)
         self.hooks = [optimizer.register_step_pre_hook(lambda *_: self._set_aside()),
                       optimizer.register_step_post_hook(lambda *_: self._put_back())]
         self.dense: dict[str, Tensor] = {}              # of small tensors b; of others, what decay made
@@ -57,18 +64,26 @@ class Momentum:
                              "leave it out of dgc, where it is taken over")
         if any(BUFFER in self.optimizer.state.get(each, ()) for each in self.named.values()):
             raise StepFailed("the optimizer was loaded after dgc had taken over its momentum; load it before the hook is made")
-        self.aside = [{what: group[what] for what in TAKEN} for group in self.optimizer.param_groups]
+        held = set(self.named.values())
+        for number, group in enumerate(self.optimizer.param_groups):
+            others = [each for each in group["params"] if each.grad is not None and each not in held]
+            if others and any(group[what] for what in TAKEN):
+                raise StepFailed(f"group {number} of the optimizer has parameters whose gradients dgc is not given, and which "
+                                 "would be without momentum and decay; give them an optimizer of their own")
+        self.steps += 1
+        self.aside = [dict(group) for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group.update(dict.fromkeys(TAKEN, 0.0))
 
     def _put_back(self) -> None:
         for group, values in zip(self.optimizer.param_groups, self.aside, strict=False):
-            group.update(values)
+            group.update({what: values[what] for what in TAKEN})
         self.aside = []
 
     def give_back(self) -> None:
         """The optimizer is the user's again, also where a step of it failed."""
         self._put_back()
+        OWNED.discard(self.optimizer)
         for each in self.hooks:
             each.remove()
 
@@ -90,12 +105,15 @@ class Momentum:
 
     # ---- of a parameter ------------------------------------------------------------------------------------------------
     def _group(self, name: str) -> dict[str, Any] | None:
-        """None of a parameter that the optimizer does not hold."""
+        """As schedulers made it, also where a step calls a closure, which runs backward; None of a parameter that the optimizer
+        does not hold."""
         groups = self.optimizer.param_groups
         if len(groups) != len(self.groups) or any(map(operator.is_not, groups, self.groups)):     # added, or loaded
-            self.groups, self.group_of = [*groups], {each: group for group in groups for each in group["params"]}
+            self.groups = [*groups]
+            self.place = {each: number for number, group in enumerate(groups) for each in group["params"]}
         parameter = self.named.get(name)
-        return None if parameter is None else self.group_of.get(parameter)
+        number = None if parameter is None else self.place.get(parameter)
+        return None if number is None else (self.aside or groups)[number]
 
     def of(self, name: str) -> tuple[float, bool]:
         """(momentum, is it Nesterov's?); of one that the optimizer does not hold, none."""

@@ -61,6 +61,7 @@ def largest(vector: Tensor, count: int) -> Tensor:
 
 def beyond(vector: Tensor, bound: float) -> Tensor:
     """Positions of entries that are not between -bound and the bound; nan is not."""
+    bound = min(bound, torch.finfo(vector.dtype).max)
     if vector.is_cuda:
         return (vector.abs() <= bound).logical_not_().nonzero().view(-1)
     return torch.from_numpy(_above(vector.numpy(), bound))

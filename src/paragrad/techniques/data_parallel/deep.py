@@ -19,7 +19,7 @@ from paragrad.errors import StepFailed
 from paragrad.record.log import Log
 from paragrad.strategies.compressors import Dgc
 from paragrad.strategies.data import Data
-from paragrad.techniques.compression.feedback import shaped
+from paragrad.techniques.compression.feedback import UNSENT, shaped, shared_out
 from paragrad.techniques.compression.momentum import buffers, momentum_of
 from paragrad.techniques.data_parallel.compressed import Compressed
 from paragrad.techniques.exchange import How, Replica
@@ -77,12 +77,16 @@ class Deep(Compressed):
             parameter = self.trained[name]
             assert parameter.grad is not None
             parameter.grad = self.momentum.moved(name, parameter.grad, small=name in self.small)
+            if name in self.overdue:
+                parameter.grad += shaped(self.overdue.pop(name), parameter)
 
     # ---- what is kept --------------------------------------------------------------------------------------------------
     def _restore(self, restored: State) -> None:
         """What a checkpoint of another strategy has of momentum, is of all ranks."""
         super()._restore(restored)
         self.keeps = (*self.keeps, DECAYED)
+        found = {name: shared_out(restored, name, UNSENT, 0, 1) for name in self.small}     # which were not small there: of all
+        self.overdue = {name: each for name, each in found.items() if each is not None}
         decayed = {name: values[DECAYED] for name, values in restored.items() if DECAYED in values}
         self.momentum.goes_on(self.velocities, self.small, self.world.size, decayed)
 
