@@ -34,7 +34,7 @@ class Nothing:
     def compensated(self, name: str, gradient: Tensor, scale: float) -> Tensor:
         """The vector to be compressed, of this rank's part of the mean gradient: `scale` times its sum."""
         flat = real(gradient)
-        return flat.to(wide(flat.dtype), copy=True).mul_(scale)
+        return flat.to(wide(flat.dtype)) * scale
 
     def sent(self, name: str, codec: Codec, payload: Payload, agreed: Tensor | None) -> None:
         """Of the vector that was given last this was sent."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from paragrad.strategies.compressors import Bf16, Fp16
@@ -31,7 +32,9 @@ class Half(Codec):
 
     def asks(self, vector: Tensor) -> Tensor:
         """In float64: the sum of two numbers that float32 holds it may not."""
-        largest = vector.abs().amax().view(1) if self.elements else vector.new_zeros(1)
+        if not self.elements:
+            return vector.new_zeros(1, dtype=torch.float64)
+        largest = torch.stack(vector.aminmax()).abs().amax().view(1)
         finite(largest)
         return largest.double()
 

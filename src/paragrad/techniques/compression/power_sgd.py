@@ -42,6 +42,13 @@ class Factors(Codec):
         assert agreed is not None
         return (agreed @ payload[0].T).view(-1)
 
+    def add(self, payload: Payload, into: Tensor, agreed: Tensor | None = None, times: int = 1) -> None:
+        assert agreed is not None
+        self._matrix(into).addmm_(agreed, payload[0].T, alpha=times)            # without the product, which is as large
+
+    def take(self, payload: Payload, vector: Tensor, agreed: Tensor | None = None) -> None:
+        self.add(payload, vector, agreed, times=-1)
+
     def summed(self, payload: Payload) -> None:
         self.memory = payload[0]
 
