@@ -55,6 +55,8 @@ DDP, SPARSE = "DDP", "dgc(0.01, warmup=0)"
 LINKS = {"100 Mbit/s": 100, "1 Gbit/s": 1000, "one host": None}
 PARTS = ("accuracy", "correction", "links")
 PAGE = DOCS / "compression.md"
+TOLD = ("milliseconds of a step, by link: of the first ones, in which `threshold` sends more than in those of the last epoch, "
+        "whose bytes are told")
 
 
 def compressing(compressor: str) -> str:
@@ -200,7 +202,7 @@ def page(bench: Bench) -> None:
         text = filled(text, "links", table(head, [
             [f"`{each}`" if each != DDP else "DDP over gloo",
              f"{median(of(measured['to 97 %'], each, 'bytes of a step')):,.0f}", *(of_link(name, each) for name in LINKS)]
-            for each in (DDP, *EVERY)]) + shown("compressed_links", "milliseconds of a step, by link"))
+            for each in (DDP, *EVERY)]) + shown("compressed_links", TOLD))
     PAGE.write_text(text)
 
 
