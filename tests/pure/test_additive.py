@@ -126,3 +126,8 @@ def test_hooks_of_a_first_forward_are_not_registered_twice() -> None:
     """Every look at the model took back its note that they were, and left them there: the loss was another number each time,
     and in the training what the hooks gather came twice."""
     admitted(job("gathering", Gathering, VECTORS), "data(2)")
+
+
+def test_of_a_loss_that_is_zero_nothing_is_said() -> None:
+    """torch warned, under paragrad's name, that a tensor which requires gradients became a number."""
+    admitted(job("asked", model=mlp, data=VECTORS, loss=lambda output, target: 0.0 * output.mean()), "data(2)")

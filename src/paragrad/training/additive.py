@@ -98,7 +98,7 @@ def wrong_with(module: Summed, parts: list[Excerpt], draws: Draws, tight: bool) 
     without = weights - sum(half.doubtful for half in halves)
     weights = without if _close(whole.weight, without, TIGHT) else weights
     mean, expected = whole.total / (whole.weight or 1.0), sums / (weights or 1.0)
-    if all(each.total == 0.0 == float(_number(each.value)) for each in (whole, *halves)):
+    if all(each.total == 0.0 == float(_number(each.value).detach()) for each in (whole, *halves)):
         return None                             # nothing counts, so nothing can be seen
     if not torch.isfinite(torch.tensor([mean, expected])).all():
         return None                             # not finite is a matter of the run, which names rank, step and tensor
