@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from common import differences
+from common import commit, differences
 
 import paragrad as pg
 
@@ -17,23 +19,39 @@ SPREAD = "\n\nMean ± standard deviation over seeds; of differences, which are t
 Arm = Callable[[int], tuple[pg.Job, str]]         # of a seed: what is trained, and under which strategy
 
 
-def trained(arms: Mapping[Any, Arm], seeds: int, read: Callable[[pg.Run], dict[str, Any]],
-            **settings: Any) -> dict[Any, list[dict[str, Any]]]:
+def trained(arms: Mapping[Any, Arm], seeds: int, read: Callable[[pg.Run], dict[str, Any]], so_far: Path | None = None, *,
+            data: str | None, **settings: Any) -> dict[Any, list[dict[str, Any]]]:
     """What `read` makes of every run, seed by seed, or of one that failed its message; folders go at once, for a run may be
-    large."""
+    large. so_far: a file of runs that were made before, each with its commit, and are not made again; the others are added."""
     found: dict[Any, list[dict[str, Any]]] = {name: [] for name in arms}
+    lines = map(json.loads, so_far.read_text().splitlines() if so_far and so_far.exists() else ())
+    made: dict[str, dict[str, Any]] = {line["run"]: line["found"] for line in lines}
     for seed in range(seeds):
         for name, arm in arms.items():
-            with tempfile.TemporaryDirectory() as folder:
-                job, text = arm(seed)
-                try:
-                    found[name].append(read(pg.train(job.replace(seed=seed), text, runs=folder, **settings)))
-                except pg.RankFailed as error:
-                    found[name].append({"failed": str(error)})
-            told = ", ".join(f"{what} {value:.5g}" if isinstance(value, float) else f"{what}: {value}"
-                             for what, value in found[name][-1].items() if isinstance(value, float | str))
-            print(f"seed {seed}: {name}: {told}", file=sys.stderr, flush=True)
+            job, text = arm(seed)
+            rule = f"batch {job.batch}, {job.scale_lr}, {job.warm_up}"
+            run = f"{job.name}, {text}, seed {seed}, epochs {job.epochs}, {rule}, {settings}"
+            if run not in made:
+                made[run] = one(job.replace(seed=seed), text, read, data=data, **settings)
+                if so_far:
+                    with so_far.open("a") as file:
+                        file.write(json.dumps({"run": run, "commit": commit(), "found": made[run]}) + "\n")
+            found[name].append(made[run])
+            words = ", ".join(f"{what} {value:.5g}" if isinstance(value, float) else f"{what}: {value}"
+                              for what, value in made[run].items() if isinstance(value, float | str))
+            print(f"seed {seed}: {name}: {words}", file=sys.stderr, flush=True)
     return found
+
+
+def one(job: pg.Job, text: str, read: Callable[[pg.Run], dict[str, Any]], **settings: Any) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            run = pg.train(job, text, runs=folder, **settings)
+        except pg.RankFailed as error:
+            return {"failed": str(error)}
+        if run.stopped:                                 # asked to: so is the experiment
+            sys.exit(143)
+        return read(run)
 
 
 def of(found: Mapping[Any, list[dict[str, Any]]], name: Any, what: str) -> list[float]:

@@ -88,7 +88,7 @@ def read(run: pg.Run) -> dict[str, Any]:
 def accuracies(bench: Bench, data: str) -> None:
     job = wide().replace(epochs=2 if bench.quick else 10)
     found = trained({"dense": arm(job, RING), **{text: arm(job, compressing(text)) for text in ("dgc(0.01)", "dgc(0.001)")}},
-                    bench.rounds(3, quick=1), read, data=data)
+                    bench.rounds(3, quick=1), read, bench.options.so_far, data=data)
     bench.measured["accuracy"] = found
     for text, points, times in (("dgc(0.01)", 0.3, 20), ("dgc(0.001)", 0.6, 100)):
         lost, error = apart(of(found, "dense", "accuracy"), of(found, text, "accuracy"))
@@ -105,7 +105,7 @@ def corrections(bench: Bench, data: str) -> None:
         job = job.replace(epochs=2) if bench.quick else job
         texts = [text.replace("dgc(0.001)", "dgc(0.001, warmup=1)") if job.epochs < 10 else text for text in CORRECTED]
         found = trained({"dense": arm(job, DENSE), **{text: arm(job, compressing(text)) for text in texts}},
-                        bench.rounds(5, quick=1), read, data=data)
+                        bench.rounds(5, quick=1), read, bench.options.so_far, data=data)
         bench.measured[f"correction, {name}"] = found
         for base, text in ((base, text) for base in BASES for text in texts if text not in (base, *BASES[:1])):
             difference, error = apart(of(found, text, "accuracy"), of(found, base, "accuracy"))
@@ -146,7 +146,7 @@ def linked(bench: Bench, data: str) -> None:
     """Times of a step everywhere; steps to the goal, which no link changes, on one host."""
     job = wide().replace(epochs=3)                      # the first two are enough for most
     goals = trained({text: arm(job, compressing(text)) for text in EVERY} | {DDP: arm(job, DENSE)}, bench.rounds(3, quick=1),
-                    read, data=data)
+                    read, bench.options.so_far, data=data)
     steps_to = {text: median(each["steps"] / len(each["tests"]) * (each["epochs"] or math.inf) if "tests" in each else math.inf
                              for each in runs) for text, runs in goals.items()}
     bench.measured |= {"to 97 %": goals, "milliseconds": {}}
@@ -228,6 +228,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", default=os.environ.get("PARAGRAD_DATA"), help="folder of mnist")
     parser.add_argument("--only", choices=PARTS, action="append", help="this part alone")
     parser.add_argument("--page", action="store_true", help="write the tables of docs/compression.md, and its figures")
+    parser.add_argument("--so-far", type=Path, metavar="FILE", help="go on from trainings that were made before, and keep them")
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ import itertools
 import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -136,11 +137,12 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", default=os.environ.get("PARAGRAD_DATA"), help="folder of mnist")
     parser.add_argument("--only", choices=PARTS, action="append", help="this part alone")
     parser.add_argument("--page", action="store_true", help="write docs/large_batch.md, its figures and its plot")
+    parser.add_argument("--so-far", type=Path, metavar="FILE", help="go on from trainings that were made before, and keep them")
 
 
 def main() -> None:
     bench = Bench(__doc__, options)
-    run = partial(trained, read=read, data=bench.options.data)
+    run = partial(trained, read=read, so_far=bench.options.so_far, data=bench.options.data)
     for name, part in zip(PARTS, (arms, batches, sizes), strict=True):
         if name in (bench.options.only or PARTS):
             part(bench, run, 1 if bench.quick else 5)
