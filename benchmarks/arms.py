@@ -30,7 +30,7 @@ def trained(arms: Mapping[Any, Arm], seeds: int, read: Callable[[pg.Run], dict[s
         for name, arm in arms.items():
             job, text = arm(seed)
             rule = f"batch {job.batch}, {job.scale_lr}, {job.warm_up}"
-            run = f"{job.name}, {text}, seed {seed}, epochs {job.epochs}, {rule}, {settings}"
+            run = f"{job.name} {dict(job.arguments)}, {text}, seed {seed}, epochs {job.epochs}, {rule}, {settings}"
             if run not in made:
                 made[run] = one(job.replace(seed=seed), text, read, data=data, **settings)
                 if so_far:

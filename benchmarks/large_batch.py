@@ -8,11 +8,11 @@
 |---|---|
 | points of accuracy that batch 512 with linear scaling and warm-up is below batch 64 at the own rate, 5 seeds | at most 0.3 |
 
-mnist-mlp of width 1024, five epochs, serial: its rate of 0.05 with momentum 0.9 is for its own batch of 128. Arms at batch 64:
-that rate, and half of it; at 512 the same, linear scaling without warm-up and with one of two epochs, square root. The same
-rules over batches from 64 to 8,192, three seeds. One sample at a time, 64, 4,096, the whole set (gradient descent), one seed:
-steps, accuracy, time. The noise scale is measured over the epochs of batch 128, from two micro-batches. Accuracies do not hang
-on what else the machine does; the times of the third table do. --quick: one seed, one epoch.
+mnist-mlp, five epochs, serial: its rate of 0.05 with momentum 0.9 is for its own batch of 128. Arms, of width 1024: at batch 64
+that rate, and half of it; at 512 the same, linear scaling without warm-up and with one of two epochs, square root. Of the job's
+own width the same rules over batches from 64 to 8,192, three seeds; and one sample at a time, 64, 4,096, the whole set (gradient
+descent), one seed: steps, accuracy, time. The noise scale is measured over the epochs of batch 128, from two micro-batches.
+Accuracies do not hang on what else the machine does; the times of the third table do. --quick: one seed, one epoch.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ PARTS = ("arms", "batches", "sizes")
 PAGE, PLOT = DOCS / "large_batch.md", FIGURES / "large_batch.svg"
 
 
-def arm(batch: int, rule: str, epochs: int, text: str = "serial") -> Arm:
+def arm(batch: int, rule: str, epochs: int, text: str = "serial", **shape: int) -> Arm:
     def made(seed: int) -> tuple[pg.Job, str]:
-        return pg.job("mnist-mlp", width=1024).replace(batch=batch, epochs=epochs, **RULES[rule]), text
+        return pg.job("mnist-mlp", **shape).replace(batch=batch, epochs=epochs, **RULES[rule]), text
     return made
 
 
@@ -59,7 +59,7 @@ def read(run: pg.Run) -> dict[str, Any]:
 # ---- what is measured --------------------------------------------------------------------------------------------------------
 def arms(bench: Bench, run: Callable[..., Any], epochs: int) -> None:
     every = [(BASE, OWN_RATE), (BASE, "linear"), *((512, rule) for rule in RULES)]
-    found = run({f"{batch}, {rule}": arm(batch, rule, epochs) for batch, rule in every}, bench.rounds(5, quick=1))
+    found = run({f"{batch}, {rule}": arm(batch, rule, epochs, width=1024) for batch, rule in every}, bench.rounds(5, quick=1))
     bench.measured["arms"] = found
     lost, error = apart(of(found, FIRST, "accuracy"), of(found, f"512, {BEST}", "accuracy"))
     bench.figure("points of accuracy, batch 64 over 512 with linear scaling and warm-up", lost, at_most=0.3)
