@@ -10,8 +10,8 @@
 
 mnist-mlp, five epochs, serial: its rate of 0.05 with momentum 0.9 is for its own batch of 128. Arms, of width 1024: at batch 64
 that rate, and half of it; at 512 the same, linear scaling without warm-up and with one of two epochs, square root. Of the job's
-descent), one seed: steps, accuracy, time. The noise scale: over the epochs of batch 128, from two micro-batches.
-descent), one seed: steps, accuracy, time. The noise scale is measured over the epochs of batch 128, from two micro-batches.
+own width the same rules over batches from 64 to 8,192, three seeds; and one sample at a time, 64, 4,096, the whole set (descent
+along its gradient), one seed: steps, accuracy, time. The noise scale: over the epochs of batch 128, from two micro-batches.
 Accuracies do not hang on what else the machine does; the times of the third table do. --quick: one seed, one epoch.
 """
 
