@@ -22,7 +22,7 @@ Arm = Callable[[int], tuple[pg.Job, str]]         # of a seed: what is trained, 
 def trained(arms: Mapping[Any, Arm], seeds: int, read: Callable[[pg.Run], dict[str, Any]], so_far: Path | None = None, *,
             data: str | None, **settings: Any) -> dict[Any, list[dict[str, Any]]]:
     """What `read` makes of every run, seed by seed, or of one that failed its message; folders go at once, for a run may be
-    large. so_far: a file of runs that were made before, each with its commit, and are not made again; the others are added."""
+    large. so_far: a file of runs that were made before, and are not made again; others are added, with their commits."""
     found: dict[Any, list[dict[str, Any]]] = {name: [] for name in arms}
     lines = map(json.loads, so_far.read_text().splitlines() if so_far and so_far.exists() else ())
     made: dict[str, dict[str, Any]] = {line["run"]: line["found"] for line in lines}
@@ -32,10 +32,10 @@ def trained(arms: Mapping[Any, Arm], seeds: int, read: Callable[[pg.Run], dict[s
             rule = f"batch {job.batch}, {job.scale_lr}, {job.warm_up}"
             run = f"{job.name} {dict(job.arguments)}, {text}, seed {seed}, epochs {job.epochs}, {rule}, {settings}"
             if run not in made:
-                made[run] = one(job.replace(seed=seed), text, read, data=data, **settings)
-                if so_far:
+                made[run] = {**one(job.replace(seed=seed), text, read, data=data, **settings), "commit": commit()}
+                if so_far and "failed" not in made[run]:
                     with so_far.open("a") as file:
-                        file.write(json.dumps({"run": run, "commit": commit(), "found": made[run]}) + "\n")
+                        file.write(json.dumps({"run": run, "found": made[run]}) + "\n")
             found[name].append(made[run])
             words = ", ".join(f"{what} {value:.5g}" if isinstance(value, float) else f"{what}: {value}"
                               for what, value in made[run].items() if isinstance(value, float | str))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -482,6 +483,20 @@ def test_what_waits_of_velocities_is_no_residual(tmp_path: Path, first: str, sec
     on = pg.train(vectors(optimizer=heavy, epochs=3), f"data(2, compress={second})", runs=tmp_path, resume=run.folder)
     told = [line["picked"] for line in on.of("choice") if line["what"] == "checkpoint"]
     assert [each for each in told if each.startswith("without")] == ([left] if left else [])
+    if second == "top_k(1.0)":              # which loses nothing: serial, from the same checkpoint
+        serial = pg.train(vectors(optimizer=heavy, epochs=3), "serial", runs=tmp_path, resume=run.folder)
+        assert close(on.model().state_dict(), serial.model().state_dict())
+
+
+def test_what_waits_of_a_tensor_that_is_small_now_moves_the_weights(tmp_path: Path) -> None:
+    """Divided by two ranks it is sent as it is; what had not been sent of it is no gradient, and gets no momentum. Beside a run
+    that sends all of it at once."""
+    made = vectors(optimizer=heavy, epochs=2)
+    first = pg.train(made, "data(2, compress=dgc(0.05, warmup=0, masking=false))", runs=tmp_path, save=3)
+    whole = "data(2, compress=dgc(1.0, warmup=0, masking=false))"
+    one, other = (pg.train(made.replace(epochs=3), text, runs=tmp_path, resume=first.folder).model().state_dict()
+                  for text in (whole, f"{whole} * tensor(2)"))
+    assert close(one, other)
 
 
 def test_a_terminal_is_told_what_is_left_out(tmp_path: Path) -> None:
@@ -683,6 +698,8 @@ def test_a_hook_that_fails_names_step_and_parameter(pool: Ranks) -> None:
     assert "step 2, tensor parameter" in said[1]
     assert "of shape (" in said[1]
     assert "is not finite" in said[1]
+    assert "step 2: gradients could not be compressed and exchanged" in said[0]
+    assert "another rank has failed or is gone" in said[0]
 
 
 class Turned(nn.Module):
@@ -729,6 +746,8 @@ def beside_plain(world: World, case: str, text: str) -> State:
         if case == "momentum from the third step on":
             optimizer.param_groups[0]["momentum"] = 0.0 if step < 2 else 0.9
         if case == "closure":
+            with contextlib.suppress(ZeroDivisionError):            # a batch that the user leaves out
+                optimizer.step(lambda: 1 / 0)                       # type: ignore[arg-type, return-value]
             optimizer.step(functools.partial(backward, step))
             continue
         if case == "adding up":
@@ -745,8 +764,8 @@ def beside_plain(world: World, case: str, text: str) -> State:
 @pytest.mark.parametrize("case", ["complex", "strides", "added", "momentum from the third step on", "closure", "adding up"])
 def test_a_hook_that_loses_nothing_is_ddps_own(pool: Ranks, case: str, text: str) -> None:
     """Of complex parameters half was exchanged; decay was that of other places where a parameter has strides of its own; a
-    group that was added had neither momentum nor decay; where momentum is 0 at first the last gradient stood for it; and in a
-    closure it was 0."""
+    group that was added had neither momentum nor decay; where momentum is 0 at first the last gradient stood for it; in a
+    closure it was 0, and for good where that failed."""
     ours, other = pool.run(beside_plain, case, text, size=2)
     plainly = pool.run(beside_plain, case, "", size=2)[0]
     assert equal(ours, other)
@@ -755,16 +774,16 @@ def test_a_hook_that_loses_nothing_is_ddps_own(pool: Ranks, case: str, text: str
 
 def hook_misused(world: World, case: str) -> str:
     from torch.nn.parallel import DistributedDataParallel
-    model = wide()
-    optimizer = heavy(model.parameters())
+    model, other = wide(), nn.Linear(4, 4)
+    optimizer = heavy([*model.parameters(), *(other.parameters() if "from the first" in case else ())])
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(*pg.hook("dgc(0.1, warmup=0)", optimizer=optimizer))
     try:
         if case == "two models":
             pg.hook("dgc(0.1, warmup=0)", optimizer=optimizer)
         if case == "parameters of another model":
-            other = nn.Linear(4, 4)
             optimizer.add_param_group({"params": [*other.parameters()]})
+        if "another model" in case:
             other(torch.ones(4)).sum().backward()
         for _ in range(2):
             functional.cross_entropy(ddp(VECTORS.tensors[0][:4]), VECTORS.tensors[1][:4]).backward()
@@ -778,6 +797,7 @@ def hook_misused(world: World, case: str) -> str:
 @pytest.mark.parametrize(("case", "said"), [
     ("two models", "another dgc keeps the momentum of this optimizer already; give each model an optimizer of its own"),
     ("parameters of another model", "group 1 of the optimizer has parameters whose gradients dgc is not given"),
+    ("parameters of another model from the first", "group 0 of the optimizer has parameters whose gradients dgc is not given"),
     ("two backwards", "dgc exchanged it twice, and the optimizer made no step in between; let several backwards add up "
                       "under no_sync()")])
 def test_what_a_hook_of_dgc_cannot_be(pool: Ranks, case: str, said: str) -> None:

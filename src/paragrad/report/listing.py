@@ -43,8 +43,8 @@ def _told(finished: Run, found: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "strategy": found["strategy"], "resolved": found["resolved"],
         **{each["what"]: f"{each['picked']}: {each['because']}" for each in finished.choices},
-        "of the checkpoint": next((f"{each['picked']}: {each['because']}" for each in finished.of("choice")
-                                   if each["what"] == "checkpoint"), None),
+        "of the checkpoint": "; ".join(f"{each['picked']}: {each['because']}" for each in finished.of("choice")
+                                       if each["what"] == "checkpoint") or None,
         f"test {found['metric']}": None if found["test"] is None else f"{found['test']:.2f} {unit}".strip(),
         "loss of the last step (mean over its samples)": None if found["loss"] is None else f"{found['loss']:.4f}",
         f"time per step ({_whose(finished)})": None if seconds is None else f"{1e3 * seconds:.2f} ms",

@@ -81,14 +81,13 @@ def _sum(squares: Iterable[Tensor]) -> float:
 
 def unmeasured(strategy: Strategy) -> str | None:
     """Why a resolved strategy's noise scale cannot be measured, with the repair, or None."""
-    compressor = compressor_of(strategy)
-    if compressor is not None and not compressor.lossless:
-        return ("compares the gradient of each share with that of the whole batch, of which every rank has what was sent; "
-                "leave out compress for a while")
-    divided = any(axis.divides != "samples" for axis in strategy.axes)
-    if not strategy.exact or divided or strategy.sharded or strategy.servers:
+    divided, lossy = any(axis.divides != "samples" for axis in strategy.axes), compressor_of(strategy) is not None
+    if divided or strategy.sharded or strategy.servers or not (strategy.exact or lossy):
         return ("compares the gradient of each share with that of the whole batch, and here no rank has both; train for a "
                 "while under data(n), or serial(micro=2)")
+    if not strategy.exact:
+        return ("compares the gradient of each share with that of the whole batch, of which every rank has what was sent; "
+                "leave out compress for a while")
     division = strategy.division
     if len(division.shares) * division.micro < 2:
         return ("compares gradients of parts of a batch with that of all, and here is one part; give data(n), or micro=2 or "

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paragrad.errors import Refused, StepFailed
+from paragrad.errors import Refused, StepFailed, told
 from paragrad.notation.choices import Choice, build
 from paragrad.notation.grammar import parse_call
 from paragrad.players.wire import Traffic
@@ -105,16 +105,16 @@ class CompressedBuckets(BucketQueue):
             self._compressed(bucket)
         except StepFailed as error:
             raise StepFailed.of(error, bucket.step) from error
-        except RuntimeError as error:                   # of the backend, which says neither
-            raise StepFailed(f"compressed gradients could not be exchanged, another rank may be gone: {error}",
-                             step=bucket.step, tensor=self._know(bucket.pairs[0][0])) from error
+        except RuntimeError as error:                   # of the backend mostly, which does not say so
+            raise StepFailed(f"gradients could not be compressed and exchanged ({told(error)}); where a connection was lost, "
+                             "another rank has failed or is gone", step=bucket.step) from error
         return Traffic(0)
 
     def _once(self, names: Iterable[str]) -> None:
         """What dgc sent last is a velocity with decay: added to the next gradient it would get momentum once more."""
         assert self.momentum is not None
         for name in names:
-            if self.exchanged.get(name) == self.momentum.steps:
+            if self.momentum.holds(name) and self.exchanged.get(name) == self.momentum.steps:
                 raise StepFailed("dgc exchanged it twice, and the optimizer made no step in between; let several backwards add "
                                  "up under no_sync(), and step after each that exchanges", tensor=name)
             self.exchanged[name] = self.momentum.steps
@@ -123,6 +123,7 @@ class CompressedBuckets(BucketQueue):
         self.compression.become(self.asked.in_epoch(bucket.step // self.steps_per_epoch))
         gradients = {self._know(parameter): each for parameter, each in bucket.pairs}
         if self.momentum is not None:
+            self.momentum.given.update(parameter for parameter, _ in bucket.pairs)
             self._once(gradients)
         large = {name: each for name, each in gradients.items() if self.asked.compresses(each.shape)}
         means = self.compression.finish(self.compression.begin(large, 1.0 / self.world.size, bucket.step))

@@ -15,9 +15,9 @@ from paragrad.techniques.compression.cost import cost_of
 MOST = 1 << 22          # elements that are compressed to see what it costs
 
 
-def pays(chosen: Strategy, compressor: Compressor, size: int, machine: Machine, link: str | None = None) -> Compressing:
-    """The exchange of a strategy with its compressor, which is tried on a vector of that size, or of 16 MiB where it is longer.
-    Raises Refused."""
+def pays(chosen: Strategy, compressor: Compressor, size: int, machine: Machine, link: str | None = None,
+         costs: tuple[float, float] | None = None) -> Compressing:
+    """The exchange of a strategy with its compressor. costs: `measured` before. Raises Refused."""
     if len(factors := factors_of(chosen)) > 1:
         raise Refused(f"{chosen}: what compresses is priced by itself; simulate "
                       f"{next(each for each in factors if compressor_of(each))}")
@@ -26,6 +26,12 @@ def pays(chosen: Strategy, compressor: Compressor, size: int, machine: Machine, 
     if chosen.workers == "auto":
         raise Refused(f"{chosen}: say how many workers exchange, for example data(4, compress={compressor})")
     resolved = resolve(chosen, Here())
+    return compressing(resolved, compressor, int(resolved.workers), size, machine, costs or measured(compressor, size), link)
+
+
+def measured(compressor: Compressor, size: int) -> tuple[float, float]:
+    """What compressing a byte costs in seconds, and extracting: tried on a vector of that size, or of 16 MiB where it is
+    longer."""
     shape = shape_of(compressor, ELEMENT * max(1, min(MOST, size // ELEMENT)))
     compress, extract = (each / (ELEMENT * prod(shape)) for each in cost_of(compressor, shape))
-    return compressing(resolved, compressor, int(resolved.workers), size, machine, (compress, extract), link)
+    return compress, extract

@@ -15,7 +15,7 @@ EXPONENT = 126                  # the largest of a scale, and the least, of floa
 ROOM = 2.0**15                  # of float16's 65,504: the sum of all ranks is at most this, after scaling
 
 
-class Brain(Codec):
+class BFloat16(Codec):
     """A payload is the numbers in bfloat16."""
 
     def compress(self, vector: Tensor, agreed: Tensor | None = None, draw: int = 0) -> Payload:
@@ -27,7 +27,7 @@ class Brain(Codec):
         return payload[0].float()
 
 
-class Half(Codec):
+class Float16(Codec):
     """A payload is the numbers in float16, times a power of two by which the sum of all ranks' largest fits."""
 
     def asks(self, vector: Tensor) -> Tensor:
@@ -54,4 +54,4 @@ class Half(Codec):
 
 
 def codec(compressor: Bf16 | Fp16, shape: Sequence[int], key: int) -> Codec:
-    return Half(shape) if isinstance(compressor, Fp16) else Brain(shape)
+    return Float16(shape) if isinstance(compressor, Fp16) else BFloat16(shape)

@@ -35,7 +35,7 @@ def momentum_of(compressor: Compressor, optimizer: torch.optim.Optimizer | None,
     assert optimizer is not None
     if optimizer in OWNED:
         raise Refused("another dgc keeps the momentum of this optimizer already; give each model an optimizer of its own, and "
-                      "a new DistributedDataParallel a new one (load the state of the old into it first)")
+                      "a new DistributedDataParallel a new one (its momentum begins anew)")
     own = None if compressor.momentum == "auto" else float(compressor.momentum)
     return Momentum(optimizer, named, own, compressor.masking)
 
@@ -50,6 +50,7 @@ class Momentum:
         self.groups, self.place = list[dict[str, Any]](), dict[Tensor, int]()
         self.aside: list[dict[str, Any]] = []           # of each group, within a step
         self.steps = 0                                  # of the optimizer, begun
+        self.given = set[Tensor]()                      # parameters whose gradients come here
         OWNED.add(optimizer)
         self.hooks = [optimizer.register_step_pre_hook(lambda *_: self._set_aside()),
                       optimizer.register_step_post_hook(lambda *_: self._put_back())]
@@ -58,15 +59,15 @@ class Momentum:
                       if isinstance(buffer := optimizer.state.get(parameter, {}).pop(BUFFER, None), Tensor)}
 
     def _set_aside(self) -> None:
+        self._put_back()                                # the last step may have failed
         theirs = [group["momentum"] for group in self.optimizer.param_groups if group["momentum"]]
         if theirs and self.own is not None:
             raise StepFailed(f"momentum is given twice, {self.own:g} to dgc and {theirs[0]:g} to SGD by a scheduler; "
                              "leave it out of dgc, where it is taken over")
         if any(BUFFER in self.optimizer.state.get(each, ()) for each in self.named.values()):
             raise StepFailed("the optimizer was loaded after dgc had taken over its momentum; load it before the hook is made")
-        held = set(self.named.values())
         for number, group in enumerate(self.optimizer.param_groups):
-            others = [each for each in group["params"] if each.grad is not None and each not in held]
+            others = [each for each in group["params"] if each.grad is not None and each not in self.given]
             if others and any(group[what] for what in TAKEN):
                 raise StepFailed(f"group {number} of the optimizer has parameters whose gradients dgc is not given, and which "
                                  "would be without momentum and decay; give them an optimizer of their own")
@@ -104,6 +105,9 @@ class Momentum:
         self.begun = {}
 
     # ---- of a parameter ------------------------------------------------------------------------------------------------
+    def holds(self, name: str) -> bool:
+        return self._group(name) is not None
+
     def _group(self, name: str) -> dict[str, Any] | None:
         """As schedulers made it, also where a step calls a closure, which runs backward; None of a parameter that the optimizer
         does not hold."""

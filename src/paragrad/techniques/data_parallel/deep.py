@@ -40,6 +40,7 @@ class Deep(Compressed):
         momentum = momentum_of(self.dgc, replica.optimizer, named)
         assert momentum is not None
         self.momentum = momentum
+        momentum.given.update(named.values())
         self.velocities = momentum.corrected()
         super().__init__(strategy, replica, world, log, how, self.velocities)
         self.clip, self.clip_norm = self.dgc.clip or self.clip_norm, None
@@ -78,7 +79,7 @@ class Deep(Compressed):
             assert parameter.grad is not None
             parameter.grad = self.momentum.moved(name, parameter.grad, small=name in self.small)
             if name in self.overdue:
-                parameter.grad += shaped(self.overdue.pop(name), parameter)
+                parameter.grad += shaped(self.overdue.pop(name), parameter).to(parameter.device)
 
     # ---- what is kept --------------------------------------------------------------------------------------------------
     def _restore(self, restored: State) -> None:
@@ -96,9 +97,8 @@ class Deep(Compressed):
             return super().state()
         found, total = super().state(), dict(self.momentum.dense)
         for name, velocity in self.velocities.velocity.items():
-            if self.momentum.of(name)[0]:
-                summed = shaped(self.world.all_reduced(velocity), self.trained[name])
-                total[name] = summed + total[name] if name in total else summed
+            summed = shaped(self.world.all_reduced(velocity), self.trained[name])
+            total[name] = summed + total[name] if name in total else summed
         return {**found, **{name: {**found.get(name, {}), **values} for name, values in buffers(total).items()}}
 
     def kept(self) -> State:
