@@ -23,6 +23,11 @@ def panels(path: Path, count: int, height: float, draw: Callable[[Sequence[Any]]
             each.tick_params(labelsize=8)
             each.xaxis.label.set_size(9)
             each.yaxis.label.set_size(9)
+            for axis in (each.xaxis, each.yaxis):
+                if axis.get_scale() == "log":           # powers of ten would be formulas, and these are told as text
+                    low, high = axis.get_view_interval()
+                    axis.set_major_formatter("{x:,g}")
+                    axis.set_minor_formatter("{x:,g}" if high < 20 * low else "")
             entries |= dict(zip(*reversed(each.get_legend_handles_labels()), strict=True))
         figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=5, fontsize=7, frameon=False)
         figure.savefig(path, format="svg", metadata={"Date": None})
