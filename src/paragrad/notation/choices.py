@@ -293,7 +293,7 @@ def build(call: Call, classes: dict[str, type[Choice]], where: str, words: Itera
 def unknown(what: str, name: str, known: Iterable[str]) -> str:
     """The message about a name nobody knows, with the nearest one offered."""
     known = list(known)
-    near = [MEANT[name]] if MEANT.get(name) in known else difflib.get_close_matches(name, known, n=1, cutoff=0.55)
+    near = [MEANT[name]] if MEANT.get(name) in known else difflib.get_close_matches(name, known, n=1, cutoff=0.51)
     offer = f"did you mean {near[0]}?" if near else "known: " + (", ".join(known) or "none")
     return f"no {what} {name!r}; {offer}"
 
