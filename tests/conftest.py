@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,11 @@ os.environ.pop("PYTHONUNBUFFERED", None)                # with it the lines that
 
 
 @pytest.hookimpl(tryfirst=True)                         # before -m chooses
+def pytest_runtest_setup() -> None:
+    if time.time() > float(os.environ.get("PARAGRAD_TESTS_UNTIL", "inf")):
+        pytest.skip("no time is left: PARAGRAD_TESTS_UNTIL is over (.ci/run ends within half an hour)")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of the rows of a test that is a `sample(n)`, all but every n-th are of the table."""
     rows: Counter[str] = Counter()
