@@ -81,8 +81,8 @@ def _sum(squares: Iterable[Tensor]) -> float:
 
 def unmeasured(strategy: Strategy) -> str | None:
     """Why a resolved strategy's noise scale cannot be measured, with the repair, or None."""
-    divided, lossy = any(axis.divides != "samples" for axis in strategy.axes), compressor_of(strategy) is not None
-    if divided or strategy.sharded or strategy.servers or not (strategy.exact or lossy):
+    divided, compressed = any(axis.divides != "samples" for axis in strategy.axes), compressor_of(strategy) is not None
+    if divided or strategy.sharded or strategy.servers or not (strategy.exact or compressed):
         return ("compares the gradient of each share with that of the whole batch, and here no rank has both; train for a "
                 "while under data(n), or serial(micro=2)")
     if not strategy.exact:

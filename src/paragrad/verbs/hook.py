@@ -19,7 +19,7 @@ from paragrad.strategies.strategy import Here
 from paragrad.strategies.table import algorithms
 from paragrad.techniques.compression.compression import DENSE, Compression
 from paragrad.techniques.compression.feedback import real, shaped
-from paragrad.techniques.compression.momentum import momentum_of
+from paragrad.techniques.compression.momentum import Momentum, momentum_of
 from paragrad.techniques.data_parallel.bucket_queue import Bucket, BucketQueue, waiting_bucket
 from paragrad.training.admission import check_plans
 from paragrad.training.asked import Updates
@@ -80,7 +80,6 @@ class CompressedBuckets(BucketQueue):
         for each in every:
             self._know(each)
         self.momentum = momentum_of(compressor, optimizer, self.named)
-        self.exchanged = dict[str, int]()               # in which step of the optimizer a tensor was, last
         super().__init__(algorithm, world)
         feedback = None if self.momentum is None else self.momentum.corrected()
         if feedback is not None and self.momentum is not None:
@@ -110,21 +109,19 @@ class CompressedBuckets(BucketQueue):
                              "another rank has failed or is gone", step=bucket.step) from error
         return Traffic(0)
 
-    def _once(self, names: Iterable[str]) -> None:
+    def _once(self, momentum: Momentum, parameters: Iterable[Tensor]) -> None:
         """What dgc sent last is a velocity with decay: added to the next gradient it would get momentum once more."""
-        assert self.momentum is not None
-        for name in names:
-            if self.momentum.holds(name) and self.exchanged.get(name) == self.momentum.steps:
+        for parameter in parameters:
+            if momentum.holds(name := self._know(parameter)) and momentum.given.get(parameter) == momentum.steps:
                 raise StepFailed("dgc exchanged it twice, and the optimizer made no step in between; let several backwards add "
                                  "up under no_sync(), and step after each that exchanges", tensor=name)
-            self.exchanged[name] = self.momentum.steps
+            momentum.given[parameter] = momentum.steps
 
     def _compressed(self, bucket: Bucket) -> None:
         self.compression.become(self.asked.in_epoch(bucket.step // self.steps_per_epoch))
         gradients = {self._know(parameter): each for parameter, each in bucket.pairs}
         if self.momentum is not None:
-            self.momentum.given.update(parameter for parameter, _ in bucket.pairs)
-            self._once(gradients)
+            self._once(self.momentum, (parameter for parameter, _ in bucket.pairs))
         large = {name: each for name, each in gradients.items() if self.asked.compresses(each.shape)}
         means = self.compression.finish(self.compression.begin(large, 1.0 / self.world.size, bucket.step))
         if small := {name: real(each) for name, each in gradients.items() if name not in large}:
@@ -138,10 +135,10 @@ class CompressedBuckets(BucketQueue):
 def _pairs(parameters: Sequence[Tensor], vector: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Parameters with their gradients, views of DDP's vector: in real numbers where it is of complex ones, and each in its
     parameter's own strides where these leave no gaps. DDP's own list of them has half of complex ones, and other strides."""
-    wide = [2 if each.is_complex() and not vector.is_complex() else 1 for each in parameters]
-    pieces = vector.view(-1).split([width * each.numel() for width, each in zip(wide, parameters, strict=True)])
+    widths = [2 if each.is_complex() and not vector.is_complex() else 1 for each in parameters]
+    pieces = vector.view(-1).split([width * each.numel() for width, each in zip(widths, parameters, strict=True)])
     found = []
-    for width, parameter, piece in zip(wide, parameters, pieces, strict=True):
+    for width, parameter, piece in zip(widths, parameters, pieces, strict=True):
         flat = torch.view_as_complex(piece.view(-1, 2)) if width == 2 else piece
         like = torch.empty_like(parameter, device="meta")               # has the same strides where they leave no gaps
         found.append((parameter, flat.as_strided(like.shape, like.stride()) if like.stride() == parameter.stride()

@@ -50,7 +50,7 @@ class Momentum:
         self.groups, self.place = list[dict[str, Any]](), dict[Tensor, int]()
         self.aside: list[dict[str, Any]] = []           # of each group, within a step
         self.steps = 0                                  # of the optimizer, begun
-        self.given = set[Tensor]()                      # parameters whose gradients come here
+        self.given = dict[Tensor, int]()                # parameters whose gradients come here: before which step, last
         OWNED.add(optimizer)
         self.hooks = [optimizer.register_step_pre_hook(lambda *_: self._set_aside()),
                       optimizer.register_step_post_hook(lambda *_: self._put_back())]

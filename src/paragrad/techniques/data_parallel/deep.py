@@ -40,7 +40,7 @@ class Deep(Compressed):
         momentum = momentum_of(self.dgc, replica.optimizer, named)
         assert momentum is not None
         self.momentum = momentum
-        momentum.given.update(named.values())
+        momentum.given.update(dict.fromkeys(named.values(), 0))
         self.velocities = momentum.corrected()
         super().__init__(strategy, replica, world, log, how, self.velocities)
         self.clip, self.clip_norm = self.dgc.clip or self.clip_norm, None
@@ -78,8 +78,8 @@ class Deep(Compressed):
             parameter = self.trained[name]
             assert parameter.grad is not None
             parameter.grad = self.momentum.moved(name, parameter.grad, small=name in self.small)
-            if name in self.overdue:
-                parameter.grad += shaped(self.overdue.pop(name), parameter).to(parameter.device)
+            if name in self.unsent:
+                parameter.grad += shaped(self.unsent.pop(name), parameter).to(parameter.device)
 
     # ---- what is kept --------------------------------------------------------------------------------------------------
     def _restore(self, restored: State) -> None:
@@ -87,7 +87,7 @@ class Deep(Compressed):
         super()._restore(restored)
         self.keeps = (*self.keeps, DECAYED)
         found = {name: shared_out(restored, name, UNSENT, 0, 1) for name in self.small}     # which were not small there: of all
-        self.overdue = {name: each for name, each in found.items() if each is not None}
+        self.unsent = {name: each for name, each in found.items() if each is not None}
         decayed = {name: values[DECAYED] for name, values in restored.items() if DECAYED in values}
         self.momentum.goes_on(self.velocities, self.small, self.world.size, decayed)
 
