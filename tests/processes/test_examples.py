@@ -34,6 +34,7 @@ COMMANDS = [(path.name, line) for path in sorted(EXAMPLES.glob("*.py")) for line
 # long ones, in `make table`; of their files a shorter line is in CI, and test_checkpoint.py resumes as resume.py does
 LONG = {'torchrun --standalone --nproc-per-node 2 examples/ddp_hook.py "halving(segments=2)"',
         'paragrad train examples/own_job.py --strategy "data(2)"', "python examples/resume.py",
+        'paragrad compare examples/own_compressor.py --strategies "data(2, reduce=ring); data(2, compress=random_k(0.5))"',
         "python examples/own_loop.py", "python examples/own_all_reduce.py",
         'paragrad compare examples/own_job.py --strategies "serial; data(2); data(2, reduce=ring)"'}
 

@@ -221,10 +221,9 @@ def test_lamb_is_its_formula(decay: float) -> None:
 
 def test_a_group_that_is_not_adapted_is_sgds_and_adams() -> None:
     for ours, theirs in ((Lars, functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)),
-                         (Lamb, functools.partial(torch.optim.AdamW, lr=0.1, eps=1e-6, weight_decay=0.0))):
+                         (Lamb, functools.partial(torch.optim.AdamW, lr=0.1, eps=1e-6, weight_decay=0.01))):
         (one, _), (other, _) = begun(), begun()
-        more = {"weight_decay": 0.01} if ours is Lars else {}
-        pair = ours(one, lr=0.1, adapted=False, **more), theirs(other)
+        pair = ours(one, lr=0.1, weight_decay=0.01, adapted=False), theirs(other)
         for step in range(STEPS):
             given(one, step)
             given(other, step)

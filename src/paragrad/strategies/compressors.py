@@ -7,7 +7,7 @@ together. Small ones are not: they weigh nothing on a link, and indices would be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import ceil, prod
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -19,7 +19,6 @@ from paragrad.strategies.strategy import Strategy, factors_of
 
 SMALL = 2048                # elements: of fewer, tensors are sent as they are
 CHUNK = 1024                # elements that share a scale
-INDEX = 4                   # bytes
 
 
 class Compressor(Family, abstract=True):
@@ -35,7 +34,7 @@ class Compressor(Family, abstract=True):
     agrees: ClassVar[bool] = False
     lossless = False
     if TYPE_CHECKING:                               # of one of a user's own
-        def codec(self, shape: Any, dtype: Any) -> Any: ...
+        def codec(self, shape: Sequence[int], key: int) -> Any: ...
 
     def compresses(self, shape: Sequence[int]) -> bool:
         """Is a tensor of that shape compressed, or sent as it is?"""
@@ -80,6 +79,11 @@ def count_of(ratio: float, elements: int) -> int:
     return min(elements, max(1, ceil(ratio * elements - 1e-9)))         # 0.07 * 100 is a little more than 7
 
 
+def index_bytes(elements: int) -> int:
+    """Of a position in a tensor, on the wire."""
+    return 4 if elements < 2**31 else 8
+
+
 class Threshold(Compressor):
     """The entries whose magnitude is above a threshold, with their values (Strom 2015, who sends the threshold itself)."""
     at: float = option(Decimal(above=-1e-300))
@@ -98,7 +102,8 @@ class TopK(Compressor):
         return self.ratio == 1
 
     def sends(self, shape: Sequence[int], item: int) -> float:
-        return float(count_of(self.ratio, prod(shape)) * (item + INDEX))
+        elements = prod(shape)
+        return float(count_of(self.ratio, elements) * (item + index_bytes(elements)))
 
 
 class OneBit(Compressor):
@@ -188,17 +193,21 @@ class Dgc(Compressor):
             raise Refused(f"{asked}: dgc keeps the momentum of an SGD, and {updating.optimizer} has a memory of its own, which "
                           f"sparse gradients would starve; use torch.optim.SGD, or compress=top_k({self.ratio:g})")
         for number, group in enumerate(updating.groups_of_sgd):
-            for what in ("dampening", "maximize"):
-                if group.get(what):
-                    raise Refused(f"{asked}: group {number} of the optimizer has {what}={group[what]}, which dgc does not take "
-                                  f"over; leave it out, or compress=top_k({self.ratio:g})")
-            if self.momentum != "auto" and group["momentum"]:
-                raise Refused(f"{asked}: momentum is given twice, {self.momentum:g} here and {group['momentum']:g} by group "
-                              f"{number} of the optimizer; leave it out here (what a scheduler makes of it is taken over too), "
-                              "or let both begin and stay at 0 there")
+            self.refuse_group(number, group, asked)
         if self.clip is not None and updating.clip_norm is not None:
             raise Refused(f"{asked}: clipping is given twice, {self.clip:g} here and clip_norm={updating.clip_norm:g}; leave "
                           "out one of them (dgc takes clip_norm over)")
+
+    def refuse_group(self, number: int, group: Mapping[str, Any], asked: object) -> None:
+        """Refuse what a group of an SGD says, before a training and in every step."""
+        for what in ("dampening", "maximize"):
+            if group.get(what):
+                raise Refused(f"{asked}: group {number} of the optimizer has {what}={group[what]}, which dgc does not take "
+                              f"over; leave it out, or compress=top_k({self.ratio:g})")
+        if self.momentum != "auto" and group["momentum"]:
+            raise Refused(f"{asked}: momentum is given twice, {self.momentum:g} here and {group['momentum']:g} by group "
+                          f"{number} of the optimizer; leave it out here (what a scheduler makes of it is taken over too), or "
+                          "let both begin and stay at 0 there")
 
     def refuse_hooked(self, updating: Updating | None, steps_per_epoch: int | None) -> None:
         asked = f"hook('{self}')"

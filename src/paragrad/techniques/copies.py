@@ -16,7 +16,8 @@ Key = tuple[str, str]                   # a serial name, and which part of it
 
 
 class Copies:
-    """Of a layout and this rank's part of the model: which there are is found when they are first asked for."""
+    """Of a layout and this rank's part of the model: which there are is found when they are first asked for, by all ranks of a
+    replica."""
 
     def __init__(self, layout: Layout, part: nn.Module) -> None:
         self.layout, self.part = layout, part
@@ -25,23 +26,31 @@ class Copies:
     def alike(self, tensors: Mapping[str, Tensor]) -> None:
         """Every copy becomes, in place, the one that counts. tensors: some, by local name, and all copies of each. Collective
         of the ranks of a replica."""
-        layout = self.layout
-        if not layout.cut:
+        if not (shared := self._known()):
             return
         mine = {self._key(name): name for name in tensors}
+        there = torch.tensor([float(key in mine) for key in shared])
+        asked = [key for key, ranks in zip(shared, self._sum(there).tolist(), strict=True) if ranks]
+        for dtype in dict.fromkeys(shared[key][1] for key in asked):        # a message for each
+            keys = [key for key in asked if shared[key][1] == dtype]
+            ones = [torch.zeros(shared[key][0], dtype=dtype, device=self.layout.world.device) for key in keys]
+            for one, name in zip(ones, map(mine.get, keys), strict=True):
+                if name is not None and self.layout.held[name].counts:
+                    one.copy_(tensors[name].detach())
+            sums = self._sum(torch.cat([one.view(-1) for one in ones]))                # of it and zeros
+            for one, name in zip(sums.split([one.numel() for one in ones]), map(mine.get, keys), strict=True):
+                if name is not None:
+                    tensors[name].detach().copy_(one.view_as(tensors[name]))
+
+    def names(self) -> set[str]:
+        """Local names of what other ranks of this replica hold too."""
+        known = self._known()
+        return {name for name in self.layout.held if self._key(name) in known}
+
+    def _known(self) -> dict[Key, tuple[tuple[int, ...], torch.dtype]]:
         if self.shared is None:
-            self.shared = self._found()
-        there = torch.tensor([float(key in mine) for key in self.shared])
-        for (key, (shape, dtype)), asked in zip(self.shared.items(), self._sum(there).tolist(), strict=True):
-            if not asked:
-                continue
-            name = mine.get(key)
-            one = torch.zeros(shape, dtype=dtype, device=layout.world.device)
-            if name is not None and layout.held[name].counts:
-                one.copy_(tensors[name].detach())
-            one = self._sum(one)                        # of it and zeros
-            if name is not None:
-                tensors[name].detach().copy_(one)
+            self.shared = self._found() if self.layout.cut else {}
+        return self.shared
 
     def _found(self) -> dict[Key, tuple[tuple[int, ...], torch.dtype]]:
         """What more than one rank holds, in one order on all."""

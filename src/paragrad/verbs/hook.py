@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -35,7 +34,8 @@ def hook(algorithm: str | Choice, optimizer: torch.optim.Optimizer | None = None
 
     Gradients become the mean over ranks, as DDP's own, or what was sent of it. Call it on every rank, after
     init_process_group: it makes a process group of its own. A schedule is proved first. optimizer, steps_per_epoch: for dgc
-    alone, which takes over the optimizer's momentum, and warms up by epochs. Raises Refused.
+    alone, which takes over the optimizer's momentum, and warms up by epochs. state.close() ends its thread, and gives the
+    momentum back, which begins anew. Raises Refused.
     """
     world = standing()
     if world is None:
@@ -50,8 +50,7 @@ def hook(algorithm: str | Choice, optimizer: torch.optim.Optimizer | None = None
     resolved = chosen.resolved(Here(ranks=size, group=ranks_here(), backend=world.backend or "gloo", own_loop=True))
     check_plans(chosen, resolved, Settings())
     queue = BucketQueue(resolved.reduce, world) if compressor is None else CompressedBuckets(
-        compressor, resolved.reduce, world, optimizer, steps_per_epoch or 1)
-    atexit.register(queue.close)                # a thread that is still there as the interpreter ends may abort it
+        compressor, resolved.reduce, world, optimizer, steps_per_epoch)
     return queue, _mean if compressor is None else _sent
 
 
@@ -73,7 +72,7 @@ class CompressedBuckets(BucketQueue):
     """Compresses buckets, in DDP's order, over its group. A bucket's vector becomes what was sent of the mean of all ranks."""
 
     def __init__(self, compressor: Compressor, algorithm: Any, world: World, optimizer: torch.optim.Optimizer | None,
-                 steps_per_epoch: int) -> None:
+                 steps_per_epoch: int | None) -> None:
         self.asked, self.steps_per_epoch, self.step = compressor, steps_per_epoch, 0
         every = [] if optimizer is None else [each for group in optimizer.param_groups for each in group["params"]]
         self.names, self.named = dict[Tensor, str](), dict[str, Any]()
@@ -86,6 +85,11 @@ class CompressedBuckets(BucketQueue):
             small = {name for each, name in self.names.items() if not compressor.compresses(each.shape)}
             self.momentum.goes_on(feedback, small, self.world.size, {})
         self.compression = Compression(compressor, self.world, self._now, feedback=feedback)
+
+    def close(self) -> None:
+        super().close()
+        if self.momentum is not None:
+            self.momentum.give_back()
 
     def _now(self, vector: Tensor, kind: str) -> Callable[[], Tensor]:
         """A sum over ranks, in the queue's own thread."""
@@ -114,11 +118,13 @@ class CompressedBuckets(BucketQueue):
         for parameter in parameters:
             if momentum.holds(name := self._know(parameter)) and momentum.given.get(parameter) == momentum.steps:
                 raise StepFailed("dgc exchanged it twice, and the optimizer made no step in between; let several backwards add "
-                                 "up under no_sync(), and step after each that exchanges", tensor=name)
+                                 "up under no_sync(), and step after each that exchanges; a rank without further batches under "
+                                 "join() makes none, so give all equally many", tensor=name)
             momentum.given[parameter] = momentum.steps
 
     def _compressed(self, bucket: Bucket) -> None:
-        self.compression.become(self.asked.in_epoch(bucket.step // self.steps_per_epoch))
+        if self.steps_per_epoch is not None:
+            self.compression.become(self.asked.in_epoch(bucket.step // self.steps_per_epoch))
         gradients = {self._know(parameter): each for parameter, each in bucket.pairs}
         if self.momentum is not None:
             self._once(self.momentum, (parameter for parameter, _ in bucket.pairs))

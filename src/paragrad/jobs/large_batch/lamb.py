@@ -19,7 +19,7 @@ class Lamb(Layered):
         r = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay w
         w = w - lr |w| / |r| r          lr r where |w| or |r| is 0
 
-    betas: (b1, b2);  adapted: False in a group whose parameters are Adam's (biases, norms). The paper's function phi of |w| is
+    betas: (b1, b2);  adapted: False in a group whose parameters are AdamW's (biases, norms). The paper's function phi of |w| is
     the identity. The norms are those of whole tensors, as Lars says. Raises ValueError.
     """
 

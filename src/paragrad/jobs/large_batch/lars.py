@@ -23,8 +23,8 @@ class Lars(Layered):
 
     v holds rates, unlike the buffer of torch's SGD, so a rate that changes needs Goyal's correction (arXiv 1706.02677, section
     3, remark 3): v is multiplied by lr over that of the step before. It is kept as v / lr, which is the same and knows no step
-    before. The norms are those of whole tensors: under state=sharded, shared_memory or cut models each tensor is one rank's, or
-    the strategy refuses. Raises ValueError.
+    before. The norms are those of whole tensors: in shared memory each tensor is one rank's, and a strategy that divides
+    tensors (state=fully_sharded, a cut one) refuses. Raises ValueError.
     """
 
     def __init__(self, params: Any, lr: float, momentum: float = 0.9, weight_decay: float = 0.0, trust: float = 0.001,

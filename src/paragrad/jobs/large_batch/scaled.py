@@ -45,7 +45,9 @@ class Scaled(LRScheduler):
         super().__init__(optimizer)
 
     def step(self, epoch: int | None = None) -> None:
-        """A step of the larger batch is done."""
+        """A step of the larger batch is done. Raises ValueError where it is sent to an epoch."""
+        if epoch is not None:
+            raise ValueError("Scaled counts steps of the batch, and goes to no epoch; leave it out, one step() a step")
         due = [(self.last_epoch + more) * self.before // self.steps for more in (0, 1)] if self.last_epoch >= 0 else [0, 0]
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             _set(group, rate)                           # as it left it: some go on from there
@@ -104,7 +106,8 @@ def _check(job: Job) -> None:
         raise Refused(f"job {job.name}: warm_up must be a number of epochs from 0 to {MOST:,}, got {job.warm_up!r}")
     if job.own_batch is None:
         raise Refused(f"job {job.name}: scale_lr wants to know for which batch the learning rate was chosen, and this one has "
-                      f"had no other than {job.batch}; change it by job.replace(batch=...) (--batch), or say own_batch=...")
+                      f"had no other than {job.batch}; change it by job.replace(batch=...) (--batch), or say own_batch=... "
+                      "(an optimizer that is given beside a batch is for that one)")
     if isinstance(job.own_batch, bool) or not isinstance(job.own_batch, int) or job.own_batch < 1:
         raise Refused(f"job {job.name}: own_batch must be a whole number from 1, got {job.own_batch!r}")
 

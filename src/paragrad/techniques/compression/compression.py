@@ -64,8 +64,9 @@ class Compression:
         self.told: dict[str, bool] = {}             # of tensors that begin a message: was it dense?
 
     def become(self, compressor: Compressor) -> None:
-        """Another one of its kind from here on."""
+        """Another one of its kind from here on, which goes on from what this one's codecs did."""
         if compressor != self.compressor:
+            self.memories |= {name: each.memory for name, each in self.codecs.items() if each.memory is not None}
             self.compressor, self.codecs = compressor, {}
 
     def begin(self, gradients: Mapping[str, Tensor], scale: float, step: int) -> InFlight:

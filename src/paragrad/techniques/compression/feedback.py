@@ -100,9 +100,14 @@ def real(tensor: Tensor) -> Tensor:
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
 
 
+def in_place(flat: Tensor, like: Tensor) -> Tensor:
+    """The inverse: a view of it in the shape of another tensor."""
+    return torch.view_as_complex(flat.view(*like.shape, 2)) if like.is_complex() else flat.view(like.shape)
+
+
 def shaped(flat: Tensor, like: Tensor) -> Tensor:
-    """The inverse: in the shape and type of another tensor."""
-    return (torch.view_as_complex(flat.view(*like.shape, 2)) if like.is_complex() else flat.view(like.shape)).to(like.dtype)
+    """The same in the type of another tensor, too."""
+    return in_place(flat, like).to(like.dtype)
 
 
 def zeros_at_first(kept: dict[str, Tensor], name: str, flat: Tensor) -> Tensor:

@@ -36,45 +36,51 @@ def momentum_of(compressor: Compressor, optimizer: torch.optim.Optimizer | None,
     if optimizer in OWNED:
         raise Refused("another dgc keeps the momentum of this optimizer already; give each model an optimizer of its own, and "
                       "a new DistributedDataParallel a new one (its momentum begins anew)")
-    own = None if compressor.momentum == "auto" else float(compressor.momentum)
-    return Momentum(optimizer, named, own, compressor.masking)
+    return Momentum(optimizer, named, compressor)
 
 
 class Momentum:
     """Of the groups of an SGD, which does without in its steps from here on, until `give_back`. named: the parameters that are
-    trained, which may become more;  own: what there is in the place of the groups';  masking: as in Corrected."""
+    trained, which may become more.  own: what there is in the place of the groups'."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], own: float | None,
-                 masking: bool) -> None:
-        self.optimizer, self.named, self.own, self.masking = optimizer, named, own, masking
+    def __init__(self, optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter], dgc: Dgc) -> None:
+        self.optimizer, self.named, self.dgc = optimizer, named, dgc
+        self.own = None if dgc.momentum == "auto" else float(dgc.momentum)
         self.groups, self.place = list[dict[str, Any]](), dict[Tensor, int]()
         self.aside: list[dict[str, Any]] = []           # of each group, within a step
         self.steps = 0                                  # of the optimizer, begun
         self.given = dict[Tensor, int]()                # parameters whose gradients come here: before which step, last
         OWNED.add(optimizer)
         self.hooks = [optimizer.register_step_pre_hook(lambda *_: self._set_aside()),
-                      optimizer.register_step_post_hook(lambda *_: self._put_back())]
+                      optimizer.register_step_post_hook(lambda *_: self._stepped())]
         self.dense: dict[str, Tensor] = {}              # of small tensors b; of others, what decay made
         self.begun = {name: buffer for name, parameter in named.items()
                       if isinstance(buffer := optimizer.state.get(parameter, {}).pop(BUFFER, None), Tensor)}
 
     def _set_aside(self) -> None:
         self._put_back()                                # the last step may have failed
-        theirs = [group["momentum"] for group in self.optimizer.param_groups if group["momentum"]]
-        if theirs and self.own is not None:
-            raise StepFailed(f"momentum is given twice, {self.own:g} to dgc and {theirs[0]:g} to SGD by a scheduler; "
-                             "leave it out of dgc, where it is taken over")
+        for number, group in enumerate(self.optimizer.param_groups):        # schedulers, and who adds groups, may change them
+            try:
+                self.dgc.refuse_group(number, group, self.dgc)
+            except Refused as error:
+                raise StepFailed(str(error)) from None
         if any(BUFFER in self.optimizer.state.get(each, ()) for each in self.named.values()):
             raise StepFailed("the optimizer was loaded after dgc had taken over its momentum; load it before the hook is made")
-        for number, group in enumerate(self.optimizer.param_groups):
-            others = [each for each in group["params"] if each.grad is not None and each not in self.given]
-            if others and any(group[what] for what in TAKEN):
-                raise StepFailed(f"group {number} of the optimizer has parameters whose gradients dgc is not given, and which "
-                                 "would be without momentum and decay; give them an optimizer of their own")
         self.steps += 1
         self.aside = [dict(group) for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group.update(dict.fromkeys(TAKEN, 0.0))
+
+    def _stepped(self) -> None:
+        """The step is done. Raises StepFailed where it moved what it should not have: in a closure nobody knows before."""
+        self._put_back()
+        for number, group in enumerate(self.optimizer.param_groups):
+            missed = any(each.grad is not None and self.given.get(each, -1) < self.steps - 1 for each in group["params"])
+            if missed and (self.own or any(group[what] for what in TAKEN)):
+                raise StepFailed(f"group {number} of the optimizer has gradients that dgc was not given, so this step was "
+                                 "without momentum and decay; give parameters of another model an optimizer of their own, step "
+                                 "after a backward that exchanges (none under no_sync() alone), and before steps without the "
+                                 "hook call close() on its state")
 
     def _put_back(self) -> None:
         for group, values in zip(self.optimizer.param_groups, self.aside, strict=False):
@@ -90,7 +96,7 @@ class Momentum:
 
     def corrected(self) -> Corrected:
         """Where velocities are kept."""
-        return Corrected(self.of, self.masking)
+        return Corrected(self.of, self.dgc.masking)
 
     def goes_on(self, feedback: Corrected, small: set[str], ranks: int, sent: Mapping[str, Tensor]) -> None:
         """From the buffers that were there, of all ranks: each has an equal part of what is a velocity. sent: of tensors whose

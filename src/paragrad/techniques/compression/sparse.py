@@ -8,6 +8,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from paragrad.strategies.compressors import index_bytes
 from paragrad.techniques.compression.codec import Codec, Payload, finite
 
 SAMPLE = 8192               # entries looked at to guess the least of the largest
@@ -20,7 +21,7 @@ class Sparse(Codec):
 
     def __init__(self, shape: Sequence[int]) -> None:
         super().__init__(shape)
-        self.index = torch.int32 if self.elements < 2**31 else torch.int64
+        self.index = torch.int32 if index_bytes(self.elements) == 4 else torch.int64
 
     def payload(self, vector: Tensor, where: Tensor) -> Payload:
         values = vector.index_select(0, where)

@@ -13,7 +13,7 @@ from paragrad.techniques.compression.sparse import Sparse, largest
 
 
 class Largest(Sparse):
-    """ratio: of a tensor's elements; it may be set to another one between steps, the same on all ranks."""
+    """ratio: of a tensor's elements."""
 
     def __init__(self, shape: Sequence[int], ratio: float) -> None:
         super().__init__(shape)

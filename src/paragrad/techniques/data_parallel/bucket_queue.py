@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paragrad.errors import StepFailed
 from paragrad.planner.choosing import Chooser, Pick
 from paragrad.planner.price import computed_bytes
 from paragrad.players.machine import Machine
@@ -47,33 +49,36 @@ class BucketQueue:
         self.compute = planted(algorithm, world.size)
         self.world = world.twin(through_host=not isinstance(algorithm, Native))
         self.chooser = Chooser(self.world, Native(), self._sum, machine, told=picked) if algorithm == "auto" else None
-        self.queue: queue.SimpleQueue[Bucket | None] = queue.SimpleQueue()
         self.failure: Exception | None = None           # of the first bucket that could not be summed
-        self.thread = threading.Thread(target=self._run, name="paragrad-buckets", daemon=True)
-        self.thread.start()
+        self.queue: Waiting = queue.SimpleQueue()
+        thread = threading.Thread(target=_run, args=[self.queue], name="paragrad-buckets", daemon=True)
+        self.end = weakref.finalize(self, _ended, self.queue, thread)       # by `close`, or when nobody has it, or at exit
+        thread.start()
 
     def put(self, bucket: Bucket) -> None:
-        """Its future completes when it is summed."""
-        self.queue.put(bucket)
+        """Its future completes when it is summed. Raises StepFailed after `close`."""
+        if not self.end.alive:
+            raise StepFailed("its thread was ended by close(), and nobody would sum this gradient; make a new hook")
+        self.queue.put((self, bucket))
 
-    def _run(self) -> None:
-        while (bucket := self.queue.get()) is not None:
-            start = self.clock()
-            if self.failure is not None:                # nor could this one be, and each would take its time to say so
-                bucket.future.set_exception(self.failure)
-                continue
-            try:
-                if bucket.computed is not None:
-                    torch.cuda.set_device(bucket.vector.device)         # of this thread
-                    bucket.computed.synchronize()
-                traffic = self._exchange(bucket)
-                if bucket.computed is not None:
-                    torch.cuda.current_stream().synchronize()
-                self.played(bucket, start, traffic)
-                bucket.future.set_result(bucket.vector)
-            except Exception as error:
-                self.failure = self.failure or error
-                bucket.future.set_exception(error)
+    def serve(self, bucket: Bucket) -> None:
+        """Sum a bucket, or say why not; in the queue's thread."""
+        start = self.clock()
+        if self.failure is not None:                    # nor could this one be, and each would take its time to say so
+            bucket.future.set_exception(self.failure)
+            return
+        try:
+            if bucket.computed is not None:
+                torch.cuda.set_device(bucket.vector.device)         # of this thread
+                bucket.computed.synchronize()
+            traffic = self._exchange(bucket)
+            if bucket.computed is not None:
+                torch.cuda.current_stream().synchronize()
+            self.played(bucket, start, traffic)
+            bucket.future.set_result(bucket.vector)
+        except Exception as error:
+            self.failure = self.failure or error
+            bucket.future.set_exception(error)
 
     def _exchange(self, bucket: Bucket) -> Traffic:
         return self._play(bucket.vector)
@@ -98,8 +103,25 @@ class BucketQueue:
         return Traffic(computed_bytes("all_reduce", vector.nbytes, self.world.size), computed=True)
 
     def close(self) -> None:
-        self.queue.put(None)
-        self.thread.join(timeout=1)         # it may wait for a rank that failed; the launcher ends both
+        """End its thread; its process group stays until all are destroyed."""
+        self.end()
+
+
+Waiting = queue.SimpleQueue[tuple[BucketQueue, Bucket] | None]
+
+
+def _run(waiting: Waiting) -> None:
+    """The thread. Between buckets it holds no queue, so that one which nobody has is freed, and ends it."""
+    while (item := waiting.get()) is not None:
+        owner, bucket = item
+        owner.serve(bucket)
+        del item, owner, bucket
+
+
+def _ended(waiting: Waiting, thread: threading.Thread) -> None:
+    waiting.put(None)
+    if thread is not threading.current_thread():
+        thread.join(timeout=1)              # it may wait for a rank that failed; the launcher ends both
 
 
 def waiting_bucket(number: int, vector: Tensor) -> Bucket:

@@ -5,14 +5,15 @@ other first. Were sums compressed, what waits of a full batch would count a thir
 before the forwards are over, and all is after backward, in `average`: the one division is here too.
 
 A tensor is compressed by itself, and what is kept of it goes by its name, so nothing depends on which tensors travel
-together. Payloads that add up travel along the all-reduce; of others every rank is given all, and adds them up in the order of
-ranks: all apply the same bits. Where that would be more bytes than the dense vectors, what the payloads stand for travels as
-dense vectors. Weight, loss and the wish to stop are never compressed, nor are small tensors.
+together, but how its sum is rounded: of a model that is cut, copies become alike (`copies.py`) before they are taken. Payloads
+that add up travel along the all-reduce; of others every rank is given all, and adds them up in the order of ranks: all apply
+the same bits. Where that would be more bytes than the dense vectors, what the payloads stand for travels as dense vectors.
+Weight, loss and the wish to stop are never compressed, nor are small tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ from paragrad.record.log import Log
 from paragrad.strategies.compressors import Compressor
 from paragrad.strategies.data import Data
 from paragrad.techniques.compression.compression import DENSE, Compression
-from paragrad.techniques.compression.feedback import RESIDUAL, Nothing, key_of, real, shaped, shared_out
+from paragrad.techniques.compression.feedback import RESIDUAL, Nothing, in_place, key_of, real, shaped, shared_out
+from paragrad.techniques.copies import Copies
 from paragrad.techniques.data_parallel.bucket_queue import Bucket
 from paragrad.techniques.data_parallel.own_buckets import Sending, buckets_of
 from paragrad.techniques.exchange import CHECKPOINTS, How, Replica
@@ -41,6 +43,7 @@ class Compressed(Sending):
                  feedback: Nothing | None = None) -> None:
         super().__init__(replica, world, log, how, strategy.reduce)
         assert isinstance(strategy.compress, Compressor)
+        self.compressor = strategy.compress
         log.choice("overlap", "off", "gradients are compressed after backward, when the weight of all samples is known")
         self.step = replica.steps
         self.twice = world.size if how.sabotage == "mean_twice" else 1          # planted
@@ -52,6 +55,7 @@ class Compressed(Sending):
         large = [name for name, each in self.trained.items() if strategy.compress.compresses(each.shape)][::-1]
         self.small = set(self.trained) - set(large)
         names = {each: name for name, each in self.trained.items()}
+        self.copies = Copies(self.layout, self.summed.model)
         self.buckets = [[names[each] for each in bucket] for bucket in buckets_of(self.trained[name] for name in large)]
         self._restore(replica.restored)
 
@@ -79,15 +83,25 @@ class Compressed(Sending):
 
     def average(self, weight: float) -> None:
         """By every rank's part of it, compressed."""
+        self.compression.become(self.compressor.in_epoch(self.epoch))
         scale = self._scaled(1.0 / weight)
         if self.layout.cut:             # owners have added up theirs since
             self._know_used()
-        small = self._begun(scale)
-        for bucket in [self.compression.begin(self._gradients(bucket), scale, self.step) for bucket in self.buckets]:
-            self._take(self.compression.finish(bucket))
-        self._take(small())
+        shared, copies = self.copies.names(), dict[str, Tensor]()
+        for means in self._means(scale):
+            copies |= {name: means.pop(name) for name in means.keys() & shared}
+            self._take(means)
+        self.copies.alike({name: in_place(each, self.trained[name]) for name, each in copies.items()})
+        self._take(copies)
         self.largest = max(self.largest, self.compression.feedback.nbytes)
         self.step += 1
+
+    def _means(self, scale: float) -> Iterator[dict[str, Tensor]]:
+        """Of all ranks, flat, as they come."""
+        small = self._begun(scale)
+        for bucket in [self.compression.begin(self._gradients(bucket), scale, self.step) for bucket in self.buckets]:
+            yield self.compression.finish(bucket)
+        yield small()
 
     def _scaled(self, scale: float) -> float:
         """By what this rank's sums count, in the mean."""
@@ -144,8 +158,7 @@ class Compressed(Sending):
 
     def kept(self) -> State:
         """Of every rank."""
-        own = {what: {name: on_host(each) for name, each in values.items()}
-               for what, values in self.compression.feedback.kept().items()}
+        own = {what: {name: on_host(each) for name, each in values.items()} for what, values in self._own().items()}
         if self.world.rank:
             self.count(CHECKPOINTS, sum(each.nbytes for values in own.values() for each in values.values()), computed=True)
         found: State = {}
@@ -153,10 +166,16 @@ class Compressed(Sending):
             for what, values in theirs.items():
                 for name, each in values.items():
                     found.setdefault(name, {})[key_of(what, rank)] = each.view(self._shape(name))
-        for name, codec in self.compression.codecs.items():
-            if codec.memory is not None and not self._divided(name):
-                found.setdefault(name, {})[MEMORY] = codec.memory
+        made = {name: codec.memory for name, codec in self.compression.codecs.items() if not self._divided(name)}
+        for name, memory in {**self.compression.memories, **made}.items():
+            if memory is not None:
+                found.setdefault(name, {})[MEMORY] = memory
         return found
+
+    def _own(self) -> dict[str, dict[str, Tensor]]:
+        """Of this rank, also what no gradient has come to since it was restored."""
+        found = self.compression.feedback.kept()
+        return {**found, RESIDUAL: {**found.get(RESIDUAL, {}), **self.owed}}
 
     def _divided(self, name: str) -> bool:
         """Is it a piece of a tensor, of which a checkpoint has the whole?"""

@@ -40,7 +40,6 @@ class Deep(Compressed):
         momentum = momentum_of(self.dgc, replica.optimizer, named)
         assert momentum is not None
         self.momentum = momentum
-        momentum.given.update(dict.fromkeys(named.values(), 0))
         self.velocities = momentum.corrected()
         super().__init__(strategy, replica, world, log, how, self.velocities)
         self.clip, self.clip_norm = self.dgc.clip or self.clip_norm, None
@@ -53,10 +52,8 @@ class Deep(Compressed):
 
     # ---- in a step -----------------------------------------------------------------------------------------------------
     def average(self, weight: float) -> None:
-        before = self.compression.compressor
-        self.compression.become(now := self.dgc.in_epoch(self.epoch))
-        if now != before and self.dgc.warmup:
-            assert isinstance(now, Dgc)
+        now = self.dgc.in_epoch(self.epoch)
+        if now != self.compression.compressor and self.dgc.warmup:
             self.log.choice("ratio", f"{now.ratio:.3g}", f"from epoch {self.epoch} on, of {self.dgc.warmup} that warm up")
         super().average(weight)
 
@@ -77,6 +74,7 @@ class Deep(Compressed):
         for name in means:
             parameter = self.trained[name]
             assert parameter.grad is not None
+            self.momentum.given[parameter] = self.momentum.steps
             parameter.grad = self.momentum.moved(name, parameter.grad, small=name in self.small)
             if name in self.unsent:
                 parameter.grad += shaped(self.unsent.pop(name), parameter).to(parameter.device)
@@ -100,6 +98,10 @@ class Deep(Compressed):
             summed = shaped(self.world.all_reduced(velocity), self.trained[name])
             total[name] = summed + total[name] if name in total else summed
         return {**found, **{name: {**found.get(name, {}), **values} for name, values in buffers(total).items()}}
+
+    def _own(self) -> dict[str, dict[str, Tensor]]:
+        found = super()._own()
+        return found if self.world.rank else {**found, UNSENT: {**found[UNSENT], **self.unsent}}       # which is of all
 
     def kept(self) -> State:
         found = super().kept()

@@ -49,7 +49,7 @@ def before(trainer: Trainer, batch: Batch, inputs: Any, target: Any) -> None:
     if trainer.exchange is not None:
         if trainer.given is not None:
             trainer.given.followed(trainer.model, trainer.passes)
-        if trainer.layout.cut and trainer.splits and (trainer.taken + 1).bit_count() == 1:
+        if trainer.layout.cut and not trainer.unchecked and (trainer.taken + 1).bit_count() == 1:
             refuse_unlike_copies(trainer.layout, trainer.parameters, trainer.model)
         if trainer.splits and trainer.taken == 1 and apart(trainer):
             trainer.log.choice("loss again", "not checked", apart(trainer))
