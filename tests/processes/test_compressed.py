@@ -529,6 +529,35 @@ def test_what_waits_of_a_tensor_that_is_small_now_moves_the_weights(tmp_path: Pa
     assert close(one, other)
 
 
+class Rare(nn.Module):
+    """A branch that is not taken any more after three steps."""
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.branch = wide(), nn.Linear(10, 220)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inside = self.trunk[0](inputs)
+        if self.steps < 3:
+            inside = inside + self.branch(inputs)
+        if self.training:
+            self.steps += 1
+        return self.trunk[2](torch.tanh(inside))        # type: ignore[no-any-return]
+
+
+def test_what_no_gradient_has_come_to_since_is_kept_too(tmp_path: Path) -> None:
+    """What a codec goes on from was in no further checkpoint before it was made anew."""
+    made = vectors(model=Rare)
+    first = pg.train(made.replace(epochs=1), "data(2, compress=power_sgd(1))", runs=tmp_path, save=3)
+    on = pg.train(made.replace(epochs=2), "data(2, compress=power_sgd(1))", runs=tmp_path, resume=first.folder, save=3)
+    one, other = (load_file(sorted(run.folder.glob("checkpoint-*"))[-1] / "strategy.safetensors") for run in (first, on))
+    of_branch = {name for name in one if "branch.weight" in name}
+    assert len(of_branch) == 3                          # memory, and the residuals of two ranks
+    assert all(torch.equal(one[name], other[name]) for name in of_branch)
+
+
 def test_a_terminal_is_told_what_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = vectors(optimizer=heavy, epochs=1)
     first = pg.train(made, "data(2, compress=top_k(0.1))", runs=tmp_path, save=2)
