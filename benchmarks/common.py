@@ -119,8 +119,10 @@ class Bench:
                 if bar is not None and wrong(found["value"], bar)]
 
     def keep(self, path: Path) -> None:
-        """Write everything that was measured."""
-        path.write_text(json.dumps({"command": " ".join(["python", *sys.argv]), "quick": self.quick, "machine": self.machine,
+        """Write everything that was measured. Of absolute paths, which are this machine's, the last part."""
+        words = [word if not (place := Path(word)).is_absolute() else "DIR" if place.is_dir() else f"DIR/{place.name}"
+                 for word in sys.argv]
+        path.write_text(json.dumps({"command": " ".join(["python", *words]), "quick": self.quick, "machine": self.machine,
                                     "figures": self.figures, "measured": self.measured}, indent=1) + "\n")
 
     def finish(self) -> None:

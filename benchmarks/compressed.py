@@ -110,7 +110,7 @@ def corrections(bench: Bench, data: str) -> None:
         for base, text in ((base, text) for base in BASES for text in texts if text not in (base, *BASES[:1])):
             difference, error = apart(of(found, text, "accuracy"), of(found, base, "accuracy"))
             bench.figure(f"{name}: points of accuracy, {text} over {base}", difference)
-            bench.figure(f"{name}: standard error of that", error)
+            bench.figure(f"{name}: standard error, {text} over {base}", error)
 
 
 # ---- links -----------------------------------------------------------------------------------------------------------------
