@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,7 +44,8 @@ class Line:
     def __str__(self) -> str:
         def told(value: float | None) -> str:
             return "" if value is None else f"{value:.1e}"
-        verdict = " ".join(self.verdict.replace("|", "/").split())
+        named = re.sub(r"(?<!\S)(\(?)/\S+/(?=\S)", r"\1", self.verdict)             # files by their names alone
+        verdict = " ".join(named.replace("|", "/").split())
         verdict = verdict if len(verdict) <= 160 else verdict[:157] + "..."
         return (f"| {self.row} | `{self.strategy}` | {told(self.difference)} | {told(self.twin)} | "
                 f"{verdict if self.expected else '**unexpected** ' + verdict} |")
