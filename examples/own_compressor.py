@@ -9,7 +9,6 @@ import math
 import torch
 
 import paragrad as pg
-from paragrad.strategies.compressors import count_of
 
 
 class RandomK(pg.Compressor):
@@ -18,18 +17,21 @@ class RandomK(pg.Compressor):
     sums = True                                     # travels along any all-reduce
 
     def sends(self, shape, item):                   # bytes that stand for a tensor, of `item` bytes a number
-        return count_of(self.ratio, math.prod(shape)) * item
+        return self.count(shape) * item
 
     def codec(self, shape, key):                    # key: of the tensor, the same on all ranks
-        return Drawn(shape, self.ratio, key)
+        return Drawn(shape, self.count(shape), key)
+
+    def count(self, shape):
+        return math.ceil(self.ratio * math.prod(shape))
 
 
 class Drawn(pg.Codec):
     """Of one tensor, whose vectors are flat. memory: how many steps it has made, in checkpoints."""
 
-    def __init__(self, shape, ratio, key):
+    def __init__(self, shape, count, key):
         super().__init__(shape)
-        self.count, self.key = count_of(ratio, self.elements), key
+        self.count, self.key = count, key
 
     def compress(self, vector, agreed=None, draw=0):
         drawn = torch.Generator().manual_seed(self.key + int(0 if self.memory is None else self.memory))

@@ -25,12 +25,12 @@ settings.load_profile("untimed")
 os.environ.pop("PYTHONUNBUFFERED", None)                # with it the lines that two ranks print at once are not whole
 
 
-@pytest.hookimpl(tryfirst=True)                         # before -m chooses
 def pytest_runtest_setup() -> None:
     if time.time() > float(os.environ.get("PARAGRAD_TESTS_UNTIL", "inf")):
         pytest.skip("no time is left: PARAGRAD_TESTS_UNTIL is over (.ci/run ends within half an hour)")
 
 
+@pytest.hookimpl(tryfirst=True)                         # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of the rows of a test that is a `sample(n)`, all but every n-th are of the table."""
     rows: Counter[str] = Counter()

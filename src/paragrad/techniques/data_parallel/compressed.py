@@ -166,9 +166,9 @@ class Compressed(Sending):
             for what, values in theirs.items():
                 for name, each in values.items():
                     found.setdefault(name, {})[key_of(what, rank)] = each.view(self._shape(name))
-        made = {name: codec.memory for name, codec in self.compression.codecs.items() if not self._divided(name)}
+        made = {name: codec.memory for name, codec in self.compression.codecs.items() if codec.memory is not None}
         for name, memory in {**self.compression.memories, **made}.items():
-            if memory is not None:
+            if not self._divided(name):
                 found.setdefault(name, {})[MEMORY] = memory
         return found
 
